@@ -1,0 +1,50 @@
+# Needs only make and python3 (3.11 to 3.13). Another interpreter: make PYTHON=python3.12 VENV=.venv312 test
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+# Extra words for demo, test, bench and fuzz: make test ARGS="-k schedules"
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -q
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench fuzz clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create or update the virtual environment
+
+# The stamp is written last: an installation that broke off is done again.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## train a small transformer as a pipeline on simulated devices
+	$(BIN)/python examples/train_transformer.py $(ARGS)
+
+test: $(STAMP) ## run the tests and the doctests
+	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
+
+check: $(STAMP) ## what CI runs besides the tests: lint, format, types, structure
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(PYTEST) tests/test_structure.py
+
+format: $(STAMP) ## fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## run the benchmarks
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+fuzz: $(STAMP) ## run the property tests with many random examples
+	$(PYTEST) -n $(JOBS) --dist worksteal --hypothesis-profile=fuzz -m hypothesis tests $(ARGS)
+
+clean: ## remove environments, caches and build outputs
+	rm -rf .venv* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

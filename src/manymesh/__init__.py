@@ -1,0 +1,32 @@
+"""One program on many device meshes: tasks, microbatches and pipeline schedules for JAX.
+
+See the README for an example, and `jit`, `task` and `microbatch` to begin with.
+"""
+
+from __future__ import annotations
+
+from . import errors as errors
+from . import schedules as schedules
+from ._api import jit as jit
+from ._compiled import Compiled as Compiled
+from ._mark import ignore_transforms as ignore_transforms
+from ._mark import task as task
+from ._mark import with_sharding_constraint as with_sharding_constraint
+from ._microbatch import WeightedMean as WeightedMean
+from ._microbatch import microbatch as microbatch
+from ._task import Task as Task
+from ._topology import submeshes as submeshes
+
+__all__ = [
+    "Compiled",
+    "Task",
+    "WeightedMean",
+    "errors",
+    "ignore_transforms",
+    "jit",
+    "microbatch",
+    "schedules",
+    "submeshes",
+    "task",
+    "with_sharding_constraint",
+]

@@ -1,0 +1,412 @@
+"""`jit` and what it returns: tracing, planning, compiling, calling."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from . import _compat
+from ._compiled import Compiled
+from ._errors import ArgumentError, AxisError, PlacementError
+from ._mark import Recording, current_recording, recording, transforms_ignored
+from ._partition._build import build
+from ._program import Program
+from ._runtime._emit import emit
+from ._runtime._execute import Executor
+from ._runtime._instructions import Plan
+from ._runtime._lower import Executables, lower
+from ._task import mesh_devices
+from ._topology import auto_mesh
+
+
+def jit(
+    fun: Callable[..., Any],
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    compiler_options: dict[str, Any] | None = None,
+    strict: bool = False,
+) -> Jitted:
+    """Compiles a function for many submeshes; the counterpart of ``jax.jit``.
+
+    Args:
+      fun: a function of pytrees, with tasks in it. Differentiation goes inside: ``mm.jit`` around ``jax.grad``.
+      static_argnums, static_argnames: arguments that are part of the program; hashable.
+      donate_argnums, donate_argnames: arguments whose buffers the step may reuse; they are deleted by the call.
+      in_shardings: pytree prefix of the arguments of `NamedSharding` on submeshes, or None to infer.
+      out_shardings: pytree prefix of the result, likewise.
+      compiler_options: handed to XLA for every fragment.
+      strict: whether findings (a logical name that no rule knows) are errors instead of one warning.
+
+    Returns:
+      A callable. Each distinct structure, shape, dtype and static value of arguments is traced and compiled once.
+
+    Raises:
+      ManyMeshError: whatever is wrong with tasks, axes, schedules or placement, before anything runs.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, manymesh as mm
+      >>> first = mm.task(lambda x: x + 1, "first", devices=[0])
+      >>> second = mm.task(lambda x: x * 2, "second", devices=[1])
+      >>> f = mm.jit(lambda x: second(first(x)))
+      >>> f(jnp.arange(3)).tolist()
+      [2, 4, 6]
+    """
+    return Jitted(
+        fun, static_argnums, static_argnames, donate_argnums, donate_argnames, in_shardings, out_shardings,
+        compiler_options, strict,
+    )  # fmt: skip
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, (int, str)) else tuple(value)
+
+
+@dataclass(eq=False)
+class _Arguments:
+    """One call's arguments, flat."""
+
+    leaves: list[Any]
+    treedef: Any
+    static: tuple[tuple[Any, Any], ...]
+    dyn_args: tuple[Any, ...]
+    dyn_kwargs: dict[str, Any]
+
+
+class Jitted:
+    """What `jit` returns."""
+
+    def __init__(
+        self, fun: Any, static_argnums: Any, static_argnames: Any, donate_argnums: Any, donate_argnames: Any,
+        in_shardings: Any, out_shardings: Any, compiler_options: Any, strict: bool,
+    ) -> None:  # fmt: skip
+        if not callable(fun):
+            raise ArgumentError(f"mm.jit takes a function, found {type(fun).__name__}")
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self.in_shardings, self.out_shardings = in_shardings, out_shardings
+        self.compiler_options, self.strict = compiler_options, strict
+        self.name = getattr(fun, "__name__", type(fun).__name__)
+        self.static_argnums, self.static_argnames = _named(fun, _tuple(static_argnums), _tuple(static_argnames))
+        self.donate_argnums, self.donate_argnames = _named(fun, _tuple(donate_argnums), _tuple(donate_argnames))
+        self._compiled: dict[Any, Compiled] = {}
+        self._executables = Executables()
+        self._reference = jax.jit(
+            fun, static_argnums=self.static_argnums or None, static_argnames=self.static_argnames or None
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; compiles it first where these shapes, dtypes and statics are new."""
+        if transforms_ignored():
+            return self._reference(*_gathered(args), **_gathered(kwargs))
+        if current_recording() is not None:
+            return self.fun(*args, **kwargs)  # a step inside a step is part of it
+        given = self._flatten(args, kwargs)
+        key = (given.treedef, given.static, tuple(_signature(x) for x in given.leaves))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._trace(given).lower().compile()
+        return compiled.call_flat(given.leaves)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """Traces the step for arguments, arrays or `jax.ShapeDtypeStruct`."""
+        return self._trace(self._flatten(args, kwargs))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Traces the step and splits it over its submeshes."""
+        return self.trace(*args, **kwargs).lower()
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Shapes and dtypes of the result; nothing is compiled."""
+        return self.trace(*args, **kwargs).out_info
+
+    def clear_cache(self) -> None:
+        """Forgets every program and executable made by this function."""
+        self._compiled.clear()
+        self._executables = Executables()
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+        static: list[tuple[Any, Any]] = []
+        numbers = {k % len(args) for k in self.static_argnums if -len(args) <= k < len(args)} if args else set()
+        if numbers or self.static_argnames:
+            static = [(k, args[k]) for k in sorted(numbers)]
+            static += [(k, kwargs[k]) for k in sorted(kwargs) if k in self.static_argnames]
+            for k, value in static:
+                try:
+                    hash(value)
+                except TypeError as error:
+                    raise ValueError(f"mm.jit({self.name}): static argument {k!r} has to be hashable: {error}") from None
+        dyn_args = tuple(None if k in numbers else a for k, a in enumerate(args))
+        dyn_kwargs = {k: v for k, v in kwargs.items() if k not in self.static_argnames}
+        leaves, treedef = jax.tree.flatten((dyn_args, dyn_kwargs))
+        return _Arguments(leaves, treedef, tuple(static), dyn_args, dyn_kwargs)
+
+    def _trace(self, given: _Arguments) -> Traced:
+        statics = dict(given.static)
+        record = Recording()
+        paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+        avals = [_abstract(self.name, path, x) for path, x in paths]
+        out_tree: list[Any] = []
+
+        def flat_fun(*leaves: Any) -> list[Any]:
+            args, kwargs = jax.tree.unflatten(given.treedef, leaves)
+            full = tuple(statics.get(k, a) for k, a in enumerate(args))
+            kwargs = {**kwargs, **{k: v for k, v in statics.items() if isinstance(k, str)}}
+            out = self.fun(*full, **kwargs)
+            out_leaves, tree = jax.tree.flatten(out)
+            out_tree.append(tree)
+            return out_leaves
+
+        flat_fun.__name__ = flat_fun.__qualname__ = self.name
+        try:
+            with recording(record), _compat.tracing_without_mesh():
+                closed, shapes = jax.make_jaxpr(flat_fun, return_shape=True)(*avals)
+        except AxisError as error:
+            raise _with_parameter(error, given) from None
+        self._report(record)
+        return Traced(self, given, record, closed, shapes, out_tree[-1])
+
+    def _report(self, record: Recording) -> None:
+        if not record.findings:
+            return
+        text = "; ".join(record.findings)
+        if self.strict:
+            raise AxisError(f"mm.jit({self.name}, strict=True): {text}")
+        warnings.warn(f"mm.jit({self.name}): {text}", stacklevel=5)
+
+
+def _named(fun: Any, numbers: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Completes argument numbers by names and names by numbers, as ``jax.jit`` does."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return numbers, names
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    more_names = tuple(positional[k] for k in numbers if -len(positional) <= k < len(positional))
+    more_numbers = tuple(positional.index(n) for n in names if n in positional)
+    return tuple(sorted({*numbers, *more_numbers})), tuple(sorted({*names, *more_names}))
+
+
+def _signature(x: Any) -> Any:
+    if isinstance(x, (jax.Array, np.ndarray, np.generic)):
+        return (x.shape, x.dtype, getattr(x, "weak_type", False))
+    return type(x)
+
+
+def _abstract(name: str, path: Any, x: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise RuntimeError(
+            f"mm.jit({name}): argument{_keystr(path)} of shape {x.shape}: Array has been deleted (it was donated to an earlier call)"
+        )
+    try:
+        return _compat.abstract(jax.typeof(x))
+    except TypeError:
+        raise ArgumentError(
+            f"mm.jit({name}): argument{_keystr(path)} is {type(x).__name__} {x!r}, which is no array; make it static "
+            "(static_argnums, static_argnames) or close over it"
+        ) from None
+
+
+def _keystr(path: Any) -> str:
+    """``args[0]['w']`` of a path into ``(args, kwargs)``."""
+    which, *rest = path
+    head = "args" if getattr(which, "idx", 0) == 0 else "kwargs"
+    return f" {head}{jax.tree_util.keystr(tuple(rest))}"
+
+
+def _gathered(tree: Any) -> Any:
+    """For the reference mode: arrays of different submeshes come to one device."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    if len({frozenset(x.sharding.device_set) for x in arrays}) <= 1:
+        return tree
+    device = jax.devices()[0]
+    return jax.tree.map(lambda x: jax.device_put(x, device) if isinstance(x, jax.Array) else x, tree)
+
+
+def _with_parameter(error: AxisError, given: _Arguments) -> AxisError:
+    """The error with the paths of the parameters it is about: those with the same names and shape."""
+    names, shape = getattr(error, "names", None), getattr(error, "shape", None)
+    if names is None or "parameter" in str(error):
+        return error
+    boxed = jax.tree_util.tree_leaves_with_path(
+        (given.dyn_args, given.dyn_kwargs), is_leaf=lambda x: hasattr(x, "names") and hasattr(x, "unbox")
+    )
+    found = [p for p, x in boxed if tuple(getattr(x, "names", ())) == tuple(names) and np.shape(x.value) == tuple(shape)]
+    if not found:
+        found = [p for p, x in boxed if np.shape(x) == tuple(shape)]
+    if not found:
+        return error
+    new = AxisError(f"parameter{' or'.join(_keystr(p) for p in found[:3])}: {error}")
+    for note in getattr(error, "__notes__", ()):
+        new.add_note(note)
+    return new
+
+
+@dataclass(eq=False)
+class Traced:
+    """A step as one jaxpr, with the meaning of its marks.
+
+    Attributes:
+      jaxpr: the closed jaxpr of the step.
+    """
+
+    _jitted: Jitted
+    _given: _Arguments
+    _record: Recording
+    jaxpr: Any
+    _shapes: Any
+    _out_tree: Any
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes and dtypes of the result, in its structure."""
+        return jax.tree.unflatten(self._out_tree, [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in self._shapes])
+
+    def lower(self) -> Lowered:
+        """Splits the step over its submeshes and lays out the instructions."""
+        j, given = self._jitted, self._given
+        prefix_in = j.in_shardings
+        wanted_in = _prefix("in_shardings", prefix_in, given.dyn_args, given.dyn_kwargs)
+        out = jax.tree.unflatten(self._out_tree, self._shapes)
+        wanted_out = {} if j.out_shardings is None else _expand("out_shardings", j.out_shardings, out)
+        pinned_out = {i: auto_mesh(s.mesh) for i, s in wanted_out.items()}
+        program = build(self.jaxpr, self._record, {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}, pinned_out)
+        if program is None:
+            mesh = Mesh(np.array(jax.devices()[:1]), ("device",))
+            program = build(self.jaxpr, self._record, {}, {i: auto_mesh(mesh) for i in range(len(self._shapes))})
+        if program is None:
+            raise PlacementError(f"mm.jit({j.name}): the function returns nothing, so there is nothing to place")
+        shift = len(program.consts)
+        donated = frozenset(shift + i for i in self._donated())
+        plan = emit(program, donated)
+        given_in = {i: s for i, x in enumerate(given.leaves) if (s := _arrival(x, program)) is not None}
+        given_in.update(wanted_in)
+        return Lowered(self, program, plan, given_in, wanted_out, self._states(program), donated)
+
+    def _donated(self) -> set[int]:
+        j = self._jitted
+        found = set()
+        paths = jax.tree_util.tree_leaves_with_path((self._given.dyn_args, self._given.dyn_kwargs))
+        count = len(self._given.dyn_args)
+        numbers = {k % count for k in j.donate_argnums if -count <= k < count} if count else set()
+        for i, (path, _) in enumerate(paths):
+            if path[0].idx == 0:
+                if path[1].idx in numbers:
+                    found.add(i)
+            elif path[1].key in j.donate_argnames:
+                found.add(i)
+        return found
+
+    def _states(self, program: Program) -> list[tuple[int, int]]:
+        """(input, result) pairs where the result is the next value of the input."""
+        shift = len(program.consts)
+        shapes = jax.tree.unflatten(self._out_tree, self._shapes)
+        results: dict[Any, list[int]] = {}
+        for o, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(shapes)):
+            for start in range(len(path) + 1):
+                results.setdefault((path[start:], leaf.shape, leaf.dtype), []).append(o)
+        pairs, taken = [], set()
+        inputs = jax.tree_util.tree_leaves_with_path((self._given.dyn_args, self._given.dyn_kwargs))
+        for i, (path, _) in enumerate(inputs):
+            v = program.invars[shift + i]
+            for o in results.get((path[2:], v.aval.shape, v.aval.dtype), ()):
+                if o not in taken and program.outputs[o][1] == program.home[v]:
+                    pairs.append((shift + i, o))
+                    taken.add(o)
+                    break
+        return pairs
+
+
+def _arrival(x: Any, program: Program) -> Any:
+    """The sharding an argument already has, if that is a layout on one of the submeshes."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    if not getattr(x, "committed", True):
+        return None
+    devices = mesh_devices(sharding.mesh)
+    if any(mesh_devices(m) == devices for m in program.submeshes):
+        return sharding
+    return None
+
+
+def _prefix(label: str, prefix: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Any]:
+    if prefix is None:
+        return {}
+    return _expand(label, prefix, args)
+
+
+def _expand(label: str, prefix: Any, tree: Any) -> dict[int, Any]:
+    """position of a leaf -> its sharding, from a pytree prefix."""
+    is_leaf = lambda s: s is None or isinstance(s, jax.sharding.Sharding)  # noqa: E731
+    try:
+        expanded = jax.tree.map(lambda s, part: [s] * len(jax.tree.leaves(part)), prefix, tree, is_leaf=is_leaf)
+    except ValueError as error:
+        raise ArgumentError(
+            f"{label}: its structure is no prefix of the {'result' if label.startswith('out') else 'arguments'}: {error}"
+        ) from None
+    flat = jax.tree.leaves(expanded, is_leaf=is_leaf)
+    for s in flat:
+        if s is not None and not isinstance(s, NamedSharding):
+            raise ArgumentError(f"{label}: expected NamedSharding on a submesh or None, found {type(s).__name__} {s!r}")
+    return {i: s for i, s in enumerate(flat) if s is not None}
+
+
+@dataclass(eq=False)
+class Lowered:
+    """A step split over its submeshes, laid out, not yet compiled.
+
+    Attributes:
+      program: fragments and edges.
+      plan: the instructions of one call.
+    """
+
+    _traced: Traced
+    program: Program
+    plan: Plan
+    _given: dict[int, Any]
+    _wanted: dict[int, Any]
+    _states: list[tuple[int, int]]
+    _donated: frozenset[int]
+    _literals: dict[int, Any] = field(default_factory=dict)
+
+    def as_text(self) -> str:
+        """The program, readable."""
+        return repr(self.program)
+
+    def compile(self) -> Compiled:
+        """Compiles every fragment."""
+        jitted = self._traced._jitted
+        shift = len(self.program.consts)
+        before = (jitted._executables.compiled, jitted._executables.reused)
+        lowered = lower(
+            self.program, self.plan, jitted._executables,
+            given={shift + i: s for i, s in self._given.items()}, wanted=self._wanted, states=self._states,
+            compiler_options=jitted.compiler_options,
+        )  # fmt: skip
+        literals = {
+            o: jax.device_put(np.asarray(v.val, v.aval.dtype), jax.devices()[0])
+            for o, (v, _) in enumerate(self.program.outputs)
+            if not _compat.is_var(v)
+        }
+        made = (jitted._executables.compiled - before[0], jitted._executables.reused - before[1])
+        return Compiled(
+            Executor(lowered, literals), self._traced._given.treedef, self._traced._out_tree,
+            tuple(sorted(i - shift for i in self._donated)), made, jitted.name,
+        )  # fmt: skip

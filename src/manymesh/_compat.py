@@ -1,0 +1,169 @@
+"""The one door to what JAX does not publish, and to what changed between JAX versions.
+
+Every function here has a name and a meaning of its own; no private module is handed on.
+Served versions: JAX 0.10 to 0.12. A comment names the version that needs each branch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core as jex
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+from jax.sharding import AbstractMesh
+
+Var = jex.Var
+Literal = jex.Literal
+Eqn = jex.JaxprEqn
+Jaxpr = jex.Jaxpr
+ClosedJaxpr = jex.ClosedJaxpr
+DropVar = jex.DropVar
+
+_debug_info: list[Any] = []
+
+
+def _plain_debug_info() -> Any:
+    """A debug-info record for jaxprs that we assemble ourselves."""
+    if not _debug_info:
+        _debug_info.append(jax.make_jaxpr(lambda: ())().jaxpr.debug_info)
+    return _debug_info[0]
+
+
+def new_var(aval: Any) -> Var:
+    """A fresh variable of the given abstract value."""
+    return Var(aval)
+
+
+def is_var(atom: Any) -> bool:
+    """Whether an atom is a variable that is used (not a literal, not dropped)."""
+    return isinstance(atom, Var) and not isinstance(atom, DropVar)
+
+
+def new_jaxpr(invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[Eqn]) -> Jaxpr:
+    """A jaxpr without constants, made of equations that are already in order."""
+    effects = set().union(*(e.effects for e in eqns)) if eqns else set()
+    info = _plain_debug_info()
+    info = info._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
+    return Jaxpr([], list(invars), list(outvars), list(eqns), effects, debug_info=info)
+
+
+def close(jaxpr: Jaxpr) -> ClosedJaxpr:
+    """A jaxpr without constants as a closed one."""
+    return ClosedJaxpr(jaxpr, [])
+
+
+class OpenJaxpr(NamedTuple):
+    """A jaxpr taken apart; ``constvars`` pair with ``consts``."""
+
+    constvars: list[Var]
+    consts: list[Any]
+    invars: list[Var]
+    outvars: list[Any]
+    eqns: list[Eqn]
+
+
+def open_jaxpr(jaxpr: Any) -> OpenJaxpr:
+    """Takes a jaxpr or closed jaxpr apart (0.12 has one class for both, 0.10 two)."""
+    consts = list(getattr(jaxpr, "consts", ()) or ())
+    inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+    return OpenJaxpr(list(inner.constvars), consts, list(inner.invars), list(inner.outvars), list(inner.eqns))
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a value is a jaxpr, open or closed."""
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+def is_jit(eqn: Eqn) -> bool:
+    """Whether an equation is a call of a jitted function."""
+    return eqn.primitive.name in ("jit", "pjit")
+
+
+class ScanParts(NamedTuple):
+    """What a ``scan`` equation says, in one form for all versions."""
+
+    jaxpr: Any
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+
+
+def scan_parts(eqn: Eqn) -> ScanParts:
+    """Reads a ``scan`` equation. JAX 0.12 keeps the split of its operands in a tree."""
+    p = eqn.params
+    if "num_consts" in p:  # JAX 0.10, 0.11
+        num_consts, num_carry = p["num_consts"], p["num_carry"]
+    else:  # JAX 0.12
+        consts, carry, _ = p["ft_in"].update(list(range(len(eqn.invars)))).unpack()
+        num_consts, num_carry = len(list(consts)), len(list(carry))
+    return ScanParts(p["jaxpr"], num_consts, num_carry, p["length"], p["reverse"])
+
+
+def name_stack(eqn: Eqn) -> str:
+    """The name stack of an equation, relative to the jaxpr that holds it."""
+    return str(eqn.source_info.name_stack)
+
+
+def source_line(eqn: Eqn) -> str:
+    """``file.py:12 (function)`` of the user's code behind an equation, or an empty string."""
+    from jax._src import source_info_util
+
+    try:
+        return str(source_info_util.summarize(eqn.source_info))
+    except Exception:  # a traceback that JAX cannot summarise must not hide the error we report
+        return ""
+
+
+def dce(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+    """Removes dead code, also inside nested calls. Returns the jaxpr and which inputs it uses."""
+    out, used = pe.dce_jaxpr(jaxpr, list(used_outputs))
+    return out, list(used)
+
+
+def tracing_without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Hides an ambient mesh while a program is traced on values without sharding."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+_recording_token = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def separate_jit_caches(token: object) -> Iterator[None]:
+    """Inside, functions that the user jitted are traced anew for each distinct ``token``.
+
+    Without it a function first called outside ``mm.jit`` would hand its cached jaxpr, which
+    holds no task, to the trace of a program.
+    """
+    with _recording_token(token):
+        yield
+
+
+def linear_identity(name: str, lower: Callable[..., Any] | None = None) -> Any:
+    """A primitive that is the identity under every transformation and keeps its parameters."""
+    prim = jex.Primitive(name)
+    prim.def_impl(lambda x, **_: x)
+    prim.def_abstract_eval(lambda x, **_: x)
+    ad.deflinear2(prim, lambda ct, _, **params: [prim.bind(ct, **params)])
+    batching.primitive_batchers[prim] = lambda args, dims, **params: (prim.bind(*args, **params), dims[0])
+    mlir.register_lowering(prim, mlir.lower_fun(lambda x, **_: x, multiple_results=False))
+    return prim
+
+
+def abstract(aval: Any) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and weak type of an abstract value, without sharding."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+@contextlib.contextmanager
+def unusable_donation_is_fine() -> Iterator[None]:
+    """Silences JAX's warning about donated buffers that XLA found no use for; donating them still frees them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        yield

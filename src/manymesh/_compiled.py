@@ -1,0 +1,95 @@
+"""`Compiled`: a step that is ready to run, and what can be asked of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from . import _compat
+from ._errors import ArgumentError
+from ._report import Report, make_report
+from ._runtime._execute import Executor
+
+
+class Compiled:
+    """A compiled step: callable with arguments of the structure it was compiled for.
+
+    Attributes:
+      program: the fragments and edges it runs.
+      input_shardings: `NamedSharding` of each argument at its home, in the structure ``(args, kwargs)``.
+      output_shardings: `NamedSharding` of each result, in its structure.
+    """
+
+    def __init__(
+        self, executor: Executor, in_tree: Any, out_tree: Any, donated: tuple[int, ...], made: tuple[int, int], name: str
+    ) -> None:
+        self._executor, self._in_tree, self._out_tree = executor, in_tree, out_tree
+        self._donated, self._made, self.name = donated, made, name
+        program = self.program = executor.lowered.program
+        shift = len(program.consts)
+        homes = [
+            executor.lowered.arrivals[shift + i, program.home[v]]
+            if (shift + i, program.home[v]) in executor.lowered.arrivals
+            else executor.lowered.arrivals[shift + i, program.arrivals[v][0]]
+            for i, v in enumerate(program.invars[shift:])
+        ]
+        self.input_shardings: Any = jax.tree.unflatten(in_tree, homes)
+        self.output_shardings: Any = jax.tree.unflatten(out_tree, executor.lowered.outputs)
+        passed = {v for v, _ in program.outputs if _compat.is_var(v)}
+        # A donated argument that is also a result is the result; it must outlive the call.
+        self._dies = tuple(i for i in donated if program.invars[shift + i] not in passed)
+        self._avals = [v.aval for v in program.invars[shift:]]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if tree != self._in_tree:
+            raise ArgumentError(
+                f"{self.name}: compiled for arguments of structure {self._in_tree}, called with {tree}; "
+                "static arguments are left out of the call as None"
+            )
+        for i, (x, aval) in enumerate(zip(leaves, self._avals, strict=True)):
+            if tuple(jax.numpy.shape(x)) != aval.shape or jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)) != aval.dtype:
+                raise ArgumentError(
+                    f"{self.name}: argument leaf {i} was compiled as {aval.str_short()}, called with "
+                    f"{jax.numpy.result_type(x)}{list(jax.numpy.shape(x))}"
+                )
+        return self.call_flat(leaves)
+
+    def call_flat(self, leaves: list[Any]) -> Any:
+        """Runs the step on the flat list of its arguments' leaves."""
+        for i, x in enumerate(leaves):
+            if isinstance(x, jax.Array) and x.is_deleted():
+                raise RuntimeError(
+                    f"{self.name}: argument leaf {i} of shape {x.shape}: Array has been deleted; it was donated to an "
+                    "earlier call, whose result replaces it"
+                )
+        results = self._executor(leaves)
+        for i in self._dies:
+            x = leaves[i]
+            if isinstance(x, jax.Array) and not x.is_deleted():
+                x.delete()
+        return jax.tree.unflatten(self._out_tree, results)
+
+    def report(self) -> Report:
+        """What the step consists of and costs; printable."""
+        return make_report(self._executor.lowered, self._made)
+
+    def memory_analysis(self) -> Any:
+        """Live bytes at the peak of a call, for each device: `report().memory`."""
+        return self.report().memory
+
+    def cost_analysis(self) -> dict[str, Any]:
+        """XLA's cost estimate for each fragment, by name."""
+        return {
+            f.name: executable.cost_analysis()
+            for f, executable in zip(self.program.fragments, self._executor.lowered.executables, strict=True)
+        }
+
+    def as_text(self) -> str:
+        """The optimized program of every fragment."""
+        return "\n\n".join(
+            f"// fragment {f.name}, submesh {f.submesh}\n{executable.as_text()}"
+            for f, executable in zip(self.program.fragments, self._executor.lowered.executables, strict=True)
+        )

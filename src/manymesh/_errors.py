@@ -1,0 +1,64 @@
+"""Every error that ManyMesh raises on purpose, in one tree.
+
+::
+
+    ManyMeshError
+    ├── TaskError(ValueError)          a task is described or nested wrongly
+    ├── MeshError(ValueError)          devices, meshes or their axes do not fit
+    ├── AxisError(ValueError)          a logical or device axis is unknown, taken, or does not divide
+    ├── MetadataError(ValueError)      partition metadata does not fit the value it describes
+    ├── MicrobatchError(ValueError)    a batch cannot be cut, or a reduction does not fit
+    ├── ScheduleError(ValueError)      a schedule is unknown, impossible, or contradicts the program
+    ├── PlacementError(ValueError)     a program cannot be split over the submeshes
+    ├── ArgumentError(TypeError)       a call has arguments of the wrong structure
+    └── TransferError(RuntimeError)    moving a value between submeshes failed
+
+Each class also inherits the built-in type that a caller would catch, so that
+``except ValueError`` keeps working. A message says where, what was expected, what
+was found, and what to do.
+
+Errors that belong to JAX (leaked tracers, unhashable static arguments, deleted
+arrays) pass through unchanged.
+"""
+
+from __future__ import annotations
+
+
+class ManyMeshError(Exception):
+    """The root of every error that ManyMesh raises on purpose."""
+
+
+class TaskError(ManyMeshError, ValueError):
+    """A task is described or nested in a way that has no meaning."""
+
+
+class MeshError(ManyMeshError, ValueError):
+    """Devices, meshes or the names of their axes do not fit together."""
+
+
+class AxisError(ManyMeshError, ValueError):
+    """A logical or device axis is unknown, already taken, or does not divide a dimension."""
+
+
+class MetadataError(ManyMeshError, ValueError):
+    """Partition metadata does not fit the value it describes."""
+
+
+class MicrobatchError(ManyMeshError, ValueError):
+    """A batch cannot be cut into microbatches, or a reduction does not fit the output."""
+
+
+class ScheduleError(ManyMeshError, ValueError):
+    """A pipeline schedule is unknown, impossible, or contradicts the program."""
+
+
+class PlacementError(ManyMeshError, ValueError):
+    """A program cannot be split over the submeshes it names."""
+
+
+class ArgumentError(ManyMeshError, TypeError):
+    """A call has arguments of the wrong structure."""
+
+
+class TransferError(ManyMeshError, RuntimeError):
+    """Moving a value between submeshes failed."""

@@ -1,0 +1,239 @@
+"""Linen modules as tasks: the module keeps its parameters, its call becomes one marked equation.
+
+A wrapped class is a subclass of the class it wraps. Outside ``mm.jit`` its methods are the inherited ones.
+In a trace they are *lifted*, as Flax's own transformations are: variables and random keys become arguments
+and results of a pure function, which the task machinery marks. Lifting adds no level to the tree of
+variables, and the names that Flax gives to unnamed modules are those of the plain class, so a checkpoint
+fits a model with and without tasks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import numpy as np
+from flax.core import Scope, lift
+from flax.linen import transforms
+
+from ._errors import TaskError
+from ._mark import call_marked, current_recording
+from ._task import Task
+
+T = TypeVar("T")
+
+_WRAPPER = re.compile(r"Task\[(.*)\]")
+
+
+def task(
+    model: T,
+    name: str | None = None,
+    *,
+    task: Task | None = None,
+    mesh: Any = None,
+    devices: Any = None,
+    device_axes: Any = None,
+    logical_axes: Any = None,
+    methods: Sequence[str] = ("__call__",),
+) -> T:
+    """Wraps a Linen module so that calling it inside ``mm.jit`` is a task.
+
+    Args:
+      model: one of
+
+        - a module class (also a ``functools.partial`` of one): a subclass comes back, used in its place;
+        - a module instance, bound or not: an equal instance comes back;
+        - a bound method of a module, such as ``self.embed.attend``: calling the result is a task that
+          receives just the variables of that module. This is how a tied output head runs on the submesh of
+          the last stage while the table belongs to the first;
+        - a function whose first argument is a module (as for Flax's transformations), or a function
+          that returns a module.
+      name: name of the task; defaults to the name of the module, else of its class. It is no module name
+        and does not show in the parameters.
+      task: a ready `manymesh.Task`; excludes every argument below but ``methods``.
+      mesh, devices, device_axes, logical_axes: as for `manymesh.Task`. Boxed parameters
+        (`shard_axes`, ``nn.with_partitioning``, ``nn.with_logical_partitioning``) are constrained by them.
+      methods: the methods of the module that are tasks.
+
+    Returns:
+      The wrapped model, of the kind that was given. Parameters, variables, random keys and results are those
+      of the plain model. Arrays among the arguments are traced; strings, bools, None, enums and other
+      Python objects stay as they are.
+
+    Raises:
+      TaskError: ``model`` is none of the above, it has no such method, or the placement is
+        contradictory (see `manymesh.Task`).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, flax.linen as nn, manymesh as mm
+      >>> from manymesh.flax import shard_axes, task
+      >>> mesh = jax.make_mesh((2, 2), ("x", "y"))
+      >>> DenseTask = task(nn.Dense, mesh=mesh)
+      >>> model = DenseTask(features=16, kernel_init=shard_axes("x", None))
+      >>> params = model.init(jax.random.key(0), jnp.ones((16, 9)))["params"]
+      >>> jax.tree.map(jnp.shape, nn.unbox(params))
+      {'bias': (16,), 'kernel': (9, 16)}
+    """
+    described = _describe(name, task, mesh, devices, device_axes, logical_axes)
+    return _wrap(model, described, tuple(methods))  # type: ignore[no-any-return]  # one kind in, the same kind out
+
+
+def _describe(name: str | None, task: Task | None, mesh: Any, devices: Any, axes: Any, logical_axes: Any) -> Task:
+    if task is None:
+        return Task(name, mesh=mesh, devices=devices, device_axes=axes, logical_axes=logical_axes)
+    if any(a is not None for a in (mesh, devices, axes, logical_axes)):
+        raise TaskError(
+            "flax.task: task= is a complete description; give it alone, or mesh=, devices=, ... without it"
+        )
+    return task if name is None else Task(name, **_placement(task))
+
+
+def _placement(described: Task) -> dict[str, Any]:
+    """The arguments that make a `Task` with the placement of this one."""
+    if described.mesh is None or described.has_named_axes:
+        return {"mesh": described.mesh, "logical_axes": described.logical_axes}
+    return {"devices": described.mesh.devices}
+
+
+def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
+    if inspect.isclass(model) and issubclass(model, nn.Module):
+        return _wrap_class(model, described, methods)
+    if isinstance(model, functools.partial):
+        return functools.partial(_wrap(model.func, described, methods), *model.args, **model.keywords)
+    if isinstance(model, nn.Module):
+        # A copy with another class, not a new instance: a module that its parent has named already
+        # would claim the name twice.
+        wrapped = copy.copy(model)
+        object.__setattr__(wrapped, "__class__", _wrap_class(type(model), described, methods))
+        return wrapped
+    owner = getattr(model, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return functools.partial(_lift(model.__func__, described), owner)
+    if callable(model) and not inspect.isclass(model):
+        return _wrap_function(model, described, methods)
+    raise TaskError(
+        f"flax.task: expected a Linen module (class, instance or method), found {model!r} of type "
+        f"{type(model).__name__}; wrap functions of arrays with manymesh.task"
+    )
+
+
+def _wrap_function(fun: Callable[..., Any], described: Task, methods: tuple[str, ...]) -> Callable[..., Any]:
+    lifted = _lift(fun, described)
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], nn.Module):
+            return lifted(*args, **kwargs)
+        made = fun(*args, **kwargs)
+        if isinstance(made, nn.Module) or (inspect.isclass(made) and issubclass(made, nn.Module)):
+            return _wrap(made, described, methods)
+        raise TaskError(
+            f"flax.task: {getattr(fun, '__name__', fun)!r} neither takes a Linen module as its first argument nor "
+            "returns one; wrap functions of arrays with manymesh.task"
+        )
+
+    return call
+
+
+def _lift(method: Callable[..., Any], described: Task) -> Callable[..., Any]:
+    """An unbound method that is a task inside a recording and itself outside."""
+
+    @functools.wraps(method)  # also copies the attributes by which Flax knows compact and wrapped methods
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if current_recording() is None or module.scope is None:
+            return method(module, *args, **kwargs)
+        named = described.named(module.name or _plain_name(type(module).__name__))
+        transform = functools.partial(_mark_scopes, named)
+        return transforms.lift_transform(transform, method)(module, *args, **kwargs)
+
+    return call
+
+
+def _mark_scopes(described: Task, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function of scopes, by making their variables and random keys its arguments."""
+
+    def mark(
+        make_scopes: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        def body(variables: Any, rngs: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            scopes = make_scopes(variables, rngs)
+            out = fun(scopes, *args, **kwargs)
+            return out, repack(scopes)
+
+        record = current_recording()
+        assert record is not None, "modules are lifted in recordings only"
+        result: tuple[Any, Any] = call_marked(record, described, body, (variables, rngs, args, kwargs), {})
+        return result
+
+    packed: Callable[..., Any] = lift.pack(mark, (True,), (True,), (True,), name="task", enable_kwargs=True)
+    return packed
+
+
+class _PlainNames(nn.Module):
+    """Names an unnamed module as its plain class would be named.
+
+    Stands last before `nn.Module` among the bases of a wrapped class, so that whatever the user's
+    ``__post_init__`` does has happened. Serves Flax 0.12, where ``Module.__post_init__`` derives the name
+    from the name of the class, which is ``Task[Dense]`` here.
+    """
+
+    def __post_init__(self) -> None:
+        parent = self.parent
+        if not isinstance(parent, nn.Module | Scope | type(None)):  # not said: the module being called
+            parent = nn.module._context.module_stack[-1]
+        if isinstance(parent, nn.Module) and self.name is None and not parent._state.in_setup:
+            prefix = _plain_name(type(self).__name__)
+            count = parent._state.autoname_cursor.get(prefix, 0)
+            object.__setattr__(self, "name", f"{prefix}_{count}")
+            parent._state.autoname_cursor[prefix] = count + 1
+        super().__post_init__()
+
+
+def _plain_name(name: str) -> str:
+    """``CheckpointTask[Block]`` -> ``CheckpointBlock``."""
+    while (plain := _WRAPPER.sub(r"\1", name)) != name:
+        name = plain
+    return name
+
+
+def _wrap_class(model: type[nn.Module], described: Task, methods: tuple[str, ...]) -> type[nn.Module]:
+    # The same task of the same class is the same class: instances compare and hash equal, and a module that
+    # is a static argument of a jitted function does not make it compile again.
+    key = (described, methods)
+    for known in type.__subclasses__(model):
+        if known.__dict__.get("_manymesh_task") == key:
+            return known
+    missing = [m for m in methods if not callable(getattr(model, m, None))]
+    if missing:
+        raise TaskError(f"flax.task: {model.__name__} has no method {missing[0]!r}; methods= names methods of the model")
+    body: dict[str, Any] = {m: _lift(getattr(model, m), described) for m in methods}
+    body |= {
+        "_manymesh_task": key,
+        "__module__": model.__module__,
+        "__qualname__": f"Task[{model.__qualname__}]",
+        "__doc__": model.__doc__,
+        "__reduce__": nn.nowrap(_reduce),
+    }
+    return type(f"Task[{model.__name__}]", (model, _PlainNames), body)
+
+
+def _reduce(module: nn.Module) -> tuple[Any, ...]:
+    """Pickles by the plain class and the ids of the devices: neither a class made here nor a device pickles."""
+    described, methods = type(module).__dict__["_manymesh_task"]
+    placement = _placement(described)
+    if described.mesh is not None:
+        ids = np.array([d.id for d in described.mesh.devices.flat]).reshape(described.mesh.devices.shape)
+        axes = described.mesh.axis_names if described.has_named_axes else None
+        placement = {"devices": ids, "device_axes": axes, "logical_axes": described.logical_axes}
+    plain = type(module).__mro__[1]
+    return _restore, (plain, described.name, placement, methods), dict(module.__dict__)
+
+
+def _restore(plain: type[nn.Module], name: str | None, placement: dict[str, Any], methods: tuple[str, ...]) -> Any:
+    wrapped = _wrap_class(plain, Task(name, **placement), methods)
+    return wrapped.__new__(wrapped)

@@ -1,0 +1,307 @@
+"""One jaxpr with marks, nested anyhow, to one flat list of equations.
+
+Only what holds a task or a loop is opened: jit, remat and custom-derivative calls are inlined, scans
+are unrolled, the scan of a microbatch loop becomes a `Loop` whose body appears once. Everything else
+stays one opaque equation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from .. import _compat
+from .._errors import PlacementError
+from .._mark import MARK, Recording
+from ._nodes import Carry, Flat, Loop, Node, Pieces, substitute, trace_nodes
+
+_CALL_JAXPR = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_CHEAP = {"sharding_constraint", "convert_element_type", "transpose", "reshape", "squeeze", "copy", "expand_dims"}
+
+
+def flatten(closed: Any, record: Recording) -> Flat:
+    """Brings a traced program into flat form.
+
+    Args:
+      closed: the closed jaxpr of the whole step.
+      record: what its marks mean.
+
+    Raises:
+      PlacementError: a task inside control flow that cannot be opened.
+    """
+    parts = _compat.open_jaxpr(closed)
+    worker = _Flattener(record)
+    env: dict[Any, Any] = {}
+    worker.inline(parts.eqns, env, "", None, None)
+    out = [_lookup(env, v) for v in parts.outvars]
+    consts = {**dict(zip(parts.constvars, parts.consts, strict=True)), **worker.consts}
+    return Flat([*consts, *parts.invars], out, worker.nodes, worker.loops, consts)
+
+
+def _lookup(env: dict[Any, Any], atom: Any) -> Any:
+    return env.get(atom, atom) if _compat.is_var(atom) else atom
+
+
+class _Flattener:
+    def __init__(self, record: Recording) -> None:
+        self.record = record
+        self.nodes: list[Node] = []
+        self.loops: list[Loop] = []
+        self.consts: dict[Any, Any] = {}  # constants of nested jaxprs, which become inputs
+        self._marked: dict[int, bool] = {}
+        self._keep: list[Any] = []  # jaxprs whose ids are in _marked
+        self._varying: set[Any] = set()
+
+    def inline(self, eqns: list[Any], env: dict[Any, Any], stack: str, loop: Loop | None, spec: Any) -> None:
+        """Appends equations to the flat program; ``env`` maps their variables to flat ones.
+
+        Args:
+          stack: name stack of what encloses them.
+          loop: the loop whose body they are, or None.
+          spec: what `microbatch` said, where the equations are directly those of a marked loop.
+        """
+        for eqn in eqns:
+            mark = eqn.params.get("name") if _compat.is_jit(eqn) else None
+            inner_stack = f"{stack}/{_compat.name_stack(eqn)}"
+            if mark in self.record.tasks:
+                self._task(eqn, env, mark, inner_stack, loop)
+            elif mark in self.record.loops and loop is None:
+                self._call(eqn, env, inner_stack, loop, self.record.loops[mark])
+            elif not self._holds_mark(eqn) and not (spec is not None and eqn.primitive.name == "scan"):
+                self._plain(eqn, env, inner_stack, loop)
+            elif eqn.primitive.name == "scan":
+                if spec is not None:
+                    self._loop(eqn, env, inner_stack, spec)
+                else:
+                    self._unroll(eqn, env, inner_stack, loop)
+            elif any(_compat.is_jaxpr(eqn.params.get(k)) for k in _CALL_JAXPR):
+                self._call(eqn, env, inner_stack, loop, None)
+            else:
+                raise PlacementError(_control_flow_message(eqn, self._marks_in(eqn)))
+
+    def _plain(self, eqn: Any, env: dict[Any, Any], stack: str, loop: Loop | None) -> None:
+        if eqn.primitive.name == "reshard" and _is_empty_reshard(eqn):
+            env[eqn.outvars[0]] = _lookup(env, eqn.invars[0])
+            return
+        self._append(Node(substitute(eqn, env), None, _is_backward(stack), loop))
+
+    def _append(self, node: Node) -> None:
+        self.nodes.append(node)
+        if node.loop is not None:
+            self._varying.update(node.outputs)
+
+    def _task(self, eqn: Any, env: dict[Any, Any], mark: str, stack: str, loop: Loop | None) -> None:
+        inner = _compat.open_jaxpr(eqn.params["jaxpr"])
+        new = substitute(eqn, env)
+        self._append(Node(new, mark, _is_backward(stack), loop))
+        actual = dict(zip(inner.invars, new.invars, strict=True))
+        producer = {v: e for e in inner.eqns for v in e.outvars}
+        for outer, result in zip(eqn.outvars, inner.outvars, strict=True):
+            if not _compat.is_var(outer):
+                continue
+            if not _compat.is_var(result):
+                continue
+            if result in actual:  # handed through unchanged
+                env[outer] = actual[result]
+                continue
+            chain = _cheap_chain(result, producer, actual)
+            # A weight's cast or constraint, kept for the backward pass: recompute it there instead of
+            # storing a copy of the weight for every microbatch in flight.
+            if chain and actual[chain[0].invars[0]] not in self._varying:
+                sub = {chain[0].invars[0]: actual[chain[0].invars[0]]}
+                for e in chain:
+                    self.nodes.append(Node(substitute(e, sub), None, True, loop))
+                env[outer] = sub[result]
+
+    def _call(self, eqn: Any, env: dict[Any, Any], stack: str, loop: Loop | None, spec: Any) -> None:
+        jaxpr = next(eqn.params[k] for k in _CALL_JAXPR if _compat.is_jaxpr(eqn.params.get(k)))
+        self._inline_jaxpr(jaxpr, [_lookup(env, v) for v in eqn.invars], eqn.outvars, env, stack, loop, spec)
+
+    def _inline_jaxpr(
+        self, jaxpr: Any, operands: list[Any], outvars: list[Any], env: dict[Any, Any], stack: str,
+        loop: Loop | None, spec: Any = None,
+    ) -> None:  # fmt: skip
+        inner = _compat.open_jaxpr(jaxpr)
+        sub = dict(zip(inner.invars, operands, strict=True))
+        for v, c in zip(inner.constvars, inner.consts, strict=True):
+            sub[v] = _compat.new_var(v.aval)
+            self.consts[sub[v]] = c
+        self.inline(inner.eqns, sub, stack, loop, spec)
+        for outer, result in zip(outvars, inner.outvars, strict=True):
+            if _compat.is_var(outer):
+                env[outer] = _lookup(sub, result)
+
+    def _unroll(self, eqn: Any, env: dict[Any, Any], stack: str, loop: Loop | None) -> None:
+        scan = _compat.scan_parts(eqn)
+        operands = [_lookup(env, v) for v in eqn.invars]
+        n = scan.num_consts + scan.num_carry
+        consts, carry, stacked = operands[: scan.num_consts], operands[scan.num_consts : n], operands[n:]
+        inner = _compat.open_jaxpr(scan.jaxpr)
+        collected: list[list[Any]] = [[None] * scan.length for _ in inner.outvars[scan.num_carry :]]
+        steps = range(scan.length)
+        for i in reversed(steps) if scan.reverse else steps:
+            pieces = [self._index(x, i, loop) for x in stacked]
+            results = [_compat.new_var(v.aval) for v in inner.outvars]
+            sub: dict[Any, Any] = {}
+            self._inline_jaxpr(scan.jaxpr, [*consts, *carry, *pieces], results, sub, stack, loop)
+            values = [sub[r] for r in results]
+            carry = values[: scan.num_carry]
+            for column, y in zip(collected, values[scan.num_carry :], strict=True):
+                column[i] = y
+        outs = carry + [self._stack(column, loop) for column in collected]
+        env.update({v: o for v, o in zip(eqn.outvars, outs, strict=True) if _compat.is_var(v)})
+
+    def _index(self, x: Any, i: int, loop: Loop | None) -> Any:
+        nodes, (out,) = trace_nodes(lambda a: lax.index_in_dim(a, i, 0, keepdims=False), [x], loop=loop)
+        for node in nodes:
+            self._append(node)
+        return out
+
+    def _literal(self, literal: Any) -> Any:
+        """A variable that holds a literal, for an accumulator to start from."""
+        aval, value = literal.aval, literal.val
+        nodes, (out,) = trace_nodes(lambda: lax.optimization_barrier(lax.full(aval.shape, value, aval.dtype)), [], deferred=True)
+        for node in nodes:
+            self._append(node)
+        return out
+
+    def _stack(self, column: list[Any], loop: Loop | None) -> Any:
+        operands = [v for v in column if _compat.is_var(v)]
+
+        def stack(*arrays: Any) -> Any:
+            it = iter(arrays)
+            return jax.numpy.stack([next(it) if _compat.is_var(v) else v.val for v in column])
+
+        nodes, (out,) = trace_nodes(stack, operands, loop=loop)
+        for node in nodes:
+            self._append(node)
+        return out
+
+    def _loop(self, eqn: Any, env: dict[Any, Any], stack: str, spec: Any) -> None:
+        scan = _compat.scan_parts(eqn)
+        operands = [_lookup(env, v) for v in eqn.invars]
+        n = scan.num_consts + scan.num_carry
+        loop = Loop(spec)
+        inner = _compat.open_jaxpr(scan.jaxpr)
+        order = list(reversed(range(scan.length))) if scan.reverse else list(range(scan.length))
+        for k in range(scan.num_consts, n):
+            if not _compat.is_var(operands[k]):
+                operands[k] = self._literal(operands[k])
+        body_in = list(operands[: scan.num_consts])
+        for v in inner.invars[scan.num_consts : n]:
+            body_in.append(_compat.new_var(v.aval))
+        for v, stacked in zip(inner.invars[n:], operands[n:], strict=True):
+            body_in.append(_compat.new_var(v.aval))
+            start = len(self.nodes)
+            pieces = [self._index(stacked, i, None) for i in order]
+            for node in self.nodes[start:]:
+                node.deferred = True
+            loop.cut.append(Pieces(body_in[-1], tuple(pieces)))
+        self._varying.update(body_in[scan.num_consts :])
+        results = [_compat.new_var(v.aval) for v in inner.outvars]
+        sub: dict[Any, Any] = {}
+        self._inline_jaxpr(scan.jaxpr, body_in, results, sub, stack, loop)
+        values = [sub[r] for r in results]
+        cut = {p.inner: p for p in loop.cut}
+        for k in range(scan.num_carry):
+            self._carry(loop, env, eqn.outvars[k], body_in[scan.num_consts + k], operands[scan.num_consts + k], values[k], cut)
+        for outer, y in zip(eqn.outvars[scan.num_carry :], values[scan.num_carry :], strict=True):
+            if not _compat.is_var(outer):
+                continue
+            if y in cut if _compat.is_var(y) else False:
+                pieces = list(cut[y].outer)
+            elif not _compat.is_var(y) or y not in self._varying:
+                pieces = [y] * scan.length
+            else:
+                pieces = [_compat.new_var(y.aval) for _ in order]
+                loop.collected.append(Pieces(y, tuple(pieces)))
+            by_index = [pieces[order.index(i)] for i in range(scan.length)]
+            env[outer] = self._stack(by_index, None)
+        self.loops.append(loop)
+
+    def _carry(
+        self, loop: Loop, env: dict[Any, Any], outer: Any, inner: Any, init: Any, value: Any, cut: dict[Any, Pieces]
+    ) -> None:
+        if not _compat.is_var(value) or value not in self._varying:
+            final = value  # the same after every microbatch
+        elif value is inner:
+            final = init
+        elif value in cut:
+            final = cut[value].outer[-1]
+        else:
+            final = _compat.new_var(value.aval)
+            loop.carries.append(Carry(inner, value, init, final))
+        if _compat.is_var(outer):
+            env[outer] = final
+
+    def _holds_mark(self, eqn: Any) -> bool:
+        return any(self._jaxpr_holds_mark(j) for j in _jaxprs_of(eqn))
+
+    def _jaxpr_holds_mark(self, jaxpr: Any) -> bool:
+        key = id(jaxpr)
+        if key not in self._marked:
+            self._keep.append(jaxpr)
+            self._marked[key] = any(
+                (_compat.is_jit(e) and (e.params["name"] in self.record.tasks or e.params["name"] in self.record.loops))
+                or self._holds_mark(e)
+                for e in _compat.open_jaxpr(jaxpr).eqns
+            )
+        return self._marked[key]
+
+    def _marks_in(self, eqn: Any) -> list[str]:
+        found = []
+        for j in _jaxprs_of(eqn):
+            for e in _compat.open_jaxpr(j).eqns:
+                name = e.params.get("name") if _compat.is_jit(e) else None
+                if name in self.record.tasks:
+                    found.append(self.record.tasks[name].name or name.split(MARK)[0])
+                else:
+                    found += self._marks_in(e)
+        return sorted(set(found))
+
+
+def _jaxprs_of(eqn: Any) -> list[Any]:
+    found = []
+    for value in eqn.params.values():
+        if _compat.is_jaxpr(value):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += [v for v in value if _compat.is_jaxpr(v)]
+    return found
+
+
+def _is_backward(stack: str) -> bool:
+    return "transpose(" in stack or "rematted_computation" in stack
+
+
+def _is_empty_reshard(eqn: Any) -> bool:
+    sharding = eqn.params.get("dst_sharding")
+    return sharding is None or not getattr(sharding.mesh, "axis_names", ())
+
+
+def _cheap_chain(result: Any, producer: dict[Any, Any], actual: dict[Any, Any]) -> list[Any]:
+    """The unary equations that lead from an operand of the task to ``result``, in order; else none."""
+    chain = []
+    while result not in actual:
+        eqn = producer.get(result)
+        if eqn is None or eqn.primitive.name not in _CHEAP or len(eqn.invars) != 1 or not _compat.is_var(eqn.invars[0]):
+            return []
+        chain.append(eqn)
+        result = eqn.invars[0]
+    if not _compat.is_var(actual[result]):
+        return []
+    return chain[::-1]
+
+
+def _control_flow_message(eqn: Any, tasks: list[str]) -> str:
+    kind = {"while": "lax.while_loop (or fori_loop with a traced bound)", "cond": "lax.cond or lax.switch"}
+    name = kind.get(eqn.primitive.name, eqn.primitive.name)
+    remedy = {
+        "while": "use a loop of fixed length (lax.scan, a Python loop, mm.microbatch), or put the whole loop into one task",
+        "cond": "put the whole conditional into one task, or select between the results with jnp.where",
+    }.get(eqn.primitive.name, "put the whole construct into one task")
+    where = _compat.source_line(eqn)
+    at = f" ({where})" if where else ""
+    return f"{name}{at} holds the tasks {tasks}: which submesh runs when would depend on data; {remedy}"

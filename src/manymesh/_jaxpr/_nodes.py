@@ -1,0 +1,129 @@
+"""The flat form of a program: equations in order, with what they stand for, and loops beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _compat
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One equation of the flat program.
+
+    Attributes:
+      eqn: the equation, its variables those of the flat program.
+      task: mark of the task it is, or None for an unmarked equation.
+      backward: whether it belongs to a backward pass.
+      loop: the loop whose body it is in, or None.
+      deferred: whether it only prepares what a loop takes in (a piece of a batch, a zero accumulator); its
+        sharding follows the loop's.
+    """
+
+    eqn: Any
+    task: str | None = None
+    backward: bool = False
+    loop: Loop | None = None
+    deferred: bool = False
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The variables that the equation reads; literals left out."""
+        return [v for v in self.eqn.invars if _compat.is_var(v)]
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The variables that the equation makes and somebody may read."""
+        return [v for v in self.eqn.outvars if _compat.is_var(v)]
+
+
+@dataclass(eq=False, slots=True)
+class Carry:
+    """A value that one microbatch hands to the next: ``inner`` is read, ``out`` replaces it."""
+
+    inner: Any
+    out: Any
+    init: Any
+    final: Any
+
+
+@dataclass(eq=False, slots=True)
+class Pieces:
+    """A value of the body that is another one for each microbatch: cut from an input, or collected."""
+
+    inner: Any
+    outer: tuple[Any, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Loop:
+    """A microbatch loop: its body is in the flat list once, tagged with this loop.
+
+    Attributes:
+      spec: what `microbatch` said (name, number of microbatches, schedule).
+      carries: accumulators.
+      cut: values that enter the body piece by piece.
+      collected: values that leave the body piece by piece.
+    """
+
+    spec: Any
+    carries: list[Carry] = field(default_factory=list)
+    cut: list[Pieces] = field(default_factory=list)
+    collected: list[Pieces] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Flat:
+    """A whole program, flat: nodes in an order in which every value is made before it is read."""
+
+    invars: list[Any]
+    outvars: list[Any]
+    nodes: list[Node]
+    loops: list[Loop]
+    consts: dict[Any, Any]
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of a value; a typed random key counts as its raw words."""
+    dtype = aval.dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return int(np.prod(aval.shape, dtype=np.int64)) * 8
+    return int(np.prod(aval.shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+
+
+def trace_nodes(
+    fun: Callable[..., Any], operands: Sequence[Any], **tags: Any
+) -> tuple[list[Node], list[Any]]:
+    """Equations of a small function applied to variables of a flat program, as nodes.
+
+    Returns:
+      The nodes, and the variables (or literals) that hold the results.
+    """
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+    with _compat.tracing_without_mesh():
+        parts = _compat.open_jaxpr(jax.make_jaxpr(fun)(*avals))
+    assert not parts.consts, "internal functions close over nothing"
+    env = dict(zip(parts.invars, operands, strict=True))
+    nodes = [Node(substitute(eqn, env), **tags) for eqn in parts.eqns]
+    return nodes, [env.get(v, v) if _compat.is_var(v) else v for v in parts.outvars]
+
+
+def substitute(eqn: Any, env: dict[Any, Any]) -> Any:
+    """The equation with its operands replaced, and fresh result variables entered into ``env``.
+
+    Structural: parameters, source information and nested jaxprs stay what they are.
+    """
+    invars = [env.get(v, v) if _compat.is_var(v) else v for v in eqn.invars]
+    outvars = []
+    for v in eqn.outvars:
+        if _compat.is_var(v):
+            env[v] = _compat.new_var(v.aval)
+            outvars.append(env[v])
+        else:
+            outvars.append(v)
+    return eqn.replace(invars=invars, outvars=outvars)

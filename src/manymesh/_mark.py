@@ -1,0 +1,301 @@
+"""Marks in a traced program: tasks, and constraints in logical names.
+
+A task in a jaxpr is a named inner ``jax.jit``. Its name leads to the `Task` through the
+`Recording` of the trace it belongs to. The mark survives every JAX transformation; forward and
+backward come out as separate equations with residuals flowing between them. Outside a recording
+nothing is marked: the wrapped function is the plain function, which is what plain ``jax.jit``,
+eager calls and the reference mode see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import itertools
+import numbers
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from . import _compat
+from ._errors import TaskError
+from ._scope import Scope, current_scope, enter_scope
+from ._task import Task
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MARK = "__mm"
+
+
+@dataclass(eq=False)
+class Recording:
+    """What the marks of one trace mean. Lives as long as the program made from it.
+
+    Attributes:
+      tasks: unique mark -> the task it stands for.
+      loops: unique mark -> what `microbatch` said about the loop.
+      findings: sentences about what is suspicious, in order, each once.
+    """
+
+    tasks: dict[str, Task] = field(default_factory=dict)
+    loops: dict[str, Any] = field(default_factory=dict)
+    findings: dict[str, None] = field(default_factory=dict)
+    _ids: Iterator[int] = field(default_factory=itertools.count)
+
+    def new_mark(self, name: str) -> str:
+        """A name that no other mark of this trace has."""
+        clean = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
+        return f"{clean}{MARK}{next(self._ids)}"
+
+
+_recording: contextvars.ContextVar[Recording | None] = contextvars.ContextVar("manymesh_recording", default=None)
+_ignored: contextvars.ContextVar[bool] = contextvars.ContextVar("manymesh_ignored", default=False)
+
+
+def current_recording() -> Recording | None:
+    """The recording of the trace under way, or None where marks have no meaning."""
+    return None if _ignored.get() else _recording.get()
+
+
+@contextlib.contextmanager
+def recording(record: Recording) -> Iterator[None]:
+    """Traces the block as a program: tasks and loops leave marks in ``record``."""
+    token = _recording.set(record)
+    try:
+        with _compat.separate_jit_caches(id(record)), enter_scope(None):
+            yield
+    finally:
+        _recording.reset(token)
+
+
+def transforms_ignored() -> bool:
+    """Whether the reference mode is on."""
+    return _ignored.get()
+
+
+@contextlib.contextmanager
+def ignore_transforms() -> Iterator[None]:
+    """The reference mode: inside, every ManyMesh transformation is the plain JAX computation.
+
+    ``mm.jit`` is ``jax.jit`` on one device, a task is the function it wraps, `microbatch` is a loop.
+    Looked up at each call, so functions wrapped before obey it too. Results of ManyMesh are defined as
+    those of this mode, up to the order of floating-point sums.
+
+    Example:
+      >>> import jax.numpy as jnp, manymesh as mm
+      >>> double = mm.jit(mm.task(lambda x: 2 * x, "double", devices=[1]))
+      >>> with mm.ignore_transforms():
+      ...     print(double(jnp.arange(3)))
+      [0 2 4]
+    """
+    token = _ignored.set(True)
+    try:
+        yield
+    finally:
+        _ignored.reset(token)
+
+
+def task(
+    fun: Callable[P, R],
+    name: str | None = None,
+    *,
+    task: Task | None = None,
+    mesh: Any = None,
+    devices: Any = None,
+    device_axes: Any = None,
+    logical_axes: Any = None,
+) -> Callable[P, R]:
+    """Wraps a pure function so that it runs as a task on a submesh.
+
+    Args:
+      fun: a pure function of pytrees. Arrays among its arguments are traced; everything else (strings,
+        bools, None, enums, plain Python numbers) stays static.
+      name: name of the task; defaults to that of the function.
+      task: a ready `Task`; excludes every argument below.
+      mesh, devices, device_axes, logical_axes: as for `Task`.
+
+    Returns:
+      A function with the same signature. Inside ``mm.jit`` it becomes a task, also under ``jax.grad``,
+      ``jax.vjp``, ``jax.vmap`` and ``jax.checkpoint``. Anywhere else it is ``fun``.
+
+    Raises:
+      ValueError: as for `Task`; and, while tracing, a task on one submesh inside a task on another.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, manymesh as mm
+      >>> front = mm.task(lambda w, x: x @ w, "front", devices=[0])
+      >>> back = mm.task(lambda w, h: jnp.sum(h @ w), "back", devices=[1])
+      >>> loss = lambda ws, x: back(ws[1], front(ws[0], x))
+      >>> grads = mm.jit(jax.grad(loss))((jnp.eye(2), jnp.eye(2)), jnp.ones((3, 2)))
+      >>> [sorted(d.id for d in g.devices()) for g in grads]
+      [[0], [1]]
+    """
+    if task is not None:
+        if any(a is not None for a in (mesh, devices, device_axes, logical_axes)):
+            raise TaskError("task: task= is a complete description; give it alone, or mesh=, devices=, ... without it")
+        described = task
+    else:
+        described = Task(name, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes)
+    described = described.named(name or getattr(fun, "__name__", type(fun).__name__))
+
+    @functools.wraps(fun)
+    def run_task(*args: P.args, **kwargs: P.kwargs) -> R:
+        record = current_recording()
+        if record is None:
+            return fun(*args, **kwargs)
+        return call_marked(record, described, fun, args, kwargs)
+
+    return run_task
+
+
+def call_marked(record: Recording, described: Task, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Traces ``fun(*args, **kwargs)`` as one equation that stands for the task."""
+    scope = task_scope(record, described)
+    outer = current_scope()
+    if outer is not None:
+        return _call_nested(record, described, outer, scope, fun, args, kwargs)
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    traced = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
+    out_tree: list[Any] = []
+
+    def body(*values: Any) -> list[Any]:
+        full = list(leaves)
+        for i, v in zip(traced, values, strict=True):
+            full[i] = v
+        a, k = jax.tree.unflatten(treedef, full)
+        with _surroundings(described, scope):
+            out = fun(*a, **k)
+        out_leaves, tree = jax.tree.flatten(out)
+        static = [None if is_dynamic(leaf) or isinstance(leaf, numbers.Number) else leaf for leaf in out_leaves]
+        out_tree.append((tree, static))
+        return [leaf for leaf, s in zip(out_leaves, static, strict=True) if s is None]
+
+    mark = record.new_mark(described.name or "task")
+    record.tasks[mark] = described
+    body.__name__ = body.__qualname__ = mark
+    try:
+        outs = iter(jax.jit(body)(*[leaves[i] for i in traced]))
+    except Exception as error:
+        _note(error, described)
+        raise
+    tree, static = out_tree[-1]
+    return jax.tree.unflatten(tree, [next(outs) if s is None else s for s in static])
+
+
+def _call_nested(
+    record: Recording, described: Task, outer: Scope, scope: Scope, fun: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    surrounding = outer.task
+    if (
+        described.mesh is not None
+        and surrounding is not None
+        and surrounding.mesh is not None
+        and described.mesh != surrounding.mesh
+    ):
+        raise TaskError(
+            f"task {described.name!r} on devices {[d.id for d in described.mesh.devices.flat]} is called inside task "
+            f"{surrounding.name!r} on devices {[d.id for d in surrounding.mesh.devices.flat]}; a task cannot leave the "
+            "submesh of the task around it: call one after the other, or place both on the same mesh"
+        )
+    with enter_scope(scope if described.mesh is not None else outer):
+        return fun(*args, **kwargs)
+
+
+def is_dynamic(leaf: Any) -> bool:
+    """Whether a leaf is traced when it enters a task: arrays are, Python objects are not."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def _note(error: Exception, described: Task) -> None:
+    note = f"in task {described.name!r}"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def task_scope(record: Recording, described: Task) -> Scope:
+    """The scope that code inside the task sees."""
+
+    def resolve(names: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        spec, unknown = described.resolve(tuple(names), tuple(shape))
+        for name in unknown:
+            known = [a for a, _ in described.logical_axes or ()]
+            axes = tuple(described.mesh.axis_names) if described.mesh is not None else ()
+            record.findings[
+                f"task {described.name!r}: axis name {name!r} of {names} is in no rule (the rules know {known}) and is "
+                f"no device axis {axes}, so it means replication; add a rule, map it to None, or correct the name"
+            ] = None
+        return spec
+
+    named = described.mesh is not None and described.has_named_axes
+    abstract = described.mesh.abstract_mesh if described.mesh is not None and named else None
+    return Scope(described.name or "task", abstract, resolve, described)
+
+
+@contextlib.contextmanager
+def _surroundings(described: Task, scope: Scope) -> Iterator[None]:
+    if described.mesh is None:
+        with enter_scope(scope):
+            yield
+        return
+    with enter_scope(scope), jax.sharding.use_abstract_mesh(described.mesh.abstract_mesh):
+        yield
+
+
+# The identity, carrying per-dimension names to wherever the value is placed.
+constraint_p = _compat.linear_identity("manymesh_constraint")
+
+
+def with_sharding_constraint(x: Any, spec: Any) -> Any:
+    """Constrains the sharding of values, in logical names.
+
+    Args:
+      x: a pytree of arrays.
+      spec: a pytree prefix of ``x`` whose leaves are a `PartitionSpec`, a tuple with one entry a dimension, a
+        `NamedSharding` (its spec is used), or None (no constraint).
+
+    Returns:
+      ``x`` with the constraint, which the surrounding task resolves on its mesh. Outside any task the
+      constraint travels with the value to wherever the value is placed, where its names are device axes.
+      Outside ``mm.jit`` it does nothing.
+
+    Raises:
+      AxisError: a dimension does not divide over its device axes, or there are more names than dimensions.
+
+    Example:
+      >>> import jax.numpy as jnp, manymesh as mm
+      >>> def f(x):
+      ...     return mm.with_sharding_constraint(2 * x, ("batch", None))
+      >>> g = mm.task(f, devices=[[0, 1], [2, 3]], device_axes=("d", "m"), logical_axes=[("batch", "d")])
+      >>> mm.jit(g)(jnp.ones((4, 2))).sharding.spec
+      PartitionSpec('d',)
+    """
+    if current_recording() is None:
+        return x
+    is_leaf = lambda s: s is None or isinstance(s, (PartitionSpec, NamedSharding)) or _is_names(s)  # noqa: E731
+    return jax.tree.map(
+        lambda s, part: part if s is None else jax.tree.map(lambda v: _constrain(v, s), part), spec, x, is_leaf=is_leaf
+    )
+
+
+def _is_names(spec: Any) -> bool:
+    return isinstance(spec, tuple) and all(
+        n is None or n is PartitionSpec.UNCONSTRAINED or isinstance(n, str)
+        or (isinstance(n, tuple) and all(isinstance(m, str) for m in n))
+        for n in spec
+    )  # fmt: skip
+
+
+def _constrain(value: Any, spec: Any) -> Any:
+    names = tuple(spec.spec) if isinstance(spec, NamedSharding) else tuple(spec)
+    scope = current_scope()
+    if scope is None or (scope.task is not None and scope.task.mesh is None):
+        return constraint_p.bind(value, names=names)
+    if scope.mesh is None:
+        return jax.lax.with_sharding_constraint(value, PartitionSpec())
+    return jax.lax.with_sharding_constraint(value, scope.resolve(names, value.shape))

@@ -1,0 +1,420 @@
+"""`microbatch`: a function of a batch as a loop over its pieces.
+
+Called inside ``mm.jit`` it leaves a marked scan, which the compiler runs under a pipeline schedule.
+Called anywhere else it is the reference: a Python loop over the same pieces, reduced in their order.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import schedules
+from ._errors import MicrobatchError, ScheduleError
+from ._mark import current_recording, with_sharding_constraint
+
+REDUCTIONS = ("sum", "mean", "max", "concat", "stack", "last")
+
+
+@dataclass(frozen=True)
+class WeightedMean:
+    """A mean over pieces that count differently, such as tokens behind a mask.
+
+    Every floating-point result is averaged over the microbatches with the weight that ``fun`` returns, so that
+    it equals the full-batch result; the weight itself, and integers, are summed.
+
+    Args:
+      count: the weight among the results of ``fun``: the last component of its path (a dictionary key or an
+        attribute), or a function from the result to the leaf.
+
+    Example:
+      >>> import jax.numpy as jnp, manymesh as mm
+      >>> def loss(batch):
+      ...     return {"loss": jnp.mean(batch), "tokens": jnp.sum(batch >= 0)}
+      >>> mm.microbatch(loss, num_microbatches=2, reduce=mm.WeightedMean("tokens"))(jnp.arange(4.0))["loss"].item()
+      1.5
+    """
+
+    count: str | Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class LoopSpec:
+    """What `microbatch` says about a loop.
+
+    Attributes:
+      name: name of the wrapped function.
+      num_microbatches: number of pieces.
+      schedule: the schedule object.
+      interleave, num_stages: statements about the program, checked against it.
+      custom_schedule: rows of task names for the custom schedule.
+    """
+
+    name: str
+    num_microbatches: int
+    schedule: Any
+    interleave: int | None = None
+    num_stages: int | None = None
+    custom_schedule: Any = None
+
+
+def microbatch(
+    fun: Callable[..., Any],
+    dim: int = 0,
+    size: int | None = None,
+    argnum: int | Sequence[int] = 0,
+    *,
+    num_microbatches: int | None = None,
+    schedule: Any = None,
+    reduce: Any = "sum",
+    interleave: int | None = None,
+    num_stages: int | None = None,
+    unrolling: int | None = None,
+    arg_shardings: Any = None,
+    custom_schedule: Any = None,
+    rng_argnum: int | None = None,
+) -> Callable[..., Any]:
+    """Runs a function on pieces of a batch and combines the results.
+
+    Args:
+      fun: function of pytrees; commonly ``jax.value_and_grad`` of a loss.
+      dim: dimension along which the leaves of the batch are cut.
+      size: length of a piece along ``dim``. Give this or ``num_microbatches``.
+      argnum: which positional argument is the batch, or several.
+      num_microbatches: number of pieces.
+      schedule: a name (``"gpipe"``, ``"1f1b"``, ...) or an object of `manymesh.schedules`; ``"1f1b"`` if None.
+      reduce: how results combine, as one word or a pytree prefix of the result: ``sum``, ``mean``, ``max``,
+        ``concat`` (along dimension 0, in microbatch order), ``stack``, ``last``; or a `WeightedMean`.
+        A sum stays a sum: nothing is scaled unasked.
+      interleave: stages per submesh that the program has to have.
+      num_stages: stages that the program has to have.
+      unrolling: accepted for programs written for other systems; a plan is always laid out whole, so that it
+        changes nothing.
+      arg_shardings: pytree prefix of the batch (of each, for several ``argnum``) with the sharding of a piece.
+      custom_schedule: rows for the schedule ``"custom"``, one a submesh, of task names or (microbatch, task name).
+      rng_argnum: argument whose random keys become ``jax.random.fold_in(key, i)`` for microbatch ``i``.
+
+    Returns:
+      A function with the signature of ``fun``.
+
+    Raises:
+      MicrobatchError: the batch does not divide, a reduction is unknown, or the sizes contradict each other.
+      ScheduleError: the schedule is unknown, or cannot run this program.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, manymesh as mm
+      >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+      >>> step = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4, reduce="mean")
+      >>> value, grad = step(jnp.ones(3), jnp.ones((8, 3)))
+      >>> float(value)
+      9.0
+    """
+    argnums = (argnum,) if isinstance(argnum, int) else tuple(argnum)
+    name = getattr(fun, "__name__", type(fun).__name__)
+    if num_microbatches is None and size is None:
+        raise MicrobatchError(f"microbatch({name}): give num_microbatches= or size=, the length of a piece")
+    for label, number in (("num_microbatches", num_microbatches), ("size", size)):
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise MicrobatchError(f"microbatch({name}): {label} has to be a positive int, found {number!r}")
+    _check_reductions(name, reduce)
+    if custom_schedule is not None and schedule not in (None, "custom"):
+        raise ScheduleError(f"microbatch({name}): custom_schedule goes with schedule='custom', found {schedule!r}")
+    if custom_schedule is not None:
+        chosen: Any = "custom"
+    else:
+        chosen = schedules.get("1f1b" if schedule is None else schedule)
+
+    @functools.wraps(fun)
+    def over_microbatches(*args: Any, **kwargs: Any) -> Any:
+        count = _count(name, args, argnums, dim, size, num_microbatches)
+        record = current_recording()
+        call = _Call(fun, args, kwargs, argnums, dim, count, reduce, arg_shardings, rng_argnum)
+        if record is None or count == 1:
+            return call.reference()
+        spec = LoopSpec(name, count, chosen, interleave, num_stages, custom_schedule)
+        return call.traced(record, spec)
+
+    return over_microbatches
+
+
+def _check_reductions(name: str, reduce: Any) -> None:
+    for word in jax.tree.leaves(reduce, is_leaf=lambda r: isinstance(r, WeightedMean)):
+        if isinstance(word, WeightedMean) and word is not reduce:
+            raise MicrobatchError(f"microbatch({name}): WeightedMean applies to the whole result; give it alone as reduce=")
+        if not isinstance(word, WeightedMean) and word not in REDUCTIONS:
+            near = difflib.get_close_matches(str(word), REDUCTIONS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise MicrobatchError(
+                f"microbatch({name}): unknown reduction {word!r}{hint} It is one of {', '.join(REDUCTIONS)}, or mm.WeightedMean(...)"
+            )
+
+
+def _count(
+    name: str, args: tuple[Any, ...], argnums: tuple[int, ...], dim: int, size: int | None, number: int | None
+) -> int:
+    counts = {}
+    for k in argnums:
+        if not -len(args) <= k < len(args):
+            raise MicrobatchError(
+                f"microbatch({name}): argnum {k} names the batch, but the call has {len(args)} positional arguments; "
+                "pass the batch by position"
+            )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[k]):
+            where = f"microbatch({name}): args[{k}]{jax.tree_util.keystr(path)}"
+            shape = tuple(np.shape(leaf))
+            if not -len(shape) <= dim < len(shape):
+                raise MicrobatchError(f"{where} of shape {shape} has no dimension {dim} to cut along")
+            length = shape[dim]
+            pieces = number if number is not None else length // size if size and length % size == 0 else 0
+            if pieces == 0 or length % pieces or length == 0:
+                fits = [d for d in range(1, length + 1) if length % d == 0]
+                what = f"{number} microbatches" if number is not None else f"pieces of size {size}"
+                kind = "num_microbatches" if number is not None else "size"
+                raise MicrobatchError(
+                    f"{where} of shape {shape} has length {length} along dimension {dim}, which does not divide into {what}; "
+                    f"{kind} that would work: {_short(fits)}"
+                )
+            if number is not None and size is not None and length != number * size:
+                raise MicrobatchError(
+                    f"{where} of shape {shape}: num_microbatches={number} times size={size} is {number * size}, "
+                    f"but dimension {dim} has length {length}; give one of the two"
+                )
+            counts[where] = pieces
+    if not counts:
+        raise MicrobatchError(f"microbatch({name}): the batch (argnum {argnums}) has no array to cut")
+    if len(set(counts.values())) > 1:
+        listing = ", ".join(f"{w.split(': ')[1]}: {c}" for w, c in counts.items())
+        raise MicrobatchError(f"microbatch({name}): leaves give different numbers of microbatches ({listing})")
+    return next(iter(counts.values()))
+
+
+def _short(numbers: list[int]) -> str:
+    if len(numbers) <= 12:
+        return ", ".join(map(str, numbers))
+    return ", ".join(map(str, numbers[:6])) + ", ..., " + ", ".join(map(str, numbers[-3:]))
+
+
+@dataclass
+class _Call:
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    argnums: tuple[int, ...]
+    dim: int
+    count: int
+    reduce: Any
+    arg_shardings: Any
+    rng_argnum: int | None
+
+    def reference(self) -> Any:
+        """The definition: a Python loop, reduced in microbatch order."""
+        outs = []
+        for i in range(self.count):
+            args = list(self.args)
+            for k in self.argnums:
+                args[k] = jax.tree.map(lambda x: self._piece(x, i), args[k])
+            if self.rng_argnum is not None:
+                args[self.rng_argnum] = jax.tree.map(lambda key: jax.random.fold_in(key, i), args[self.rng_argnum])
+            outs.append(self.fun(*args, **self.kwargs))
+        words = _words(self.reduce, outs[0])
+        leaves = [jax.tree.leaves(o) for o in outs]
+        reduced = [_reduce_reference(w, [row[j] for row in leaves]) for j, w in enumerate(words.per_leaf)]
+        if words.count is not None:
+            counts = [row[words.count] for row in leaves]
+            total = functools.reduce(jnp.add, counts)
+            for j, w in enumerate(words.per_leaf):
+                if w == "weighted":
+                    parts = [row[j] * c.astype(row[j].dtype) for row, c in zip(leaves, counts, strict=True)]
+                    reduced[j] = functools.reduce(jnp.add, parts) / total.astype(parts[0].dtype)
+        return jax.tree.unflatten(jax.tree.structure(outs[0]), reduced)
+
+    def _piece(self, x: Any, i: int) -> Any:
+        length = np.shape(x)[self.dim] // self.count
+        index = [slice(None)] * np.ndim(x)
+        index[self.dim] = slice(i * length, (i + 1) * length)
+        return x[tuple(index)]
+
+    def traced(self, record: Any, spec: LoopSpec) -> Any:
+        """The loop as a marked scan."""
+        dynamic, static, treedef = _split((self.args, self.kwargs))
+        mark = record.new_mark(spec.name)
+        record.loops[mark] = spec
+        out_tree: list[Any] = []
+
+        def loop(*values: Any) -> list[Any]:
+            args, kwargs = _join(values, static, treedef)
+            leaves = self._scan(args, kwargs, out_tree)
+            return leaves
+
+        loop.__name__ = loop.__qualname__ = mark
+        leaves = jax.jit(loop)(*dynamic)
+        return jax.tree.unflatten(out_tree[-1], leaves)
+
+    def _scan(self, args: tuple[Any, ...], kwargs: dict[str, Any], out_tree: list[Any]) -> list[Any]:
+        stacked = [jax.tree.map(self._stack, args[k]) for k in self.argnums]
+        keys = None
+        if self.rng_argnum is not None:
+            fold = jax.vmap(jax.random.fold_in, (None, 0))
+            keys = jax.tree.map(lambda key: fold(key, jnp.arange(self.count)), args[self.rng_argnum])
+
+        @jax.jit
+        def one(pieces: Any, key: Any) -> Any:
+            full = list(args)
+            for n, (k, piece) in enumerate(zip(self.argnums, pieces, strict=True)):
+                if self.arg_shardings is not None:
+                    spec = self.arg_shardings if len(self.argnums) == 1 else self.arg_shardings[n]
+                    piece = with_sharding_constraint(piece, spec)
+                full[k] = piece
+            if self.rng_argnum is not None:
+                full[self.rng_argnum] = key
+            return self.fun(*full, **kwargs)
+
+        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (stacked, keys))
+        shape = jax.eval_shape(one, *first)
+        words = _words(self.reduce, shape)
+        out_tree.append(jax.tree.structure(shape))
+        avals = jax.tree.leaves(shape)
+
+        def body(carry: list[Any], xs: Any) -> tuple[list[Any], list[Any]]:
+            out = jax.tree.leaves(one(*xs))
+            if words.count is not None:
+                weight = out[words.count]
+                out = [
+                    o * weight.astype(o.dtype) if w == "weighted" else o for o, w in zip(out, words.per_leaf, strict=True)
+                ]
+            kept = iter(carry)
+            new = [_ACCUMULATE[w](next(kept), o) for w, o in zip(words.per_leaf, out, strict=True) if w in _ACCUMULATE]
+            ys = [o for w, o in zip(words.per_leaf, out, strict=True) if w not in _ACCUMULATE]
+            return new, ys
+
+        start = [_initial(w, a) for w, a in zip(words.per_leaf, avals, strict=True) if w in _ACCUMULATE]
+        carry, ys = jax.lax.scan(body, start, (stacked, keys), length=self.count)
+        carried, collected = iter(carry), iter(ys)
+        result = [next(carried) if w in _ACCUMULATE else next(collected) for w in words.per_leaf]
+        total = result[words.count] if words.count is not None else None
+        return [self._finish(w, r, total) for w, r in zip(words.per_leaf, result, strict=True)]
+
+    def _finish(self, word: str, value: Any, total: Any) -> Any:
+        if word == "mean":
+            return value / self.count
+        if word == "weighted":
+            return value / total.astype(value.dtype)
+        if word == "concat":
+            return value.reshape((-1, *value.shape[2:]))
+        return value
+
+    def _stack(self, x: Any) -> Any:
+        """``x`` with a leading dimension of microbatches."""
+        d = self.dim % x.ndim
+        shape = (*x.shape[:d], self.count, x.shape[d] // self.count, *x.shape[d + 1 :])
+        return jnp.moveaxis(x.reshape(shape), d, 0)
+
+
+_ACCUMULATE: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": jnp.add,
+    "mean": jnp.add,
+    "weighted": jnp.add,
+    "max": jnp.maximum,
+    "last": lambda old, new: new,
+}
+
+
+def _initial(word: str, aval: Any) -> Any:
+    if word != "max":
+        return jnp.zeros(aval.shape, aval.dtype)
+    if jnp.issubdtype(aval.dtype, jnp.floating):
+        return jnp.full(aval.shape, -jnp.inf, aval.dtype)
+    if aval.dtype == jnp.bool_:
+        return jnp.zeros(aval.shape, aval.dtype)
+    return jnp.full(aval.shape, jnp.iinfo(aval.dtype).min, aval.dtype)
+
+
+def _reduce_reference(word: str, values: list[Any]) -> Any:
+    if word == "last":
+        return values[-1]
+    if word == "stack":
+        return jnp.stack(values)
+    if word == "concat":
+        return jnp.concatenate(values)
+    total = functools.reduce(jnp.maximum if word == "max" else jnp.add, values)
+    return total / len(values) if word == "mean" else total
+
+
+@dataclass
+class _Words:
+    per_leaf: list[str]
+    count: int | None = None
+
+
+def _words(reduce: Any, out: Any) -> _Words:
+    """The reduction of each leaf of a result."""
+    leaves = jax.tree.leaves(out)
+    if isinstance(reduce, WeightedMean):
+        index = _find_count(reduce.count, out)
+        words = ["weighted" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "sum" for leaf in leaves]
+        words[index] = "sum"
+        return _Words(words, index)
+    try:
+        expanded = jax.tree.map(lambda w, part: [w] * len(jax.tree.leaves(part)), reduce, out)
+    except ValueError as error:
+        raise MicrobatchError(
+            f"reduce {reduce!r} is not a prefix of the result, whose structure is {jax.tree.structure(out)}: {error}"
+        ) from None
+    words = jax.tree.leaves(expanded)
+    for (path, leaf), word in zip(jax.tree_util.tree_leaves_with_path(out), words, strict=True):
+        if word == "concat" and not leaf.shape:
+            raise MicrobatchError(
+                f"reduce: result{jax.tree_util.keystr(path)} is a scalar in each microbatch and cannot be concatenated; use 'stack'"
+            )
+    return _Words(words)
+
+
+def _find_count(count: Any, out: Any) -> int:
+    with_path = jax.tree_util.tree_leaves_with_path(out)
+    if callable(count):
+        numbered = jax.tree.unflatten(jax.tree.structure(out), list(range(len(with_path))))
+        index = count(numbered)
+        if not isinstance(index, int):
+            raise MicrobatchError(f"WeightedMean: the function has to pick one leaf of the result, it gave {index!r}")
+        found = [index]
+    else:
+        found = [i for i, (path, _) in enumerate(with_path) if path and _key_name(path[-1]) == str(count)]
+    if len(found) != 1:
+        names = sorted({_key_name(path[-1]) for path, _ in with_path if path})
+        raise MicrobatchError(
+            f"WeightedMean({count!r}): {len(found)} leaves of the result are called that; it has leaves called {names}. "
+            "Return the count beside the loss (has_aux=True), or pick it with a function"
+        )
+    if with_path[found[0]][1].shape:
+        raise MicrobatchError(f"WeightedMean({count!r}): the count has shape {with_path[found[0]][1].shape}; it has to be a scalar")
+    return found[0]
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _split(tree: Any) -> tuple[list[Any], list[Any], Any]:
+    leaves, treedef = jax.tree.flatten(tree)
+    is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in leaves]
+    dynamic = [x for x, a in zip(leaves, is_array, strict=True) if a]
+    static = [_HOLE if a else x for x, a in zip(leaves, is_array, strict=True)]
+    return dynamic, static, treedef
+
+
+def _join(values: Sequence[Any], static: list[Any], treedef: Any) -> Any:
+    it = iter(values)
+    return jax.tree.unflatten(treedef, [next(it) if s is _HOLE else s for s in static])
+
+
+_HOLE = object()

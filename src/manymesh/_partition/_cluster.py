@@ -1,0 +1,277 @@
+"""Grouping equations into fragments without making a cycle.
+
+Every task equation seeds a cluster and never merges with another task, so that equal layers stay
+equal. Unmarked equations join the cluster that alone reads them, else the task that alone feeds them,
+else each other.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import _compat
+from .._jaxpr._nodes import Flat, Loop, Node
+from ._place import Placement
+
+
+@dataclass(eq=False)
+class Cluster:
+    """Equations that become one fragment.
+
+    Attributes:
+      submesh: where it runs; None for a loop seen from outside.
+      backward: phase.
+      task: mark of the task it was seeded by, or None.
+      deferred: only prepares what a loop takes in.
+      nodes: its equations, unordered until the fragment is made.
+      loop: for a loop seen from outside, that loop.
+    """
+
+    submesh: int | None
+    backward: bool = False
+    task: str | None = None
+    deferred: bool = False
+    nodes: list[Node] = field(default_factory=list)
+    loop: Loop | None = None
+
+
+def cluster(flat: Flat, where: Placement, scope: Loop | None) -> tuple[list[Cluster], dict[Cluster, set[Cluster]]]:
+    """Clusters of one scope in topological order, and what each depends on.
+
+    Args:
+      flat: the program.
+      where: its placement.
+      scope: the loop whose body is clustered; None for everything outside loops.
+    """
+    return _Clusterer(flat, where, scope).run()
+
+
+class _Clusterer:
+    def __init__(self, flat: Flat, where: Placement, scope: Loop | None) -> None:
+        self.flat, self.where, self.scope = flat, where, scope
+        self.of: dict[tuple[Node, int], Cluster] = {}
+        self.position = {n: i for i, n in enumerate(flat.nodes)}
+        self.nodes = [n for n in flat.nodes if n.loop is scope]
+        self.producer = {v: n for n in self.nodes for v in n.outputs}
+        self.loop_of_result: dict[Any, Cluster] = {}
+        self.loop_clusters: list[Cluster] = []
+        self.preds: dict[Cluster, set[Cluster]] = defaultdict(set)
+        self.succs: dict[Cluster, set[Cluster]] = defaultdict(set)
+
+    def run(self) -> tuple[list[Cluster], dict[Cluster, set[Cluster]]]:
+        self._seed()
+        self._join_readers()
+        self._build_edges()
+        self._join_feeders()
+        self._join_levels()
+        self._join_tasks()
+        order = self._sorted()
+        return order, {c: set(self.preds[c]) for c in order}
+
+    def _seed(self) -> None:
+        if self.scope is None:
+            for loop in self.flat.loops:
+                c = Cluster(None, loop=loop)
+                self.loop_clusters.append(c)
+                finals = [k.final for k in loop.carries] + [v for p in loop.collected for v in p.outer]
+                self.loop_of_result.update({v: c for v in finals})
+        read = {v for n in self.nodes for v in n.inputs}
+        backward: dict[Any, bool] = {}
+        deferred: dict[tuple[int, int], Cluster] = {}
+        target = {}
+        for i, loop in enumerate(self.flat.loops):
+            target.update({v: i for p in loop.cut for v in p.outer if _compat.is_var(v)})
+            target.update({k.init: i for k in loop.carries if _compat.is_var(k.init)})
+        for n in self.nodes:
+            phase = n.backward or any(backward.get(v, False) for v in n.inputs)
+            backward.update({v: phase for v in n.outputs})
+            goes_to = {target.get(v) for v in n.outputs}
+            only_loop = n.deferred and len(goes_to) == 1 and None not in goes_to and not any(v in read for v in n.outputs)
+            for s in self.where.node[n]:
+                if only_loop:
+                    key = (s, next(iter(goes_to)) or 0)
+                    c = deferred.setdefault(key, Cluster(s, deferred=True))
+                else:
+                    c = Cluster(s, phase, n.task)
+                c.nodes.append(n)
+                self.of[n, s] = c
+
+    def _join_readers(self) -> None:
+        """An unmarked equation that one cluster alone reads becomes part of it; never a cycle."""
+        readers: dict[tuple[Any, int], set[Cluster]] = defaultdict(set)
+        elsewhere: set[Any] = set()
+        if self.scope is None:
+            for v in self._read_by_loops():
+                elsewhere.add(v)
+        for n in reversed(self.nodes):
+            for s in self.where.node[n]:
+                c = self.of[n, s]
+                if c.task is None and not c.deferred and not any(v in elsewhere for v in n.outputs):
+                    found = set().union(*(readers[v, s] for v in n.outputs))
+                    remote = any(t != s for v in n.outputs for t in self._remote_readers(v, s, readers))
+                    if len(found) == 1 and not remote:
+                        (r,) = found
+                        if r.submesh == s and r.backward == c.backward and not r.deferred:
+                            r.nodes += c.nodes
+                            c = r
+                            self.of[n, s] = r
+                        elif r.deferred and len(self.where.node[n]) == 1:
+                            r.nodes += c.nodes
+                            c = r
+                            self.of[n, s] = r
+                for v in n.inputs:
+                    readers[v, s].add(c)
+
+    def _remote_readers(self, v: Any, s: int, readers: dict[tuple[Any, int], set[Cluster]]) -> list[int]:
+        """Submeshes that get the value from here."""
+        if self.where.home.get(v) != s:
+            return []
+        made_at = self.where.node[self.producer[v]]
+        return [t for t in range(len(self.where.submeshes)) if t != s and t not in made_at and readers.get((v, t))]
+
+    def _read_by_loops(self) -> set[Any]:
+        found: set[Any] = set()
+        for n in self.flat.nodes:
+            if n.loop is not None:
+                found.update(n.inputs)
+        for loop in self.flat.loops:
+            found |= {k.init for k in loop.carries if _compat.is_var(k.init)}
+            found |= {v for p in loop.cut for v in p.outer if _compat.is_var(v)}
+        return found
+
+    def _source(self, v: Any, s: int) -> Cluster | None:
+        """The cluster of this scope from which submesh ``s`` gets a value."""
+        n = self.producer.get(v)
+        if n is None:
+            return self.loop_of_result.get(v)
+        return self.of.get((n, s)) or self.of[n, self.where.home[v]]
+
+    def _build_edges(self) -> None:
+        for n in self.nodes:
+            for s in self.where.node[n]:
+                c = self.of[n, s]
+                for v in n.inputs:
+                    self._edge(self._source(v, s), c)
+        for c in self.loop_clusters:
+            for n in self.flat.nodes:
+                if n.loop is c.loop:
+                    for s in self.where.node[n]:
+                        for v in n.inputs:
+                            self._edge(self._source(v, s), c)
+            assert c.loop is not None, "a loop cluster stands for a loop"
+            for k in c.loop.carries:
+                if _compat.is_var(k.init):
+                    self._edge(self._source(k.init, self.where.home[k.inner]), c)
+            for p in c.loop.cut:
+                for v in p.outer:
+                    n = self.producer.get(v) if _compat.is_var(v) else None
+                    for s in self.where.node[n] if n is not None else ():
+                        self._edge(self._source(v, s), c)
+                    if n is None and v in self.loop_of_result:
+                        self._edge(self.loop_of_result[v], c)
+
+    def _edge(self, a: Cluster | None, b: Cluster) -> None:
+        if a is not None and a is not b:
+            self.preds[b].add(a)
+            self.succs[a].add(b)
+
+    def _clusters(self) -> list[Cluster]:
+        return list(dict.fromkeys([*self.of.values(), *self.loop_clusters]))
+
+    def _merge(self, into: Cluster, c: Cluster) -> None:
+        into.nodes += c.nodes
+        for n in c.nodes:
+            assert c.submesh is not None, "loops never merge"
+            self.of[n, c.submesh] = into
+        for p in self.preds.pop(c, set()):
+            self.succs[p].discard(c)
+            self._edge(p, into)
+        for q in self.succs.pop(c, set()):
+            self.preds[q].discard(c)
+            self._edge(into, q)
+
+    def _join_feeders(self) -> None:
+        """An unmarked cluster that one task alone feeds joins it (a loss, a gradient's accumulator)."""
+        for c in self._sorted():
+            if c.task is not None or c.deferred or c.loop is not None:
+                continue
+            feeders = self.preds[c]
+            if len(feeders) == 1:
+                (f,) = feeders
+                if f.task is not None and f.submesh == c.submesh and f.backward == c.backward:
+                    self._merge(f, c)
+
+    def _join_levels(self) -> None:
+        """Unmarked clusters of one submesh and phase merge where no value leaves and comes back between.
+
+        Two clusters of one level are never on both ends of a path through a third of another kind,
+        because each step to another kind raises the level.
+        """
+        level: dict[Cluster, int] = {}
+        groups: dict[Any, list[Cluster]] = defaultdict(list)
+        for c in self._sorted():
+            level[c] = max((level[p] + (0 if _alike(p, c) else 1) for p in self.preds[c]), default=0)
+            if c.task is None and c.loop is None and not c.deferred:
+                groups[c.submesh, c.backward, level[c]].append(c)
+        for group in groups.values():
+            for c in group[1:]:
+                self._merge(group[0], c)
+
+    def _join_tasks(self) -> None:
+        """What is still unmarked joins a neighbouring task of its submesh and phase, if no cycle comes of it."""
+        for c in self._sorted():
+            if c.task is not None or c.deferred or c.loop is not None:
+                continue
+            order = {k: i for i, k in enumerate(self._sorted())}
+            near = [p for p in self.preds[c] if p.task is not None] + [q for q in self.succs[c] if q.task is not None]
+            near = [t for t in near if t.submesh == c.submesh and t.backward == c.backward]
+            for t in sorted(near, key=lambda t: (t not in self.preds[c], -order[t])):
+                if not self._path_around(t, c):
+                    self._merge(t, c)
+                    break
+
+    def _path_around(self, a: Cluster, b: Cluster) -> bool:
+        """Whether a third cluster lies on a path between the two."""
+        for start, end in ((a, b), (b, a)):
+            stack = [q for q in self.succs[start] if q is not end]
+            seen: set[Cluster] = set()
+            while stack:
+                c = stack.pop()
+                if c is end:
+                    return True
+                if c not in seen:
+                    seen.add(c)
+                    stack += self.succs[c]
+        return False
+
+    def _sorted(self) -> list[Cluster]:
+        """Topological order, ties by position of the first equation."""
+        clusters = self._clusters()
+        first = {c: min((self.position[n] for n in c.nodes), default=-1) for c in clusters}
+        for c in self.loop_clusters:
+            inside = [self.position[n] for n in self.flat.nodes if n.loop is c.loop]
+            first[c] = min(inside, default=0)
+        missing = {c: len(self.preds[c]) for c in clusters}
+        ready = [(first[c], i, c) for i, c in enumerate(clusters) if not missing[c]]
+        heapq.heapify(ready)
+        number = {c: i for i, c in enumerate(clusters)}
+        out = []
+        while ready:
+            _, _, c = heapq.heappop(ready)
+            out.append(c)
+            for q in self.succs[c]:
+                missing[q] -= 1
+                if not missing[q]:
+                    heapq.heappush(ready, (first[q], number[q], q))
+        assert len(out) == len(clusters), "merging fragments made a cycle; this is a bug in ManyMesh"
+        return out
+
+
+def _alike(a: Cluster, b: Cluster) -> bool:
+    return (
+        a.task is None and b.task is None and a.loop is None and b.loop is None and a.submesh == b.submesh
+        and a.backward == b.backward and not a.deferred and not b.deferred
+    )  # fmt: skip

@@ -1,0 +1,62 @@
+"""Numbering the fragments of a loop's body as pipeline stages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ._cluster import Cluster
+
+
+def number_stages(
+    order: list[Cluster], preds: dict[Cluster, set[Cluster]]
+) -> tuple[dict[Cluster, int], tuple[int, ...], bool]:
+    """Stage of each cluster of a loop's body.
+
+    A stage is what one submesh does between two crossings of the forward pass: a chain that visits
+    submeshes 0, 1, 0, 1 has four stages. A backward cluster belongs to the stage of its task's forward.
+
+    Args:
+      order: clusters of the body, topological.
+      preds: what each depends on.
+
+    Returns:
+      The stage of each cluster, the submesh of each stage, and whether every dependency goes up the stages
+      in the forward pass and down in the backward pass, so that a pipeline schedule applies.
+    """
+    forward = [c for c in order if not c.backward]
+    main = forward or order  # a body that is all backward is scheduled like a forward one
+    hops: dict[Cluster, int] = {}
+    for c in main:
+        hops[c] = max((hops[p] + (p.submesh != c.submesh) for p in preds[c] if p in hops), default=0)
+    keys = sorted({(hops[c], c.submesh or 0) for c in main})
+    number = {k: i for i, k in enumerate(keys)}
+    stage = {c: number[hops[c], c.submesh or 0] for c in main}
+    placement = tuple(s for _, s in keys)
+    by_task = {c.task: stage[c] for c in main if c.task is not None}
+    on_submesh: dict[int, list[int]] = defaultdict(list)
+    for i, s in enumerate(placement):
+        on_submesh[s].append(i)
+    extra = list(placement)
+    for c in order:
+        if c in stage:
+            continue
+        assert c.submesh is not None, "a body holds no loops"
+        if c.task is not None and c.task in by_task:
+            stage[c] = by_task[c.task]
+            continue
+        bound = min((stage[p] for p in preds[c] if p.backward), default=len(extra) - 1)
+        here = on_submesh[c.submesh]
+        fitting = [i for i in here if i <= bound] or here
+        if not fitting:  # a submesh that only the backward pass visits
+            extra.append(c.submesh)
+            on_submesh[c.submesh].append(len(extra) - 1)
+            fitting = [len(extra) - 1]
+        stage[c] = max(fitting)
+    placement = tuple(extra)
+    in_order = all(
+        (stage[p] <= stage[c]) if not c.backward or not forward else (stage[p] >= stage[c])
+        for c in order
+        for p in preds[c]
+        if p.backward == c.backward
+    )
+    return stage, placement, in_order

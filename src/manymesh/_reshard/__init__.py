@@ -1,0 +1,1 @@
+"""Moving values between submeshes without going through the host."""

@@ -1,0 +1,84 @@
+"""How a value gets from one sharding to another. Pure.
+
+A copy between device sets is asynchronous only if every shard the target wants exists among the
+source's shards; otherwise JAX goes through the host and waits. So layouts change only inside a device
+set, by a compiled identity, and copies happen only between equal layouts.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a transfer: ``copy`` between device sets, or ``relayout`` within one by a compiled identity."""
+
+    kind: Literal["copy", "relayout"]
+    sharding: Any
+
+
+@functools.lru_cache(maxsize=65536)
+def plan_transfer(shape: tuple[int, ...], source: Any, target: NamedSharding) -> tuple[Step, ...]:
+    """Steps that bring a value of ``shape`` from one sharding to another.
+
+    Args:
+      shape: shape of the value.
+      source: sharding it has.
+      target: sharding it shall have.
+    """
+    if source == target:
+        return ()
+    if source.device_set == target.device_set:
+        return (Step("relayout", target),) if _same_order(source, target) else (Step("copy", target),)
+    if shards_exist(shape, source, target):
+        return (Step("copy", target),)
+    if isinstance(source, NamedSharding):
+        adapted = NamedSharding(target.mesh, adapt_spec(source.spec, shape, target.mesh))
+        if shards_exist(shape, source, adapted):
+            return (Step("copy", adapted), Step("relayout", target))
+    whole = NamedSharding(target.mesh, PartitionSpec())
+    steps: list[Step] = []
+    if not shards_exist(shape, source, whole):
+        if not isinstance(source, NamedSharding):
+            return (Step("copy", target),)
+        steps.append(Step("relayout", NamedSharding(source.mesh, PartitionSpec())))
+    steps.append(Step("copy", whole))
+    if not whole.is_equivalent_to(target, len(shape)):
+        steps.append(Step("relayout", target))
+    return tuple(steps)
+
+
+def _same_order(a: Any, b: Any) -> bool:
+    return list(getattr(a, "_device_assignment", ())) == list(getattr(b, "_device_assignment", ()))
+
+
+def shards_exist(shape: tuple[int, ...], source: Any, target: Any) -> bool:
+    """Whether every shard that ``target`` wants is a shard that ``source`` has."""
+
+    def pieces(sharding: Any) -> set[Any]:
+        return {
+            tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+            for index in sharding.devices_indices_map(shape).values()
+        }
+
+    return pieces(target) <= pieces(source)
+
+
+def adapt_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """The spec as far as it makes sense on another mesh: axes it has, dimensions that divide."""
+    out: list[Any] = []
+    for dim, entry in enumerate(spec):
+        axes = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+        axes = tuple(a for a in axes if a in mesh.axis_names)
+        count = 1
+        for a in axes:
+            count *= mesh.shape[a]
+        out.append((axes if len(axes) > 1 else axes[0]) if axes and shape[dim] % count == 0 else None)
+    while out and out[-1] is None:
+        out.pop()
+    return PartitionSpec(*out)

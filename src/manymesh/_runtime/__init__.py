@@ -1,0 +1,1 @@
+"""From a program to a running step: instructions, executables, the executor."""

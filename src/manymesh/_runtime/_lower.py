@@ -1,0 +1,251 @@
+"""Executables for the fragments of a program, and the shardings that tie them together.
+
+Fragments compile in dataflow order: what a fragment reads has the sharding its producer gave it, what
+it makes is left to XLA unless something pins it. Values that are one value over time (an accumulator,
+a piece of a batch and its place in the body, a state and its update) share one sharding, found once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .. import _compat
+from .._jaxpr._key import jaxpr_key
+from .._jaxpr._nodes import nbytes
+from .._program import Fragment, Program
+from .._reshard._plan import Step, adapt_spec, plan_transfer
+from ._instructions import Plan, Transfer
+
+
+@dataclass(eq=False)
+class Executables:
+    """Compiled fragments by structure, shardings and donation; shared by the programs of one ``mm.jit``."""
+
+    by_key: dict[Any, Any] = field(default_factory=dict)
+    compiled: int = 0
+    reused: int = 0
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The executable of a key, made if there is none."""
+        if key in self.by_key:
+            self.reused += 1
+        else:
+            self.by_key[key] = make()
+            self.compiled += 1
+        return self.by_key[key]
+
+
+@dataclass(eq=False)
+class Lowered:
+    """A program ready to run.
+
+    Attributes:
+      program: what it computes.
+      plan: the instructions.
+      executables: one for each fragment.
+      arrivals: sharding of each (input position, submesh).
+      outputs: sharding of each result; None for a literal.
+      transfers: position of a `Transfer` in the plan -> steps for each of its values.
+    """
+
+    program: Program
+    plan: Plan
+    executables: list[Any]
+    arrivals: dict[tuple[int, int], NamedSharding]
+    outputs: list[NamedSharding | None]
+    transfers: dict[int, tuple[tuple[Step, ...], ...]]
+
+
+class _Groups:
+    """Variables that have to share a sharding."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Any, Any] = {}
+
+    def find(self, v: Any) -> Any:
+        while v in self.parent:
+            v = self.parent[v]
+        return v
+
+    def join(self, a: Any, b: Any) -> None:
+        a, b = self.find(a), self.find(b)
+        if a is not b:
+            self.parent[a] = b
+
+
+def lower(
+    program: Program,
+    plan: Plan,
+    cache: Executables,
+    *,
+    given: dict[int, Any],
+    wanted: dict[int, Any],
+    states: Iterable[tuple[int, int]],
+    compiler_options: dict[str, Any] | None = None,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Lowered:
+    """Compiles every fragment of a program.
+
+    Args:
+      program, plan: what to run.
+      cache: executables made before.
+      given: input position -> sharding it arrives with.
+      wanted: result position -> sharding it has to have.
+      states: (input, result) positions where the result replaces the input and has to keep its sharding.
+      compiler_options: handed to XLA.
+      progress: called with the name of each fragment before it compiles.
+    """
+    return _Lowerer(program, plan, cache, compiler_options, progress).run(given, wanted, states)
+
+
+class _Lowerer:
+    def __init__(self, program: Program, plan: Plan, cache: Executables, options: Any, progress: Any) -> None:
+        self.program, self.plan, self.cache = program, plan, cache
+        self.options, self.progress = options, progress
+        self.groups = _Groups()
+        self.known: dict[tuple[Any, int], NamedSharding] = {}
+        self.crossing = {(e.var, e.target): e.source for e in program.edges}
+        for loop in program.loops:
+            for inner, out, init, final in loop.carries:
+                for v in (out, init, final):
+                    if _compat.is_var(v):
+                        self.groups.join(v, inner)
+            for inner, outer in (*loop.cut, *loop.collected):
+                for v in outer:
+                    if _compat.is_var(v):
+                        self.groups.join(v, inner)
+
+    def run(self, given: dict[int, Any], wanted: dict[int, Any], states: Iterable[tuple[int, int]]) -> Lowered:
+        program = self.program
+        for i, o in states:
+            v, (out, s) = program.invars[i], program.outputs[o]
+            if o not in wanted and _compat.is_var(out) and program.home[v] == s:
+                self.groups.join(out, v)
+        for o, sharding in wanted.items():
+            out, s = program.outputs[o]
+            if _compat.is_var(out):
+                self.known[self.groups.find(out), s] = NamedSharding(program.submeshes[s], sharding.spec)
+        for i, sharding in given.items():
+            v = program.invars[i]
+            for s in program.arrivals[v]:
+                mesh = program.submeshes[s]
+                spec = adapt_spec(sharding.spec, v.aval.shape, mesh)
+                if s == program.home[v] or sharding.mesh.axis_names == mesh.axis_names:
+                    self.known.setdefault((self.groups.find(v), s), NamedSharding(mesh, spec))
+        executables: list[Any] = [None] * len(program.fragments)
+        for f in self._order():
+            executables[f.index] = self._compile(f)
+        arrivals = {}
+        for i, v in enumerate(program.invars):
+            for s in program.arrivals[v]:
+                arrivals[i, s] = self._sharding(v, s)
+        outputs = [self._sharding(v, s) if _compat.is_var(v) else None for v, s in program.outputs]
+        return Lowered(program, self.plan, executables, arrivals, outputs, self._transfers())
+
+    def _order(self) -> list[Fragment]:
+        """Dataflow order, with what only feeds a loop after that loop."""
+        ordered: list[Fragment] = []
+        late: list[Fragment] = []
+        for item in self.program.order:
+            if item >= 0:
+                f = self.program.fragments[item]
+                (late if f.deferred else ordered).append(f)
+            else:
+                ordered += self.program.body(-1 - item)
+                ordered += late
+                late = []
+        return ordered + late
+
+    def _sharding(self, v: Any, s: int) -> NamedSharding:
+        """The sharding of a value on a submesh; replicated if nothing ever said more."""
+        found = self._known(v, s)
+        if found is None:
+            found = self.known[self.groups.find(v), s] = NamedSharding(self.program.submeshes[s], PartitionSpec())
+        return found
+
+    def _known(self, v: Any, s: int) -> NamedSharding | None:
+        key = (self.groups.find(v), s)
+        if key not in self.known and (v, s) in self.crossing:
+            source = self._known(v, self.crossing[v, s])
+            if source is not None:
+                mesh = self.program.submeshes[s]
+                self.known[key] = NamedSharding(mesh, adapt_spec(source.spec, v.aval.shape, mesh))
+        return self.known.get(key)
+
+    def _compile(self, f: Fragment) -> Any:
+        mesh = self.program.submeshes[f.submesh]
+        ins = [self._known(v, f.submesh) for v in f.invars]
+        if f.invars and all(s is None for s in ins):
+            smallest = min(range(len(ins)), key=lambda k: nbytes(f.invars[k].aval))
+            ins[smallest] = self._sharding(f.invars[smallest], f.submesh)
+        outs: list[NamedSharding | None] = [self._known(v, f.submesh) for v in f.outvars]
+        if not f.invars:
+            outs = [s or NamedSharding(mesh, PartitionSpec()) for s in outs]
+        tied = {self.groups.find(v) for v in f.outvars} & {self.groups.find(v) for v in f.invars}
+        executable = self._executable(f, ins, outs)
+        found_in, found_out = _shardings_of(executable, mesh, ins, outs)
+        changed = False
+        for v, s in zip(f.outvars, found_out, strict=True):
+            key = (self.groups.find(v), f.submesh)
+            if key[0] in tied and key not in self.known:
+                # An accumulator or a state: what the computation makes decides, what it reads follows.
+                read = {found_in[k] for k, w in enumerate(f.invars) if self.groups.find(w) is key[0]}
+                changed |= read != {s}
+                self.known[key] = s
+        if changed:
+            ins = [self._known(v, f.submesh) or found_in[k] for k, v in enumerate(f.invars)]
+            outs = [self._known(v, f.submesh) or found_out[k] for k, v in enumerate(f.outvars)]
+            executable = self._executable(f, ins, outs)
+            found_in, found_out = _shardings_of(executable, mesh, ins, outs)
+        for variables, shardings in ((f.invars, found_in), (f.outvars, found_out)):
+            for v, s in zip(variables, shardings, strict=True):
+                self.known.setdefault((self.groups.find(v), f.submesh), s)
+        return executable
+
+    def _executable(self, f: Fragment, ins: list[Any], outs: list[Any]) -> Any:
+        donated = self.plan.donated.get(f.index, ())
+        options = tuple(sorted((self.options or {}).items()))
+        key = (jaxpr_key(f.jaxpr), tuple(ins), tuple(outs), donated, options)
+        return self.cache.get(key, lambda: self._make(f, ins, outs, donated))
+
+    def _make(self, f: Fragment, ins: list[Any], outs: list[Any], donated: tuple[int, ...]) -> Any:
+        self.progress(f.name)
+        avals = [_compat.abstract(v.aval) for v in f.invars]
+
+        def fragment(*args: Any) -> Any:
+            return jax.core.eval_jaxpr(f.jaxpr, [], *args)
+
+        fragment.__name__ = fragment.__qualname__ = f.name
+        with _compat.tracing_without_mesh(), _compat.unusable_donation_is_fine():
+            jitted = jax.jit(
+                fragment, in_shardings=ins, out_shardings=outs, donate_argnums=donated, keep_unused=True
+            )
+            return jitted.lower(*avals).compile(self.options)
+
+    def _transfers(self) -> dict[int, tuple[tuple[Step, ...], ...]]:
+        result = {}
+        for i, ins in enumerate(self.plan.instructions):
+            if isinstance(ins, Transfer):
+                result[i] = tuple(
+                    plan_transfer(v.aval.shape, self._sharding(v, ins.source), self._sharding(v, ins.target))
+                    for v in ins.variables
+                )
+        return result
+
+
+def _shardings_of(executable: Any, mesh: Any, ins: list[Any], outs: list[Any]) -> tuple[list[Any], list[Any]]:
+    """What an executable takes and gives, in terms of our mesh; what we asked for stays as we said it."""
+    found_in = [s or _on(mesh, t) for s, t in zip(ins, executable.input_shardings[0], strict=True)]
+    found_out = [s or _on(mesh, t) for s, t in zip(outs, executable.output_shardings, strict=True)]
+    return found_in, found_out
+
+
+def _on(mesh: Any, sharding: Any) -> NamedSharding:
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(mesh, sharding.spec)
+    return NamedSharding(mesh, PartitionSpec())

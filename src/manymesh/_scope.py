@@ -1,0 +1,54 @@
+"""What code inside a task may ask about the task it is in.
+
+The lowest layer that knows tasks exist. Boxes and sharding constraints call
+:func:`current_scope` to learn whether a task surrounds them and how it maps the names
+of axes to its mesh; the task machinery calls :func:`enter_scope` around the body of a
+task while it is traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import AbstractMesh, PartitionSpec
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The surroundings of the code that is being traced.
+
+    Attributes:
+      task_name: name of the task, for messages.
+      mesh: the abstract mesh of the task's submesh; None where the task has no named axes,
+        so that a constraint means replication.
+      resolve: maps per-dimension names (``tuple[str | tuple[str, ...] | None, ...]``) and the
+        shape of the value to the `PartitionSpec` that the task gives it.
+      task: the `Task` itself, for the machinery that made this scope.
+    """
+
+    task_name: str
+    mesh: AbstractMesh | None
+    resolve: Callable[[tuple[object, ...], tuple[int, ...]], PartitionSpec]
+    task: Any = None
+
+
+_scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("manymesh_scope", default=None)
+
+
+def current_scope() -> Scope | None:
+    """The innermost task being traced, or None outside every task."""
+    return _scope.get()
+
+
+@contextlib.contextmanager
+def enter_scope(scope: Scope | None) -> Iterator[None]:
+    """Makes ``scope`` the current one inside the block; None hides an outer task."""
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)

@@ -1,0 +1,212 @@
+"""`Task`: the frozen description of where a part of a program runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from ._errors import AxisError, MeshError, TaskError
+from ._topology import auto_mesh, resolve_devices
+
+AxisRule = tuple[str, str | tuple[str, ...] | None]
+
+
+@dataclass(frozen=True, init=False, eq=True)
+class Task:
+    """Where a part of a program runs, and what the names of its axes mean there.
+
+    Args:
+      name: name of the task in reports, schedules and errors; None takes the name of the function or
+        module that is wrapped.
+      mesh: the submesh. Excludes ``devices`` and ``device_axes``.
+      devices: jax devices or their integer ids. The shape of an ndarray is the shape of the mesh.
+      device_axes: a name for each dimension of ``devices``. Without it, constraints inside the task mean
+        replication.
+      logical_axes: pairs ``(logical name, device axis | tuple of device axes | None)``, in order of priority.
+        Without it, constraints name device axes directly.
+
+    Nothing given at all: the placement is inferred from the values that the task consumes.
+
+    Raises:
+      ValueError: `mesh` together with `devices`, `logical_axes` without named axes, a wrong number of
+        `device_axes`, a rule that names an unknown device axis, devices that do not exist.
+
+    Example:
+      >>> import manymesh as mm
+      >>> mm.Task("decoder", devices=[0, 1], device_axes=("model",), logical_axes=[("hidden", "model")])
+      Task('decoder', mesh={'model': 2}, devices=[0, 1], logical_axes=(('hidden', 'model'),))
+    """
+
+    name: str | None
+    mesh: Mesh | None
+    logical_axes: tuple[AxisRule, ...] | None
+    has_named_axes: bool = field(repr=False)
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        mesh: Mesh | None = None,
+        devices: Any = None,
+        device_axes: Iterable[str] | None = None,
+        logical_axes: Iterable[Any] | None = None,
+    ) -> None:
+        where = f"task {name!r}" if name else "task"
+        if mesh is not None and (devices is not None or device_axes is not None):
+            raise TaskError(
+                f"{where}: mesh already says which devices and axes to use; give either mesh, or devices and device_axes"
+            )
+        named = mesh is not None or (devices is not None and device_axes is not None)
+        if devices is not None:
+            array = resolve_devices(devices)
+            axes = None if device_axes is None else tuple(device_axes)
+            if axes is not None and len(axes) != array.ndim:
+                raise MeshError(
+                    f"{where}: device_axes {axes} names {len(axes)} axes, but devices has shape {array.shape}, "
+                    f"{array.ndim} dimensions; give one name for each"
+                )
+            axes = axes or tuple(f"unnamed_{i}" for i in range(array.ndim))
+            mesh = Mesh(array, axes, axis_types=(AxisType.Auto,) * len(axes))
+        elif device_axes is not None:
+            raise TaskError(f"{where}: device_axes {tuple(device_axes)} without devices to name the axes of")
+        rules = None
+        if logical_axes is not None:
+            rules = tuple((str(a), tuple(b) if isinstance(b, list) else b) for a, b in logical_axes)
+            if not named:
+                raise TaskError(
+                    f"{where}: logical_axes were given, but no mesh or device_axes for them to refer to; "
+                    "give mesh=, or devices= with device_axes="
+                )
+            _check_rules(where, rules, mesh)
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "mesh", None if mesh is None else auto_mesh(mesh))
+        object.__setattr__(self, "logical_axes", rules)
+        object.__setattr__(self, "has_named_axes", named)
+
+    def __repr__(self) -> str:
+        parts = [repr(self.name)]
+        if self.mesh is not None:
+            shape = dict(self.mesh.shape) if self.has_named_axes else tuple(self.mesh.devices.shape)
+            parts += [f"mesh={shape}", f"devices={[d.id for d in self.mesh.devices.flat]}"]
+        if self.logical_axes is not None:
+            parts.append(f"logical_axes={self.logical_axes}")
+        return f"Task({', '.join(parts)})"
+
+    def named(self, name: str) -> Task:
+        """This task under a name, if it has none yet."""
+        if self.name is not None:
+            return self
+        new = object.__new__(Task)
+        for key, value in (
+            ("name", name),
+            ("mesh", self.mesh),
+            ("logical_axes", self.logical_axes),
+            ("has_named_axes", self.has_named_axes),
+        ):
+            object.__setattr__(new, key, value)
+        return new
+
+    def resolve(self, names: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[PartitionSpec, tuple[str, ...]]:
+        """What per-dimension names mean on this task's mesh.
+
+        Args:
+          names: a name, a tuple of names, None or ``PartitionSpec.UNCONSTRAINED`` for each leading dimension.
+          shape: shape of the value.
+
+        Returns:
+          The `PartitionSpec` in device axes, and the names that nothing knows (they mean replication).
+
+        Raises:
+          AxisError: more names than dimensions, a device axis used twice, a dimension that does not divide.
+        """
+        if self.mesh is None or not self.has_named_axes:
+            return PartitionSpec(), ()
+        if len(names) > len(shape):
+            raise AxisError(
+                f"task {self.name!r}: {len(names)} axis names {names} for a value of shape {shape}, "
+                f"which has {len(shape)} dimensions"
+            )
+        spec, unknown = _assign(names, self.logical_axes or (), tuple(self.mesh.axis_names))
+        _check_divides(f"task {self.name!r}", names, spec, shape, dict(self.mesh.shape))
+        while spec and spec[-1] is None:
+            spec.pop()
+        return PartitionSpec(*spec), tuple(unknown)
+
+
+def _check_rules(where: str, rules: tuple[AxisRule, ...], mesh: Mesh | None) -> None:
+    assert mesh is not None, "rules are only checked for tasks that have named axes"
+    for logical, target in rules:
+        for axis in target if isinstance(target, tuple) else (target,):
+            if axis is not None and axis not in mesh.axis_names:
+                raise AxisError(
+                    f"{where}: the rule {(logical, target)!r} maps to device axis {axis!r}, "
+                    f"but the mesh has axes {tuple(mesh.axis_names)}"
+                )
+
+
+def _assign(names: tuple[Any, ...], rules: tuple[AxisRule, ...], axes: tuple[str, ...]) -> tuple[list[Any], list[str]]:
+    """Resolves names by priority of rule: the first rule whose device axes are all free wins."""
+    result: list[Any] = [_pending] * len(names)
+    taken: set[str] = set()
+    for i, name in enumerate(names):
+        if name is None or name is PartitionSpec.UNCONSTRAINED:
+            result[i] = name
+    for logical, target in rules:
+        for i, name in enumerate(names):
+            if result[i] is _pending and name == logical:
+                wanted = target if isinstance(target, tuple) else (target,) if target is not None else ()
+                if taken.isdisjoint(wanted):
+                    result[i] = target
+                    taken.update(wanted)
+    known = {logical for logical, _ in rules}
+    unknown = []
+    for i, name in enumerate(names):
+        if result[i] is not _pending:
+            continue
+        wanted = name if isinstance(name, tuple) else (name,)
+        direct = [n for n in wanted if n in axes]
+        if len(direct) == len(wanted) and taken.isdisjoint(direct):
+            result[i] = name
+            taken.update(direct)
+            continue
+        result[i] = None
+        unknown += [n for n in wanted if n not in axes and n not in known]
+        parts = [_assign((n,), rules, axes)[0][0] for n in wanted] if isinstance(name, tuple) else []
+        flat = [a for p in parts if p is not None for a in (p if isinstance(p, tuple) else (p,))]
+        if flat and taken.isdisjoint(flat):
+            result[i] = tuple(flat)
+            taken.update(flat)
+    return result, unknown
+
+
+_pending = object()
+
+
+def _check_divides(
+    where: str, names: tuple[Any, ...], spec: list[Any], shape: tuple[int, ...], sizes: dict[str, int]
+) -> None:
+    for dim, target in enumerate(spec):
+        if target is None or target is PartitionSpec.UNCONSTRAINED:
+            continue
+        axes = target if isinstance(target, tuple) else (target,)
+        count = math.prod(sizes[a] for a in axes)
+        if shape[dim] % count:
+            low = shape[dim] // count * count
+            fits = f"{low} or {low + count}" if low else f"{count}"
+            label = repr(axes[0]) if len(axes) == 1 else repr(axes)
+            error = AxisError(
+                f"{where}: dimension {dim} ({names[dim]!r}) of shape {shape} does not divide over axis {label}, "
+                f"which has {count} devices; use {fits}, or map {names[dim]!r} to None"
+            )
+            error.names, error.shape = names, shape  # type: ignore[attr-defined]  # lets mm.jit add the parameter's path
+            raise error
+
+
+def mesh_devices(mesh: Mesh) -> tuple[Any, ...]:
+    """The devices of a mesh in their order."""
+    return tuple(np.asarray(mesh.devices).flat)

@@ -1,0 +1,27 @@
+"""The public face of the error tree: ``manymesh.errors.ManyMeshError`` and its children."""
+
+from __future__ import annotations
+
+from ._errors import ArgumentError as ArgumentError
+from ._errors import AxisError as AxisError
+from ._errors import ManyMeshError as ManyMeshError
+from ._errors import MeshError as MeshError
+from ._errors import MetadataError as MetadataError
+from ._errors import MicrobatchError as MicrobatchError
+from ._errors import PlacementError as PlacementError
+from ._errors import ScheduleError as ScheduleError
+from ._errors import TaskError as TaskError
+from ._errors import TransferError as TransferError
+
+__all__ = [
+    "ArgumentError",
+    "AxisError",
+    "ManyMeshError",
+    "MeshError",
+    "MetadataError",
+    "MicrobatchError",
+    "PlacementError",
+    "ScheduleError",
+    "TaskError",
+    "TransferError",
+]

@@ -1,0 +1,241 @@
+"""Saying how a tree will lie on a mesh, and what is suspicious about that, before anything runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .._errors import AxisError, MetadataError
+from ._axes import AnyMesh, Axes, Names
+from ._check import indivisible, indivisible_text, shard_count, too_many_text
+from ._fit import fit_names
+from ._named import axes_of, choose_rules, leaves_of, named_leaves, value_of
+from ._paths import describe, format_path, nearest
+from ._report import Dimension, Explanation, Finding, FindingKind, LeafReport, format_bytes
+from ._rules import Resolution, Rules, RulesLike, as_rules, get_logical_axis_rules, parts_of, resolve
+
+_METADATA_KINDS = {"too-many-names", "repeated-name"}
+
+
+def explain(
+    tree: Any,
+    mesh: AnyMesh,
+    rules: RulesLike | None = None,
+    *,
+    strict: bool = False,
+    large_bytes: int = 1 << 20,
+) -> Explanation:
+    """Explains which sharding every leaf of a tree gets on a mesh, and why.
+
+    Args:
+      tree: a pytree of arrays or of descriptions of them (`jax.eval_shape`), with boxes. A bare `PartitionSpec` counts
+        as logical names of a value of unknown shape.
+      mesh: the mesh, concrete or abstract.
+      rules: rules for logical names; by default each box's own, else those of the surroundings.
+      strict: whether fatal findings are raised instead of returned.
+      large_bytes: from how many bytes on a value that is replicated on every device is worth a finding.
+
+    Returns:
+      An `Explanation`: for each leaf its path, shape, dtype, names, the rule that decided each dimension, spec, shard shape
+      and bytes per device; totals; and findings. Fatal findings are a name that no rule knows, a device axis that the
+      mesh does not have, a dimension left unsharded because its axes were taken, a dimension that does not
+      divide, more names than dimensions, and a large leaf that is replicated. A rule that nothing used and
+      names that were fitted to a factored optimizer state are mentioned only.
+
+    Raises:
+      AxisError: with ``strict``, with the messages of all fatal findings.
+      MetadataError: the same, if the first one is about names that do not fit their value.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from manymesh import meta
+      >>> mesh = jax.make_mesh((2, 4), ("data", "model"))
+      >>> params = {"w": meta.LogicallyPartitioned(jnp.ones((4, 8)), ("embed", "hiden"))}
+      >>> report = meta.explain({"params": params}, mesh, [("hidden", "model"), ("embed", "data")])
+      >>> report["params['w']"].shard_shape, report.bytes_per_device
+      ((2, 8), 64)
+      >>> print(report.findings[0])
+      params['w']: no rule knows the name 'hiden' of dimension 1, so it stays replicated; did you mean 'hidden'?
+    """
+    given, surrounding = as_rules(rules), get_logical_axis_rules()
+    leaves, _ = leaves_of(tree)
+    named = named_leaves(leaves)
+    reports: list[LeafReport] = []
+    findings: list[Finding] = []
+    known: dict[Rules, set[int]] = {}
+    for (path, node), names, original in zip(leaves, fit_names(named), named, strict=True):
+        axes = axes_of(node)
+        value = value_of(node)
+        if original.shape is None and not original.names:
+            continue
+        chosen = choose_rules(axes, given, surrounding) if axes.logical else ()
+        place = format_path(path)
+        report, found = _explain_leaf(place, axes, names, original.shape, value, chosen, mesh, large_bytes)
+        reports.append(report)
+        findings += found
+        if axes.logical:
+            used = known.setdefault(chosen, set())
+            used.update(d.rule_index for d in report.dimensions if d.rule_index is not None)
+    explained = given if given is not None else surrounding
+    known.setdefault(explained, set())
+    for box_rules, used in known.items():
+        findings += _unused(box_rules, used)
+    findings.sort(key=lambda finding: not finding.fatal)
+    fatal = [finding for finding in findings if finding.fatal]
+    if strict and fatal:
+        error = MetadataError if fatal[0].kind in _METADATA_KINDS else AxisError
+        raise error("\n".join(finding.message for finding in fatal))
+    return Explanation(
+        tuple(reports),
+        tuple(findings),
+        tuple(mesh.shape.items()),
+        explained,
+        sum(leaf.bytes_per_device or 0 for leaf in reports),
+        sum(leaf.bytes_total or 0 for leaf in reports),
+    )
+
+
+def _explain_leaf(
+    place: str,
+    axes: Axes,
+    fitted: Names | None,
+    shape: tuple[int, ...] | None,
+    value: Any,
+    rules: Rules,
+    mesh: AnyMesh,
+    large_bytes: int,
+) -> tuple[LeafReport, list[Finding]]:
+    findings: list[Finding] = []
+
+    def find(kind: FindingKind, message: str, fatal: bool = True) -> None:
+        findings.append(Finding(kind, place, message, fatal))
+
+    names = axes.names if fitted is None else fitted
+    if fitted is None:
+        assert shape is not None, "names are surplus only beside a shape"
+        find("too-many-names", too_many_text(place, axes.names, shape) + "; it is left replicated")
+        names = ()
+    elif fitted != axes.names and shape is not None and math.prod(shape) > 1:
+        find(
+            "fitted-names",
+            f"{place}: {len(axes.names)} names {axes.names} for shape {shape}; its parameter in this tree shows "
+            f"that the dimensions left are {fitted}",
+            fatal=False,
+        )
+    resolution = _resolve(place, axes, names, rules, find)
+    device_axes = _known_axes(place, resolution, rules, mesh, find)
+    if shape is not None:
+        for i in indivisible(shape, device_axes, mesh):
+            find("does-not-divide", indivisible_text(place, shape, i, device_axes[i], mesh))
+    report = _report(place, axes, names, device_axes, resolution, shape, value, rules, mesh)
+    total = report.bytes_total
+    if mesh.size > 1 and total is not None and total >= large_bytes and not any(map(parts_of, device_axes)):
+        find(
+            "large-replicated",
+            f"{place}: {describe(value)} of {format_bytes(total)} is replicated on all {mesh.size} devices; give one of its "
+            "dimensions a name that maps to a device axis, or raise large_bytes if this is meant",
+        )
+    return report, findings
+
+
+def _resolve(place: str, axes: Axes, names: Names, rules: Rules, find: Any) -> Resolution:
+    if not axes.logical:
+        return Resolution(names, (None,) * len(names), (), ())
+    try:
+        resolution = resolve(names, rules)
+    except AxisError as error:
+        find("repeated-name", f"{place}: {error}")
+        return Resolution((None,) * len(names), (None,) * len(names), (), ())
+    for position, passed in zip(resolution.open, resolution.passed_over, strict=True):
+        name = names[position]
+        if passed:
+            index, taken = passed[0]
+            find(
+                "taken-axis",
+                f"{place}: name {name!r} of dimension {position} stays replicated, because its rule {rules[index]!r} "
+                f"needs device axis {taken[0]!r}, which another dimension of {names} has taken; reorder the rules, or "
+                f"map {name!r} to None",
+            )
+        else:
+            find(
+                "unknown-name",
+                f"{place}: no rule knows the name {name!r} of dimension {position}, so it stays replicated"
+                f"{nearest(name, [rule[0] for rule in rules])}",
+            )
+    return resolution
+
+
+def _known_axes(place: str, resolution: Resolution, rules: Rules, mesh: AnyMesh, find: Any) -> Names:
+    """The device axes without those that the mesh does not have and those that stand twice."""
+    seen: set[str] = set()
+    result: list[Any] = []
+    for position, (entry, index) in enumerate(zip(resolution.axes, resolution.rules, strict=True)):
+        good = []
+        source = "" if index is None else f" of the rule {rules[index]!r}"
+        for part in parts_of(entry):
+            if part not in mesh.axis_names:
+                find(
+                    "unknown-axis",
+                    f"{place}: device axis {part!r}{source} at dimension {position} is not in the mesh with axes "
+                    f"{tuple(mesh.axis_names)}{nearest(part, mesh.axis_names)}",
+                )
+            elif part in seen:
+                find(
+                    "taken-axis",
+                    f"{place}: device axis {part!r}{source} at dimension {position} shards another dimension already",
+                )
+            else:
+                good.append(part)
+                seen.add(part)
+        if isinstance(entry, str):
+            result.append(entry if good else None)
+        else:
+            result.append(tuple(good) or None if isinstance(entry, tuple) else entry)
+    return tuple(result)
+
+
+def _report(
+    place: str,
+    axes: Axes,
+    names: Names,
+    device_axes: Names,
+    resolution: Resolution,
+    shape: tuple[int, ...] | None,
+    value: Any,
+    rules: Rules,
+    mesh: AnyMesh,
+) -> LeafReport:
+    rank = len(names) if shape is None else len(shape)
+    padding = (None,) * (rank - len(names))
+    dimensions = tuple(
+        Dimension(
+            None if shape is None else shape[i], name, parts_of(entry), None if index is None else rules[index], index
+        )
+        for i, (name, entry, index) in enumerate(
+            zip((*names, *padding), (*device_axes, *padding), (*resolution.rules, *padding), strict=True)
+        )
+    )
+    spec = PartitionSpec(*device_axes)
+    if shape is None:
+        return LeafReport(place, None, None, axes.names, dimensions, spec, None, None, None)
+    dtype = getattr(value, "dtype", None)
+    itemsize = getattr(dtype, "itemsize", None)
+    total = None if itemsize is None else math.prod(shape) * itemsize
+    shard_shape, per_device = None, None
+    if not indivisible(shape, device_axes, mesh):
+        entries = (*device_axes, *padding)
+        shard_shape = tuple(size // shard_count(entry, mesh) for size, entry in zip(shape, entries, strict=True))
+        per_device = None if itemsize is None else math.prod(shard_shape) * itemsize
+    name = None if dtype is None else getattr(dtype, "name", str(dtype))
+    return LeafReport(place, shape, name, axes.names, dimensions, spec, shard_shape, per_device, total)
+
+
+def _unused(rules: Rules, used: Iterable[int]) -> list[Finding]:
+    return [
+        Finding("unused-rule", None, f"rules: rule {index} {rule!r} decided no dimension of this tree", False)
+        for index, rule in enumerate(rules)
+        if index not in set(used)
+    ]

@@ -1,0 +1,172 @@
+"""From trees of boxes to trees of specs and shardings, with boxed names that are checked on the way."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._errors import AxisError
+from ._axes import AnyMesh, Axes, Names
+from ._box import COMPACT
+from ._check import check_divides, too_many_text
+from ._explain import explain
+from ._fit import fit_names
+from ._named import axes_of, axes_of_box, axes_of_variable, leaves_of, named_leaves, shape_of, spec_of
+from ._paths import format_path
+from ._rules import Rules, RulesLike, as_rules, get_logical_axis_rules
+from ._walk import is_variable, walk
+
+
+class _Surplus(Exception):
+    """A value has fewer dimensions than names: the whole tree must be looked at."""
+
+
+def get_partition_spec(tree: Any) -> Any:
+    """The specs of a tree of boxes.
+
+    Args:
+      tree: a pytree, usually of descriptions of arrays from `jax.eval_shape`, with boxes (also Flax's boxes or NNX
+        variables) in it.
+
+    Returns:
+      The tree with one `PartitionSpec` for each box (in its names, whatever is in the box), ``PartitionSpec()`` for each
+      array outside boxes and None for what is no array. A value with fewer dimensions than names
+      (a factored optimizer state) gets the names of the dimensions it has kept, found by its parameter in the same tree;
+      where that is impossible, ``PartitionSpec()`` and a warning.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from manymesh import meta
+      >>> params = {"w": meta.Partitioned(jnp.ones((2, 4)), (None, "model")), "b": jnp.ones(4)}
+      >>> meta.get_partition_spec(params)
+      {'w': PartitionSpec(None, 'model'), 'b': PartitionSpec()}
+    """
+    replicated = PartitionSpec()
+
+    def on_box(box: Any) -> Any:
+        if type(box) in COMPACT:
+            axes = box._axes
+            if len(axes.names) > getattr(box._value, "ndim", 99):
+                raise _Surplus
+            return axes.spec
+        axes = axes_of_box(box)
+        _check_surplus(box, axes)
+        return axes.spec
+
+    def on_leaf(leaf: Any) -> Any:
+        return replicated if hasattr(leaf, "shape") else None
+
+    def on_variable(variable: Any) -> Any:
+        axes = axes_of_variable(variable)
+        _check_surplus(variable, axes)
+        return variable.replace(axes.spec)
+
+    try:
+        return walk(tree, on_box, on_leaf, on_variable)
+    except _Surplus:
+        return _slowly(tree, lambda path, axes, names, shape: PartitionSpec(*names))
+
+
+def get_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None = None, *, strict: bool = False) -> Any:
+    """The shardings of a tree of boxes on a mesh.
+
+    Args:
+      tree: a pytree with boxes, as in `get_partition_spec`.
+      mesh: the mesh, concrete or abstract.
+      rules: rules for logical names; by default the box's own, else those of the surroundings.
+      strict: whether what `explain` finds suspicious is an error: a logical name that no rule knows, or a large
+        value that stays replicated.
+
+    Returns:
+      The tree with one `NamedSharding` for each box and each array outside boxes, None for what is no array:
+      ready to be ``out_shardings`` of a jitted initialization.
+
+    Raises:
+      AxisError: a device axis that the mesh does not have, or a dimension that does not divide over its device
+        axes; with ``strict``, also for the other findings.
+      MetadataError: with ``strict``, more names than dimensions.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from manymesh import meta
+      >>> mesh = jax.make_mesh((2, 4), ("data", "model"))
+      >>> params = {"w": meta.LogicallyPartitioned(jnp.ones((2, 4)), ("embed", "hidden"))}
+      >>> meta.get_sharding(params, mesh, [("hidden", "model")])["w"].spec
+      PartitionSpec(None, 'model')
+    """
+    given = as_rules(rules)
+    if strict:
+        explain(tree, mesh, given, strict=True)
+    return shard_tree(tree, mesh, given)
+
+
+def shard_tree(
+    tree: Any, mesh: AnyMesh, rules: Rules | None, on_other: Callable[[Any], Any] = lambda leaf: None
+) -> Any:
+    """`get_sharding` without its strictness; ``on_other`` takes leaves that are no array, spec or box."""
+    surrounding = get_logical_axis_rules()
+    by_identity: dict[tuple[int, Any], NamedSharding] = {}
+    by_spec: dict[PartitionSpec, NamedSharding] = {}
+    alive: list[Axes] = []  # what a memo by identity has seen must stay alive
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def sharding_of(axes: Axes, names: Names, shape: tuple[int, ...] | None, path: str) -> NamedSharding:
+        spec = spec_of(axes, names, rules, surrounding)
+        check_divides(path, shape if shape is not None else (0,) * len(spec), spec, mesh)
+        return NamedSharding(mesh, spec)
+
+    def of_node(axes: Axes, node: Any) -> NamedSharding:
+        shape = shape_of(node)
+        found = by_identity.get((id(axes), shape))
+        if found is None:
+            if shape is not None and len(axes.names) > len(shape):
+                raise _Surplus
+            alive.append(axes)
+            found = by_identity[id(axes), shape] = sharding_of(axes, axes.names, shape, "")
+        return found
+
+    def on_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, PartitionSpec):
+            found = by_spec.get(leaf)
+            if found is None:
+                found = by_spec[leaf] = of_node(axes_of(leaf), leaf)
+            return found
+        return replicated if hasattr(leaf, "shape") else on_other(leaf)
+
+    try:
+        return walk(
+            tree,
+            lambda box: of_node(axes_of_box(box), box),
+            on_leaf,
+            lambda variable: variable.replace(of_node(axes_of_variable(variable), variable)),
+        )
+    except (AxisError, _Surplus):
+        # Seldom; now with paths, which the errors name and by which parameters are found.
+        return _slowly(tree, lambda path, axes, names, shape: sharding_of(axes, names, shape, path))
+
+
+def _check_surplus(node: Any, axes: Axes) -> None:
+    shape = shape_of(node)
+    if shape is not None and len(axes.names) > len(shape):
+        raise _Surplus
+
+
+def _slowly(tree: Any, convert: Callable[[str, Axes, Names, tuple[int, ...] | None], Any]) -> Any:
+    """Converts leaf by leaf with paths, names fitted to shapes."""
+    leaves, structure = leaves_of(tree)
+    result = []
+    for (path, node), names in zip(leaves, fit_names(named_leaves(leaves)), strict=True):
+        axes, shape, place = axes_of(node), shape_of(node), format_path(path)
+        if names is None:
+            assert shape is not None, "names are surplus only beside a shape"
+            warnings.warn(f"{too_many_text(place, axes.names, shape)}; it is left replicated", stacklevel=4)
+            names = ()
+        if axes is axes_of(None) and shape is None and not isinstance(node, PartitionSpec):
+            converted = None
+        else:
+            converted = convert(place, axes, names, shape)
+        result.append(node.replace(converted) if is_variable(node) else converted)
+    return structure.unflatten(result)

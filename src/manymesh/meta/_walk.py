@@ -1,0 +1,195 @@
+"""Walking trees of boxes quickly.
+
+`jax.tree.map` with an ``is_leaf`` that looks for boxes calls Python for every node and once more
+for every leaf. The trees of models are nearly all dictionaries, lists and tuples of boxes and
+arrays, so these are walked here by comprehensions; any other node is opened by
+`jax.tree_util.tree_flatten`, one level at a time, and walking goes on below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._errors import MetadataError
+
+LEAF, BOX, DICT, LIST, TUPLE, NONE, OTHER = range(7)
+
+_BOX_METHODS = ("unbox", "replace_boxed", "add_axis", "remove_axis")
+_VARIABLE_METHODS = ("get_metadata", "get_value", "replace")
+# Types that are certainly no pytree nodes. What is not listed may be registered as a node at any
+# time, so it is asked anew at every visit.
+_LEAF_TYPES = (
+    jax.core.Tracer,
+    jax.ShapeDtypeStruct,
+    jax.sharding.PartitionSpec,
+    jax.sharding.Sharding,
+    np.ndarray,
+    np.generic,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+)
+
+
+def _is_box_type(cls: type) -> bool:
+    # By its methods and not by a base class: boxes of Flax count, and Flax is not imported here.
+    return all(callable(getattr(cls, method, None)) for method in _BOX_METHODS)
+
+
+def is_variable(node: Any) -> bool:
+    """Whether a node is a Flax NNX variable, which keeps names in its metadata and its value as its only child."""
+    return all(callable(getattr(type(node), method, None)) for method in _VARIABLE_METHODS)
+
+
+class _Kinds(dict[type, int]):
+    def __missing__(self, cls: type) -> int:
+        if _is_box_type(cls):
+            kind = BOX
+        elif issubclass(cls, (jax.Array, *_LEAF_TYPES)) and not issubclass(cls, tuple):
+            kind = LEAF
+        else:
+            return OTHER
+        self[cls] = kind
+        return kind
+
+
+KINDS = _Kinds({dict: DICT, list: LIST, tuple: TUPLE, type(None): NONE})
+"""What to do with a node of a type: one of the constants above. Read it as ``KINDS[type(node)]``."""
+
+
+def identity(leaf: Any) -> Any:
+    """Leaves a leaf as it is."""
+    return leaf
+
+
+def open_node(node: Any) -> tuple[list[Any], Any]:
+    """The children of a pytree node and its structure; a leaf is its own only child."""
+    return jax.tree_util.tree_flatten(node, is_leaf=lambda x: x is not node)
+
+
+def walk(
+    tree: Any,
+    on_box: Callable[[Any], Any],
+    on_leaf: Callable[[Any], Any] = identity,
+    on_variable: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Maps the boxes and the other leaves of a tree.
+
+    Args:
+      tree: any pytree.
+      on_box: called with every outermost box.
+      on_leaf: called with every leaf outside a box. None is a node without leaves and stays None.
+      on_variable: called with every variable of Flax NNX; without it, what is in a variable is walked.
+
+    Returns:
+      The tree of what the functions gave. Nothing that they return is walked again.
+    """
+    kind = KINDS[type(tree)]
+    if kind == DICT:
+        return {
+            key: on_box(node) if KINDS[type(node)] == BOX else walk(node, on_box, on_leaf, on_variable)
+            for key, node in tree.items()
+        }
+    if kind == LEAF:
+        return on_leaf(tree)
+    if kind == LIST:
+        return [on_box(node) if KINDS[type(node)] == BOX else walk(node, on_box, on_leaf, on_variable) for node in tree]
+    if kind == TUPLE:
+        return tuple(
+            on_box(node) if KINDS[type(node)] == BOX else walk(node, on_box, on_leaf, on_variable) for node in tree
+        )
+    if kind == BOX:
+        return on_box(tree)
+    if kind == NONE:
+        return None
+    if on_variable is not None and is_variable(tree):
+        return on_variable(tree)
+    children, structure = open_node(tree)
+    if len(children) == 1 and children[0] is tree:
+        return on_leaf(tree)
+    return structure.unflatten([walk(child, on_box, on_leaf, on_variable) for child in children])
+
+
+class _Mismatch(Exception):
+    """Two trees differ; the keys from the root are collected while the exception rises."""
+
+    def __init__(self, expected: str, found: str) -> None:
+        super().__init__(expected, found)
+        self.expected, self.found, self.keys = expected, found, list[str]()
+
+
+def walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any], what: str) -> Any:
+    """Maps the boxes of a tree together with what stands at their places in another tree.
+
+    Args:
+      tree: any pytree.
+      other: a pytree of which ``tree``, with every box as a leaf, is a prefix.
+      on_box: called with a box and its counterpart.
+      what: name of the operation, for messages.
+
+    Returns:
+      ``other`` with the counterparts of boxes replaced by what ``on_box`` gave.
+
+    Raises:
+      MetadataError: the structures differ; the message has the path of the first difference.
+    """
+    try:
+        return _walk_pair(tree, other, on_box)
+    except _Mismatch as error:
+        place = "tree" + "".join(reversed(error.keys))
+        raise MetadataError(
+            f"{what}: the trees differ at {place}: expected {error.expected}, found {error.found}; "
+            "give updates with the structure of the boxed tree"
+        ) from None
+
+
+def _walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any]) -> Any:
+    kind = KINDS[type(tree)]
+    if kind == BOX:
+        return on_box(tree, other)
+    if kind == LEAF:
+        return other
+    if kind == NONE:
+        if other is not None:
+            raise _Mismatch("None", type(other).__name__)
+        return None
+    if kind == DICT and type(other) is dict:
+        if tree.keys() != other.keys():
+            raise _Mismatch(f"the keys {list(tree)}", f"{list(other)}")
+        keys, children, others = list(tree), list(tree.values()), list(map(other.__getitem__, tree))
+        return dict(zip(keys, _pairs(keys, children, others, on_box), strict=True))
+    children, structure = open_node(tree)
+    if len(children) == 1 and children[0] is tree:
+        return other
+    others, other_structure = open_node(other)
+    if structure != other_structure:
+        raise _Mismatch(_node(tree, children), _node(other, others))
+    return structure.unflatten(_pairs(range(len(children)), children, others, on_box))
+
+
+def _pairs(keys: Any, children: list[Any], others: list[Any], on_box: Callable[[Any, Any], Any]) -> list[Any]:
+    result = []
+    for key, child, other in zip(keys, children, others, strict=True):
+        kind = KINDS[type(child)]
+        if kind == BOX and KINDS[type(other)] == LEAF:
+            result.append(on_box(child, other))
+            continue
+        try:
+            result.append(_walk_pair(child, other, on_box))
+        except _Mismatch as error:
+            error.keys.append(f"[{key!r}]")
+            raise
+    return result
+
+
+def _node(node: Any, children: list[Any]) -> str:
+    if len(children) == 1 and children[0] is node:
+        return f"a leaf of type {type(node).__name__}"
+    return f"{type(node).__name__} with {len(children)} children"

@@ -1,0 +1,134 @@
+"""Prove that an order can run, and say how many activations it keeps where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .._errors import ScheduleError
+from ._live import live_activations
+from ._types import Action, Order
+from ._walk import producers, walk
+
+
+def check(order: Order, *, labels: Callable[[Action], str] = str) -> tuple[int, ...]:
+    """Prove that an order runs each action once, after its producers, with no deadlock.
+
+    Args:
+      order: the order to check.
+      labels: how messages name an action, ``F2@5`` by default.
+
+    Returns:
+      ``int[submesh]``, the activations that each submesh keeps at most (`live_activations`).
+
+    Raises:
+      ScheduleError: an action is unknown, on the wrong submesh, missing, repeated, or out of
+        microbatch order on its stage; or the rows wait for each other in a circle, which is named.
+
+    Example:
+      >>> from manymesh.schedules import GPipe
+      >>> check(GPipe().order((0, 1), 3))
+      (3, 3)
+    """
+    _check_rows(order)
+    for submesh, row in enumerate(order.rows):
+        for action in row:
+            _check_action(order, submesh, action, labels)
+    _check_microbatches(order, labels)
+    check_progress(order, labels=labels)
+    return live_activations(order)
+
+
+def check_progress(order: Order, *, labels: Callable[[Action], str] = str) -> tuple[Action, ...]:
+    """Prove that the rows never wait for each other in a circle.
+
+    Args:
+      order: an order with each action once, on its stage's submesh.
+      labels: how messages name an action.
+
+    Returns:
+      One order of all actions in which every action follows its producers.
+
+    Raises:
+      ScheduleError: the rows deadlock; the message names the circle.
+    """
+    walked = walk(order)
+    if len(walked.actions) == sum(map(len, order.rows)):
+        return walked.actions
+    circle = " waits for ".join(labels(action) for action in _circle(order, walked.positions))
+    raise ScheduleError(
+        f"the schedule deadlocks: {circle}. Each waits for a result it reads or for what its submesh lists "
+        "before it; move one of them so that the circle opens."
+    )
+
+
+def _check_rows(order: Order) -> None:
+    expected = max(order.placement, default=-1) + 1
+    if order.num_submeshes != expected:
+        raise ScheduleError(
+            f"the schedule has {order.num_submeshes} rows, but placement {order.placement} has {expected} submeshes; "
+            "give one row per submesh."
+        )
+
+
+def _check_action(order: Order, submesh: int, action: Action, labels: Callable[[Action], str]) -> None:
+    kinds = ("F", "B", "W") if order.splits_backward else ("F", "B") if order.backward else ("F",)
+    where = f"submesh {submesh} lists {labels(action)}"
+    if action.kind not in kinds:
+        raise ScheduleError(f"{where}, but this program has only {', '.join(kinds)} actions; remove it.")
+    if not 0 <= action.stage < order.num_stages:
+        raise ScheduleError(f"{where}, but stages are numbered 0 to {order.num_stages - 1}.")
+    if not 0 <= action.microbatch < order.num_microbatches:
+        raise ScheduleError(f"{where}, but microbatches are numbered 0 to {order.num_microbatches - 1}.")
+    if order.placement[action.stage] != submesh:
+        home = order.placement[action.stage]
+        raise ScheduleError(f"{where}, but stage {action.stage} is on submesh {home}; move it to row {home}.")
+
+
+def _check_microbatches(order: Order, labels: Callable[[Action], str]) -> None:
+    """Each stage runs each kind of action for microbatch 0, 1, ... to the last."""
+    found: dict[str, list[int]] = {kind: [0] * order.num_stages for kind in ("F", "B", "W")}
+    for submesh, row in enumerate(order.rows):
+        for action in row:
+            expected = found[action.kind][action.stage]
+            if action.microbatch < expected:
+                raise ScheduleError(f"submesh {submesh} lists {labels(action)} twice; remove one of them.")
+            if action.microbatch > expected:
+                earlier = Action(action.kind, action.stage, expected)
+                if earlier not in row:
+                    raise _missing(submesh, earlier, labels)
+                raise ScheduleError(
+                    f"submesh {submesh} lists {labels(action)} before {labels(earlier)}; keep the microbatches of a "
+                    "stage in order, because gradients accumulate in that order."
+                )
+            found[action.kind][action.stage] += 1
+    for kind in ("F", "B", "W") if order.splits_backward else ("F", "B") if order.backward else ("F",):
+        for stage, count in enumerate(found[kind]):
+            if count < order.num_microbatches:
+                raise _missing(order.placement[stage], Action(kind, stage, count), labels)
+
+
+def _missing(submesh: int, action: Action, labels: Callable[[Action], str]) -> ScheduleError:
+    return ScheduleError(
+        f"submesh {submesh} never lists {labels(action)}; list each action of its stages for each microbatch once."
+    )
+
+
+def _circle(order: Order, positions: tuple[int, ...]) -> list[Action]:
+    """The actions of one deadlock, each waiting for the next, the first repeated at the end.
+
+    The head of every unfinished row waits for a producer that has not run. That producer is
+    in an unfinished row, behind or at its head; so heads lead to heads until one comes twice.
+    """
+    ran = {action for row, position in zip(order.rows, positions, strict=True) for action in row[:position]}
+    submesh = next(s for s, row in enumerate(order.rows) if positions[s] < len(row))
+    heads: dict[int, list[Action]] = {}  # submesh -> its head and the producer that it waits for
+    while submesh not in heads:
+        head = order.rows[submesh][positions[submesh]]
+        producer = next(p for p in producers(order, head) if p not in ran)
+        heads[submesh] = [head, producer]
+        submesh = order.placement[producer.stage]
+    order_seen = list(heads)
+    circle = [action for s in order_seen[order_seen.index(submesh) :] for action in heads[s]]
+    # A producer may be the head of its row: then it is the next entry too.
+    closed = [*circle, circle[0]]
+    return [action for i, action in enumerate(closed) if i == 0 or action != closed[i - 1]]

@@ -1,0 +1,57 @@
+"""A schedule that the user writes down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .._errors import ScheduleError
+from ._check import check
+from ._types import AbstractSchedule, Action, Order
+from ._validate import validate
+
+
+@dataclass(frozen=True)
+class Custom(AbstractSchedule):
+    """Rows of actions, one per submesh, checked before use.
+
+    Attributes:
+      rows: ``Action[submesh][position]``; sequences of any kind are kept as tuples. Rows
+        that hold a ``W`` split the backward pass.
+
+    Example:
+      >>> from manymesh.schedules import OneFOneB
+      >>> rows = OneFOneB().order((0, 1), 4).rows
+      >>> Custom(rows).order((0, 1), 4) == OneFOneB().order((0, 1), 4)
+      True
+    """
+
+    name: ClassVar[str] = "custom"
+    rows: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
+        for submesh, row in enumerate(self.rows):
+            for action in row:
+                if not isinstance(action, Action):
+                    raise ScheduleError(
+                        f"schedule 'custom': row {submesh} holds {action!r}, expected actions such as "
+                        "Action('F', stage, microbatch)."
+                    )
+
+    def default_placement(self, num_stages: int) -> tuple[int, ...]:
+        """See `AbstractSchedule.default_placement`: each stage where the rows have it first."""
+        home = {action.stage: submesh for submesh, row in reversed(list(enumerate(self.rows))) for action in row}
+        missing = [stage for stage in range(num_stages) if stage not in home]
+        if missing:
+            raise ScheduleError(f"schedule 'custom': no row lists stage {missing[0]} of {num_stages}.")
+        return tuple(home[stage] for stage in range(num_stages))
+
+    def order(self, placement: Sequence[int], num_microbatches: int, *, backward: bool = True) -> Order:
+        """See `AbstractSchedule.order`; raises what `check` raises."""
+        placement = validate(self.name, placement, num_microbatches)
+        splits = backward and any(action.kind == "W" for row in self.rows for action in row)
+        order = Order(placement, num_microbatches, self.rows, splits, backward)
+        check(order)
+        return order

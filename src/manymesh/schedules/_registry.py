@@ -1,0 +1,86 @@
+"""Schedules by name."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import TypeVar
+
+from .._errors import ScheduleError
+from ._types import AbstractSchedule
+
+_factories: dict[str, Callable[..., AbstractSchedule]] = {}
+
+Factory = TypeVar("Factory", bound=Callable[..., AbstractSchedule])
+
+
+def register(schedule: Factory, name: str | None = None) -> Factory:
+    """Make a schedule known by name.
+
+    Args:
+      schedule: a schedule class, or a function that gives a schedule; called without
+        arguments when the name is looked up.
+      name: the name; a class's own `name` by default.
+
+    Returns:
+      `schedule`, so that this serves as a decorator of a class.
+
+    Raises:
+      ScheduleError: there is no name, or another schedule has it.
+
+    Example:
+      >>> import functools
+      >>> from manymesh.schedules import Interleaved1F1B
+      >>> _ = register(functools.partial(Interleaved1F1B, 4), "interleaved-4")
+      >>> get("interleaved-4")
+      Interleaved1F1B(virtual_stages=4)
+    """
+    found: object = name if name is not None else getattr(schedule, "name", None)
+    if not isinstance(found, str):
+        raise ScheduleError(f"register: {schedule!r} has no name; give one as register(schedule, name).")
+    if _factories.get(found, schedule) is not schedule:
+        raise ScheduleError(f"register: the name '{found}' is taken by {_factories[found]!r}; choose another.")
+    _factories[found] = schedule
+    return schedule
+
+
+def names() -> tuple[str, ...]:
+    """The names of all registered schedules, sorted."""
+    return tuple(sorted(_factories))
+
+
+def get(schedule: str | AbstractSchedule) -> AbstractSchedule:
+    """The schedule of a name, or the schedule itself.
+
+    Args:
+      schedule: a registered name, or a schedule.
+
+    Returns:
+      The schedule.
+
+    Raises:
+      ScheduleError: the name is unknown, or needs arguments; or the object is no schedule.
+
+    Example:
+      >>> get("1f1b")
+      OneFOneB()
+    """
+    if isinstance(schedule, AbstractSchedule):
+        return schedule
+    if not isinstance(schedule, str):
+        raise ScheduleError(
+            f"expected the name of a schedule or a schedule, found {schedule!r}; names: {', '.join(names())}."
+        )
+    if schedule not in _factories:
+        near = difflib.get_close_matches(schedule.lower(), _factories, n=1, cutoff=0.5)
+        hint = f"; did you mean '{near[0]}'?" if near else "."
+        raise ScheduleError(f"unknown schedule '{schedule}'{hint} Known: {', '.join(names())}.")
+    factory = _factories[schedule]
+    needed = [p.name for p in inspect.signature(factory).parameters.values() if p.default is p.empty]
+    if needed:
+        raise ScheduleError(
+            f"schedule '{schedule}' needs {', '.join(needed)}; give a schedule, such as "
+            f"{getattr(factory, '__name__', schedule)}({', '.join(needed)}), in place of its name."
+        )
+    return factory()
