@@ -26,7 +26,14 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 _SLOW_EXAMPLES = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
 # `ci` always draws the same examples, so that a red build comes from the change under test.
 hypothesis.settings.register_profile(
-    "ci", max_examples=10, deadline=None, derandomize=True, print_blob=True, suppress_health_check=_SLOW_EXAMPLES
+    "ci",
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=_SLOW_EXAMPLES,
+    # Shrinking a program compiles hundreds of others; a failing example is small enough to read as it is.
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
 hypothesis.settings.register_profile(
     "fuzz", max_examples=500, deadline=None, derandomize=False, print_blob=True, suppress_health_check=_SLOW_EXAMPLES

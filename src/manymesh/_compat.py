@@ -15,7 +15,8 @@ import jax
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-from jax.sharding import AbstractMesh
+from jax._src import sharding_impls, source_info_util
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 Var = jex.Var
 Literal = jex.Literal
@@ -112,8 +113,6 @@ def name_stack(eqn: Eqn) -> str:
 
 def source_line(eqn: Eqn) -> str:
     """``file.py:12 (function)`` of the user's code behind an equation, or an empty string."""
-    from jax._src import source_info_util
-
     try:
         return str(source_info_util.summarize(eqn.source_info))
     except Exception:  # a traceback that JAX cannot summarise must not hide the error we report
@@ -167,3 +166,18 @@ def unusable_donation_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         yield
+
+
+def as_named(sharding: Any, mesh: Any) -> NamedSharding:
+    """The sharding of a compiled value in terms of a mesh.
+
+    XLA answers with a raw tiling where JAX cannot name it; a tiling that the mesh's axes cannot
+    express becomes replication, which the caller then asks XLA for.
+    """
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(mesh, sharding.spec)
+    try:
+        named = sharding_impls._gspmd_to_named_sharding_via_mesh(sharding, mesh)
+        return NamedSharding(mesh, named.spec)
+    except Exception:  # the parser has no error type of its own
+        return NamedSharding(mesh, PartitionSpec())

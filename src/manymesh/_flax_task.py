@@ -9,6 +9,7 @@ fits a model with and without tasks.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -17,11 +18,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
+import jax
 import numpy as np
 from flax.core import Scope, lift
+from flax.core import meta as flax_meta
+from flax.core.scope import in_filter
 from flax.linen import transforms
 
-from ._errors import TaskError
+from . import meta
+from ._errors import MetadataError, TaskError
 from ._mark import call_marked, current_recording
 from ._task import Task
 
@@ -81,6 +86,47 @@ def task(
     """
     described = _describe(name, task, mesh, devices, device_axes, logical_axes)
     return _wrap(model, described, tuple(methods))  # type: ignore[no-any-return]  # one kind in, the same kind out
+
+
+def shard_axes(*names: Any, init: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """An initializer that names the axes of the parameter it makes.
+
+    Args:
+      *names: one entry for each dimension: a logical name of the task, or a device axis; a tuple of them; or None
+        for a dimension that is not sharded.
+      init: the initializer of the value. By default zeros for a single name (a bias), else
+        `flax.linen.initializers.lecun_normal`, as Flax's own layers do.
+
+    Returns:
+      An initializer whose result is a `manymesh.meta.Partitioned` box.
+
+    Raises:
+      MetadataError: an entry is no name; when the parameter is made, the number of names is not that of its
+        dimensions.
+
+    Example:
+      >>> import jax, flax.linen as nn
+      >>> from manymesh.flax import shard_axes
+      >>> dense = nn.Dense(16, kernel_init=shard_axes("x", None), bias_init=shard_axes(None))
+      >>> params = dense.init(jax.random.key(0), jax.numpy.ones((4, 9)))["params"]
+      >>> params["kernel"].names
+      ('x', None)
+    """
+    if init is None:
+        init = nn.initializers.lecun_normal() if len(names) > 1 else nn.initializers.zeros
+    boxed = meta.with_partitioning(init, names)
+
+    @functools.wraps(boxed)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        box = boxed(*args, **kwargs)
+        if len(names) != len(box.value.shape):
+            raise MetadataError(
+                f"shard_axes{names} names {len(names)} dimensions, but the parameter has shape {box.value.shape}; "
+                "give one name for each dimension, None for one that is not sharded"
+            )
+        return box
+
+    return make
 
 
 def _describe(name: str | None, task: Task | None, mesh: Any, devices: Any, axes: Any, logical_axes: Any) -> Task:
@@ -161,17 +207,42 @@ def _mark_scopes(described: Task, fun: Callable[..., Any]) -> Callable[..., Any]
         make_scopes: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         def body(variables: Any, rngs: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            scopes = make_scopes(variables, rngs)
-            out = fun(scopes, *args, **kwargs)
-            return out, repack(scopes)
+            with _task_rules(described):
+                scopes = make_scopes(_readable(variables, mutable), rngs)
+                out = fun(scopes, *args, **kwargs)
+                return out, repack(scopes)
 
         record = current_recording()
         assert record is not None, "modules are lifted in recordings only"
         result: tuple[Any, Any] = call_marked(record, described, body, (variables, rngs, args, kwargs), {})
         return result
 
-    packed: Callable[..., Any] = lift.pack(mark, (True,), (True,), (True,), name="task", enable_kwargs=True)
+    packed: Callable[..., Any] = lift.pack(mark, (True,), (True,), (True,), enable_kwargs=True)
     return packed
+
+
+def _task_rules(described: Task) -> Any:
+    """Makes ``nn.with_logical_constraint`` and ``nn.LogicallyPartitioned`` read names as the task does.
+
+    The rules of the task come first, then those that Flax has, cut to the axes of the submesh, then the names
+    of its axes themselves.
+    """
+    if described.mesh is None:
+        return contextlib.nullcontext()
+    if not described.has_named_axes:
+        return nn.logical_axis_rules(())
+    axes = described.mesh.axis_names
+    own = described.logical_axes or ()
+    known = {name for name, _ in own}
+    outer = [(name, _keep(target, axes)) for name, target in nn.get_logical_axis_rules() if name not in known]
+    return nn.logical_axis_rules((*own, *outer, *((axis, axis) for axis in axes)))
+
+
+def _keep(target: Any, axes: tuple[str, ...]) -> Any:
+    """What a rule written for the whole mesh says on a submesh."""
+    if isinstance(target, tuple):
+        return tuple(axis for axis in target if axis in axes) or None
+    return target if target in axes else None
 
 
 class _PlainNames(nn.Module):

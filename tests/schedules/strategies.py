@@ -1,10 +1,10 @@
-"""What Hypothesis draws for schedules: placements, times, legal orders."""
+"""What Hypothesis draws for schedules: placements, times, legal orders; and a simple way to run an order."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from manymesh.schedules import AbstractSchedule, Interleaved1F1B, Order, get
+from manymesh.schedules import AbstractSchedule, Action, Interleaved1F1B, Order, get
 
 # Schedules that take any placement, and those that need their own.
 ANYWHERE = ("gpipe", "1f1b", "eager-1f1b", "wavefront", "zero-bubble-h1", "zero-bubble-h2")
@@ -40,3 +40,29 @@ def orders(draw: st.DrawFn, backward: bool | None = None) -> Order:
     schedule, placement, count = draw(fitting())
     backward = draw(st.booleans()) if backward is None else backward
     return schedule.order(placement, count, backward=backward)
+
+
+def reference_run(order: Order) -> list[Action]:
+    """Run the rows in the most simple way: whatever is next and has its producers, over and over."""
+    done: list[Action] = []
+    ready: set[Action] = set()
+    queues = [list(row) for row in order.rows]
+
+    def can_run(a: Action) -> bool:
+        needs = {
+            "F": [Action("F", a.stage - 1, a.microbatch)] if a.stage else [],
+            "B": [Action("F", a.stage, a.microbatch)]
+            + ([Action("B", a.stage + 1, a.microbatch)] if a.stage + 1 < order.num_stages else []),
+            "W": [Action("B", a.stage, a.microbatch)],
+        }
+        return all(need in ready for need in needs[a.kind])
+
+    moved = True
+    while moved:
+        moved = False
+        for queue in queues:
+            while queue and can_run(queue[0]):
+                done.append(queue[0])
+                ready.add(queue.pop(0))
+                moved = True
+    return done

@@ -8,35 +8,9 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedules.strategies import ANYWHERE, NAMED, fitting, orders, placements
 
 from manymesh.schedules import Action, Order, check, get, issue_order, live_activations, names
-
-
-def reference_run(order: Order) -> list[Action]:
-    """Run the rows in the most simple way: whatever is next and has its producers, over and over."""
-    done: list[Action] = []
-    ready: set[Action] = set()
-    queues = [list(row) for row in order.rows]
-
-    def can_run(a: Action) -> bool:
-        needs = {
-            "F": [Action("F", a.stage - 1, a.microbatch)] if a.stage else [],
-            "B": [Action("F", a.stage, a.microbatch)]
-            + ([Action("B", a.stage + 1, a.microbatch)] if a.stage + 1 < order.num_stages else []),
-            "W": [Action("B", a.stage, a.microbatch)],
-        }
-        return all(need in ready for need in needs[a.kind])
-
-    moved = True
-    while moved:
-        moved = False
-        for queue in queues:
-            while queue and can_run(queue[0]):
-                done.append(queue[0])
-                ready.add(queue.pop(0))
-                moved = True
-    return done
+from schedules.strategies import ANYWHERE, NAMED, fitting, orders, placements, reference_run
 
 
 def test_the_published_names_are_registered() -> None:
@@ -126,8 +100,7 @@ def test_stages_that_share_a_submesh_keep_their_published_order(placement: tuple
 
 
 @given(placements(), st.integers(1, 12), st.sampled_from(ANYWHERE))
-def test_a_submesh_never_idles_with_work_at_hand_forever(placement: tuple[int, ...], count: int, name: str) -> None:
-    """A forward-only program has no bubble beyond filling and draining."""
+def test_a_forward_only_program_keeps_no_activations(placement: tuple[int, ...], count: int, name: str) -> None:
     order = get(name).order(placement, count, backward=False)
     assert check(order) == (0,) * order.num_submeshes
     assert all(action.kind == "F" for row in order.rows for action in row)

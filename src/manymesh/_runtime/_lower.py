@@ -189,7 +189,9 @@ class _Lowerer:
         tied = {self.groups.find(v) for v in f.outvars} & {self.groups.find(v) for v in f.invars}
         executable = self._executable(f, ins, outs)
         found_in, found_out = _shardings_of(executable, mesh, ins, outs)
-        changed = False
+        # A tiling without a name would reach the user as such: ask again, by name.
+        found = (*executable.input_shardings[0], *executable.output_shardings)
+        changed = not all(isinstance(t, NamedSharding) for t in found)
         for v, s in zip(f.outvars, found_out, strict=True):
             key = (self.groups.find(v), f.submesh)
             if key[0] in tied and key not in self.known:
@@ -240,12 +242,6 @@ class _Lowerer:
 
 def _shardings_of(executable: Any, mesh: Any, ins: list[Any], outs: list[Any]) -> tuple[list[Any], list[Any]]:
     """What an executable takes and gives, in terms of our mesh; what we asked for stays as we said it."""
-    found_in = [s or _on(mesh, t) for s, t in zip(ins, executable.input_shardings[0], strict=True)]
-    found_out = [s or _on(mesh, t) for s, t in zip(outs, executable.output_shardings, strict=True)]
+    found_in = [s or _compat.as_named(t, mesh) for s, t in zip(ins, executable.input_shardings[0], strict=True)]
+    found_out = [s or _compat.as_named(t, mesh) for s, t in zip(outs, executable.output_shardings, strict=True)]
     return found_in, found_out
-
-
-def _on(mesh: Any, sharding: Any) -> NamedSharding:
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(mesh, sharding.spec)
-    return NamedSharding(mesh, PartitionSpec())

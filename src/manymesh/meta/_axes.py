@@ -45,6 +45,7 @@ class Axes:
     logical: bool
     padded: tuple[int, ...]
     spec: PartitionSpec
+    _hash: int
 
     def __eq__(self, other: object) -> bool:
         if self is other:

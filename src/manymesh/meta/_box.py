@@ -20,7 +20,7 @@ from ._axes import PARTITION_NAME as PARTITION_NAME
 from ._axes import Axes, axis_name, with_axis, without_axis
 from ._constrain import is_active
 from ._paths import format_path
-from ._walk import BOX, DICT, KINDS, LEAF, LIST, OTHER, TUPLE, open_node, walk, walk_pair
+from ._walk import BOX, KINDS, LEAF, walk, walk_children, walk_pair
 
 A = TypeVar("A")
 Self = TypeVar("Self", bound="AxisMetadata[Any]")
@@ -179,7 +179,14 @@ def _rename(
             new = memo[id(axes)] = rename(axes, index, name, None, "a box")
             return new
 
-        return _rename_compact(tree, memo, renamed, lambda box: getattr(box, method)(index, given))
+        def on_box(box: Any) -> Any:
+            if type(box) not in COMPACT:
+                return getattr(box, method)(index, given)
+            new = object.__new__(type(box))
+            new._value, new._axes = box._value, memo.get(id(box._axes)) or renamed(box._axes)
+            return new
+
+        return _rename_compact(tree, memo, renamed, on_box)
     except MetadataError:
         # Seldom, so the place is looked for only now.
         for path, box in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_axis_metadata):
@@ -195,38 +202,23 @@ def _rename_compact(
     tree: Any, memo: dict[int, Axes], renamed: Callable[[Axes], Axes], on_box: Callable[[Any], Any]
 ) -> Any:
     """Renames every box of a tree; equal metadata are one object, renamed once and remembered by identity."""
-    kind = KINDS[type(tree)]
-    if kind == LEAF:
-        return tree
-    structure = None
-    if kind == DICT:
-        nodes = tree.values()
-    elif kind == LIST or kind == TUPLE:
-        nodes = tree
-    elif kind == OTHER:
-        nodes, structure = open_node(tree)
-        if len(nodes) == 1 and nodes[0] is tree:
-            return tree
-    elif kind == BOX:
-        return on_box(tree)
-    else:
-        return tree
-    new, result = object.__new__, []
-    for node in nodes:
+    if type(tree) is not dict:
+        return walk_children(tree, lambda node: _rename_compact(node, memo, renamed, on_box), on_box)
+    new, result = object.__new__, {}
+    for key, node in tree.items():
         cls = type(node)
-        if cls in COMPACT:
+        if cls in COMPACT:  # written out, not called: a call for each box would double the time
             box = new(cls)
             box._value = node._value
             axes = node._axes
-            box._axes = memo.get(id(axes)) or renamed(axes)
-            result.append(box)
+            try:
+                box._axes = memo[id(axes)]
+            except KeyError:
+                box._axes = renamed(axes)
+            result[key] = box
         else:
-            result.append(_rename_compact(node, memo, renamed, on_box))
-    if kind == DICT:
-        return dict(zip(tree, result, strict=True))
-    if kind == LIST:
-        return result
-    return tuple(result) if structure is None else structure.unflatten(result)
+            result[key] = _rename_compact(node, memo, renamed, on_box)
+    return result
 
 
 def unbox(tree: Any, apply_constraint: bool = True) -> Any:

@@ -39,9 +39,9 @@ def explain(
       large_bytes: from how many bytes on a value that is replicated on every device is worth a finding.
 
     Returns:
-      An `Explanation`: for each leaf its path, shape, dtype, names, the rule that decided each dimension, spec, shard shape
-      and bytes per device; totals; and findings. Fatal findings are a name that no rule knows, a device axis that the
-      mesh does not have, a dimension left unsharded because its axes were taken, a dimension that does not
+      An `Explanation`: for each leaf its path, shape, dtype, names, the rule that decided each dimension, spec, shard
+      shape and bytes per device; totals; and findings. Fatal findings are a name that no rule knows, a device axis
+      that the mesh does not have, a dimension left unsharded because its axes were taken, a dimension that does not
       divide, more names than dimensions, and a large leaf that is replicated. A rule that nothing used and
       names that were fitted to a factored optimizer state are mentioned only.
 
@@ -135,8 +135,8 @@ def _explain_leaf(
     if mesh.size > 1 and total is not None and total >= large_bytes and not any(map(parts_of, device_axes)):
         find(
             "large-replicated",
-            f"{place}: {describe(value)} of {format_bytes(total)} is replicated on all {mesh.size} devices; give one of its "
-            "dimensions a name that maps to a device axis, or raise large_bytes if this is meant",
+            f"{place}: {describe(value)} of {format_bytes(total)} is replicated on all {mesh.size} devices; give "
+            "one of its dimensions a name that maps to a device axis, or raise large_bytes if this is meant",
         )
     return report, findings
 

@@ -49,11 +49,11 @@ class LogicallyPartitioned(Partitioned[A]):
       >>> from manymesh import meta
       >>> box = meta.LogicallyPartitioned(jnp.ones((4, 8)), ("embed", "hidden"))
       >>> box.get_partition_spec()
-      PartitionSpec('embed', 'hidden')
+      P('embed', 'hidden')
       >>> mesh = jax.make_mesh((2, 4), ("data", "model"))
       >>> with meta.logical_axis_rules([("hidden", "model")]):
       ...     box.get_sharding(mesh).spec
-      PartitionSpec(None, 'model')
+      P(None, 'model')
     """
 
     __slots__ = ()
@@ -162,7 +162,7 @@ def with_logical_constraint(
       >>> mesh = jax.make_mesh((2, 4), ("data", "model"))
       >>> y = meta.with_logical_constraint(jnp.ones((4, 8)), ("batch", "embed"), [("batch", "data")], mesh)
       >>> y.sharding.spec
-      PartitionSpec('data', None)
+      P('data', None)
     """
     found = get_logical_axis_rules() if rules is None else as_rules(rules) or ()
     if logical_axis_resources is None or (not found and current_scope() is None):
@@ -219,7 +219,7 @@ def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
       >>> from jax.sharding import PartitionSpec as P
       >>> from manymesh import meta
       >>> meta.logical_to_mesh({"w": P("embed", "hidden")}, [("hidden", "model")])
-      {'w': PartitionSpec(None, 'model')}
+      {'w': P(None, 'model')}
     """
     surrounding, given = get_logical_axis_rules(), as_rules(rules)
     memo: dict[PartitionSpec, PartitionSpec] = {}
@@ -249,8 +249,8 @@ def logical_to_mesh_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None =
       strict: whether what `explain` finds suspicious is an error, such as a name that no rule knows.
 
     Raises:
-      AxisError: a rule names a device axis that the mesh does not have, a name stands at two dimensions, or, for boxes, a
-        dimension does not divide; with ``strict``, also for the other findings.
+      AxisError: a rule names a device axis that the mesh does not have, a name stands at two dimensions, or, for
+        boxes, a dimension does not divide; with ``strict``, also for the other findings.
       MetadataError: a leaf is neither a spec nor a box nor an array.
 
     Example:
@@ -259,7 +259,7 @@ def logical_to_mesh_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None =
       >>> from manymesh import meta
       >>> mesh = jax.make_mesh((2, 4), ("data", "model"))
       >>> meta.logical_to_mesh_sharding({"w": P("embed", "hidden")}, mesh, [("hidden", "model")])["w"].spec
-      PartitionSpec(None, 'model')
+      P(None, 'model')
     """
     given = as_rules(rules)
     if strict:

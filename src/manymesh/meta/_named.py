@@ -38,7 +38,7 @@ def axes_of_box(box: Any) -> Axes:
 
 
 def axes_of_variable(variable: Any) -> Axes:
-    """The metadata of a variable of Flax NNX. Its names may be logical or device axes; rules, where known, come first."""
+    """The metadata of a variable of Flax NNX; its names may be logical, where rules know them, or device axes."""
     metadata = variable.get_metadata()
     names = metadata.get("out_sharding", metadata.get("sharding", metadata.get("sharding_names")))
     if names is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import numpy as np
@@ -49,7 +49,7 @@ class Partitioned(AxisMetadata[A]):
       >>> box
       Partitioned(float32[4,8], names=('data', None))
       >>> box.get_partition_spec()
-      PartitionSpec('data', None)
+      P('data', None)
     """
 
     __slots__ = ("_axes", "_value")
@@ -75,8 +75,8 @@ class Partitioned(AxisMetadata[A]):
     def unbox(self, apply_constraint: bool = True) -> A:
         """The value, constrained to its sharding where a mesh is known.
 
-        In a task, the task says what the names mean on its submesh. Elsewhere the mesh is the box's own, else the one of
-        `jax.set_mesh`; without either the value comes out as it is. Auto axes take a constraint, Explicit axes a
+        In a task, the task says what the names mean on its submesh. Elsewhere the mesh is the box's own, else the
+        one of `jax.set_mesh`; without either the value comes out as it is. Auto axes take a constraint, Explicit axes a
         reshard, and Manual axes (inside `jax.shard_map`) nothing.
 
         Args:
@@ -87,8 +87,8 @@ class Partitioned(AxisMetadata[A]):
           AxisError: the mesh has no such axis.
         """
         if apply_constraint and is_active(self._axes.mesh):
-            return self._constrained()
-        return self._value  # type: ignore[no-any-return]
+            return cast(A, self._constrained())
+        return cast(A, self._value)
 
     def _constrained(self) -> Any:
         return constrain(self._value, self._axes.names, self._axes.mesh, repr(self))
@@ -231,9 +231,9 @@ def register_compact(cls: type) -> None:
         return ((_KEY, box._value),), box._axes
 
     def unflatten(axes: Axes, children: Any) -> Any:
-        box = object.__new__(cls)
-        (box._value,) = children  # type: ignore[attr-defined]
-        box._axes = axes  # type: ignore[attr-defined]
+        box: Any = object.__new__(cls)
+        (box._value,) = children
+        box._axes = axes
         return box
 
     COMPACT.add(cls)
@@ -252,11 +252,11 @@ def _register(cls: type) -> None:
         return ((_KEY, box._value),), (box._axes, own_state(box))
 
     def unflatten(aux: Any, children: Any) -> Any:
-        box = object.__new__(cls)
+        box: Any = object.__new__(cls)
         for name, state in aux[1]:
             object.__setattr__(box, name, state)
-        (box._value,) = children  # type: ignore[attr-defined]
-        box._axes = aux[0]  # type: ignore[attr-defined]
+        (box._value,) = children
+        box._axes = aux[0]
         return box
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
@@ -268,9 +268,10 @@ register_compact(Partitioned)
 def _same(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    leaves_a, structure_a = jax.tree_util.tree_flatten(a)
-    leaves_b, structure_b = jax.tree_util.tree_flatten(b)
-    return structure_a == structure_b and all(map(_same_leaf, leaves_a, leaves_b))
+    structure: Any = jax.tree_util.tree_structure(a)
+    if structure != jax.tree_util.tree_structure(b):
+        return False
+    return all(map(_same_leaf, jax.tree_util.tree_leaves(a), jax.tree_util.tree_leaves(b)))
 
 
 def _same_leaf(a: Any, b: Any) -> bool:

@@ -34,9 +34,9 @@ def format_path(path: tuple[Any, ...]) -> str:
         return "tree"
     first, rest = path[0], path[1:]
     if isinstance(first, DictKey) and isinstance(first.key, str) and first.key.isidentifier():
-        return first.key + jax.tree_util.keystr(rest)
+        return str(first.key) + jax.tree_util.keystr(rest)
     if isinstance(first, GetAttrKey):
-        return first.name + jax.tree_util.keystr(rest)
+        return str(first.name) + jax.tree_util.keystr(rest)
     return "tree" + jax.tree_util.keystr(path)
 
 

@@ -134,7 +134,7 @@ def set_logical_axis_rules(rules: RulesLike) -> None:
       >>> from manymesh import meta
       >>> meta.set_logical_axis_rules([("batch", "data")])
       >>> meta.logical_to_mesh_axes(("batch", None))
-      PartitionSpec('data', None)
+      P('data', None)
       >>> meta.set_logical_axis_rules(())
     """
     new = as_rules(rules) or ()
@@ -166,7 +166,7 @@ def logical_axis_rules(rules: RulesLike) -> Iterator[None]:
       >>> from manymesh import meta
       >>> with meta.logical_axis_rules([("batch", "data"), ("hidden", "model")]):
       ...     meta.logical_to_mesh_axes(("batch", "embed", "hidden"))
-      PartitionSpec('data', None, 'model')
+      P('data', None, 'model')
     """
     new = as_rules(rules) or ()
     if _is_main():
@@ -274,7 +274,7 @@ def logical_to_mesh_axes(array_dim_names: Iterable[Any] | None, rules: RulesLike
       >>> from manymesh import meta
       >>> rules = [("batch", "x"), ("features", "x"), ("heads", "y"), ("batch", "z")]
       >>> meta.logical_to_mesh_axes(("batch", "length", "heads", "features"), rules)
-      PartitionSpec('x', None, 'y', None)
+      P('x', None, 'y', None)
     """
     if array_dim_names is None:
         return None

@@ -32,25 +32,28 @@ def get_partition_spec(tree: Any) -> Any:
         variables) in it.
 
     Returns:
-      The tree with one `PartitionSpec` for each box (in its names, whatever is in the box), ``PartitionSpec()`` for each
-      array outside boxes and None for what is no array. A value with fewer dimensions than names
-      (a factored optimizer state) gets the names of the dimensions it has kept, found by its parameter in the same tree;
-      where that is impossible, ``PartitionSpec()`` and a warning.
+      The tree with one `PartitionSpec` for each box (in its names, whatever is in the box), ``PartitionSpec()`` for
+      each array outside boxes and None for what is no array. A value with fewer dimensions than names (a factored
+      optimizer state) gets the names of the dimensions it has kept, found by its parameter in the same tree; where
+      that is impossible, ``PartitionSpec()`` and a warning.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from manymesh import meta
       >>> params = {"w": meta.Partitioned(jnp.ones((2, 4)), (None, "model")), "b": jnp.ones(4)}
       >>> meta.get_partition_spec(params)
-      {'w': PartitionSpec(None, 'model'), 'b': PartitionSpec()}
+      {'w': P(None, 'model'), 'b': P()}
     """
     replicated = PartitionSpec()
 
     def on_box(box: Any) -> Any:
         if type(box) in COMPACT:
             axes = box._axes
-            if len(axes.names) > getattr(box._value, "ndim", 99):
-                raise _Surplus
+            try:
+                if len(axes.names) > len(box._value.shape):
+                    raise _Surplus
+            except AttributeError:
+                pass  # a pytree of values, or no array at all
             return axes.spec
         axes = axes_of_box(box)
         _check_surplus(box, axes)
@@ -95,7 +98,7 @@ def get_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None = None, *, st
       >>> mesh = jax.make_mesh((2, 4), ("data", "model"))
       >>> params = {"w": meta.LogicallyPartitioned(jnp.ones((2, 4)), ("embed", "hidden"))}
       >>> meta.get_sharding(params, mesh, [("hidden", "model")])["w"].spec
-      PartitionSpec(None, 'model')
+      P(None, 'model')
     """
     given = as_rules(rules)
     if strict:

@@ -117,6 +117,19 @@ def walk(
     return structure.unflatten([walk(child, on_box, on_leaf, on_variable) for child in children])
 
 
+def walk_children(tree: Any, on_child: Callable[[Any], Any], on_box: Callable[[Any], Any]) -> Any:
+    """Maps the children of a node that is no dictionary; a box goes to ``on_box``, a leaf stays as it is."""
+    kind = KINDS[type(tree)]
+    if kind in (LEAF, NONE):
+        return tree
+    if kind == BOX:
+        return on_box(tree)
+    children, structure = open_node(tree)
+    if len(children) == 1 and children[0] is tree:
+        return tree
+    return structure.unflatten([on_child(child) for child in children])
+
+
 class _Mismatch(Exception):
     """Two trees differ; the keys from the root are collected while the exception rises."""
 
@@ -163,30 +176,29 @@ def _walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any]) -> Any:
     if kind == DICT and type(other) is dict:
         if tree.keys() != other.keys():
             raise _Mismatch(f"the keys {list(tree)}", f"{list(other)}")
-        keys, children, others = list(tree), list(tree.values()), list(map(other.__getitem__, tree))
-        return dict(zip(keys, _pairs(keys, children, others, on_box), strict=True))
+        result = {}
+        for key, child in tree.items():
+            if KINDS[type(child)] == BOX:
+                result[key] = on_box(child, other[key])
+            else:
+                result[key] = _walk_child(key, child, other[key], on_box)
+        return result
     children, structure = open_node(tree)
     if len(children) == 1 and children[0] is tree:
         return other
     others, other_structure = open_node(other)
     if structure != other_structure:
         raise _Mismatch(_node(tree, children), _node(other, others))
-    return structure.unflatten(_pairs(range(len(children)), children, others, on_box))
+    pairs = enumerate(zip(children, others, strict=True))
+    return structure.unflatten([_walk_child(i, child, part, on_box) for i, (child, part) in pairs])
 
 
-def _pairs(keys: Any, children: list[Any], others: list[Any], on_box: Callable[[Any, Any], Any]) -> list[Any]:
-    result = []
-    for key, child, other in zip(keys, children, others, strict=True):
-        kind = KINDS[type(child)]
-        if kind == BOX and KINDS[type(other)] == LEAF:
-            result.append(on_box(child, other))
-            continue
-        try:
-            result.append(_walk_pair(child, other, on_box))
-        except _Mismatch as error:
-            error.keys.append(f"[{key!r}]")
-            raise
-    return result
+def _walk_child(key: Any, child: Any, other: Any, on_box: Callable[[Any, Any], Any]) -> Any:
+    try:
+        return _walk_pair(child, other, on_box)
+    except _Mismatch as error:
+        error.keys.append(f"[{key!r}]")
+        raise
 
 
 def _node(node: Any, children: list[Any]) -> str:

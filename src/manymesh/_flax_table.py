@@ -1,0 +1,209 @@
+"""A table of parameters: their names, and where and how large their shards are."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.core import meta as flax_meta
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+from rich.console import Console
+from rich.table import Table
+
+from ._errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One parameter.
+
+    Attributes:
+      path: keys joined by slashes, ``"blocks_0/mlp/kernel"``.
+      shape: its whole shape.
+      dtype: name of its dtype.
+      names: the names of its axes; None where it is not boxed.
+      spec: device axes that shard it; None where its sharding is unknown.
+      devices: ids of the devices that hold it, in the order of their mesh.
+      bytes_per_device: size of one shard in bytes.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    names: tuple[Any, ...] | None
+    spec: PartitionSpec | None
+    devices: tuple[int, ...]
+    bytes_per_device: int
+
+
+@dataclass(frozen=True)
+class ParameterTable:
+    """Parameters as rows; prints itself as a table, also through Rich.
+
+    Attributes:
+      rows: the parameters, in the order of the tree.
+      title: printed above the table.
+    """
+
+    rows: tuple[ParameterRow, ...]
+    title: str | None = None
+
+    @property
+    def bytes_on(self) -> dict[int, int]:
+        """Bytes that each device holds, by its id."""
+        total: dict[int, int] = {}
+        for row in self.rows:
+            for device in row.devices:
+                total[device] = total.get(device, 0) + row.bytes_per_device
+        return dict(sorted(total.items()))
+
+    def __rich__(self) -> Table:
+        count = sum(math.prod(row.shape) for row in self.rows)
+        held = sorted({format_bytes(b) for b in self.bytes_on.values()})
+        table = Table(title=self.title, show_footer=True)
+        table.add_column("path", footer=f"{len(self.rows)} arrays", overflow="fold")
+        table.add_column("shape", footer=f"{count:,} values")
+        table.add_column("logical names")
+        table.add_column("spec")
+        table.add_column("submesh", footer=f"{len(self.bytes_on)} devices")
+        table.add_column("per device", justify="right", footer=" to ".join(held[:: max(1, len(held) - 1)]))
+        before = None
+        for row in self.rows:
+            if before not in (None, row.devices):
+                table.add_section()
+            before = row.devices
+            table.add_row(
+                row.path,
+                f"{row.dtype}{list(row.shape)}".replace(" ", ""),
+                "" if row.names is None else _tuple(row.names),
+                "?" if row.spec is None else f"P{_tuple(row.spec)}",
+                format_ids(row.devices) or "?",
+                format_bytes(row.bytes_per_device),
+            )
+        return table
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=120).print(self)
+        return out.getvalue()
+
+
+def tabulate(tree: Any, boxed: Any = None, *, shardings: Any = None, title: str | None = None) -> ParameterTable:
+    """Lists the parameters of a tree with their names, shardings and sizes.
+
+    Args:
+      tree: a pytree of arrays, or of `jax.ShapeDtypeStruct`: parameters, variables or a whole train state. Boxes in it
+        give the names.
+      boxed: a tree of the same parameters in boxes, for names that ``tree`` has lost, as from
+        ``jax.eval_shape(model.init, ...)``.
+      shardings: a tree of shardings for leaves that have none themselves, such as a part of
+        ``compiled.input_shardings``.
+      title: printed above the table.
+
+    Returns:
+      A `ParameterTable`; ``print`` it, or give it to a Rich console. Scalars outside boxes are left out.
+
+    Raises:
+      ArgumentError: ``boxed`` or ``shardings`` has other leaves than ``tree``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from manymesh import meta
+      >>> from manymesh.flax import tabulate
+      >>> table = tabulate({"dense": {"kernel": meta.Partitioned(jnp.ones((4, 8)), ("embed", None))}})
+      >>> table.rows[0].path, table.rows[0].names, table.rows[0].bytes_per_device
+      ('dense/kernel', ('embed', None), 128)
+    """
+    leaves = _leaves(tree)
+    named = leaves if boxed is None else _same_length("boxed", _leaves(boxed), leaves)
+    given = None
+    if shardings is not None:
+        flat = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=lambda x: isinstance(x, jax.sharding.Sharding))
+        given = _same_length("shardings", flat, leaves)
+    rows = []
+    for i, (path, leaf) in enumerate(leaves):
+        names = _names(leaf)
+        if names is None:
+            names = _names(named[i][1])
+        sharding = getattr(_value(leaf), "sharding", None) if given is None else given[i][1]
+        if _value(leaf).shape or names is not None:
+            rows.append(_row(_join(path), _value(leaf), names, sharding))
+    return ParameterTable(tuple(rows), title)
+
+
+def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, flax_meta.AxisMetadata))
+    return [(path, leaf) for path, leaf in found if hasattr(_value(leaf), "shape")]
+
+
+def _same_length(word: str, found: list[Any], leaves: list[Any]) -> list[Any]:
+    if len(found) != len(leaves):
+        raise ArgumentError(f"tabulate: {word} has {len(found)} leaves, the tree has {len(leaves)}; give matching trees")
+    return found
+
+
+def _value(leaf: Any) -> Any:
+    while isinstance(leaf, flax_meta.AxisMetadata):
+        leaf = leaf.replace_boxed(None) if not hasattr(leaf, "value") else leaf.value
+    return leaf
+
+
+def _names(leaf: Any) -> tuple[Any, ...] | None:
+    names = getattr(leaf, "names", None)
+    return tuple(names) if names is not None and isinstance(leaf, flax_meta.AxisMetadata) else None
+
+
+def _row(path: str, value: Any, names: tuple[Any, ...] | None, sharding: Any) -> ParameterRow:
+    shape = tuple(value.shape)
+    spec, devices, shard = None, (), shape
+    if isinstance(sharding, NamedSharding):
+        spec = sharding.spec
+        devices = tuple(d.id for d in sharding.mesh.devices.flat)
+        shard = tuple(sharding.shard_shape(shape))
+    elif isinstance(sharding, jax.sharding.Sharding):
+        devices = tuple(sorted(d.id for d in sharding.device_set))
+        shard = tuple(sharding.shard_shape(shape))
+        spec = PartitionSpec() if shard == shape else None
+    return ParameterRow(path, shape, value.dtype.name, names, spec, devices, math.prod(shard) * value.dtype.itemsize)
+
+
+def _join(path: tuple[Any, ...]) -> str:
+    words = []
+    for key in path:
+        match key:
+            case DictKey(key=word) | FlattenedIndexKey(key=word):
+                words.append(str(word))
+            case GetAttrKey(name=word):
+                words.append(word)
+            case SequenceKey(idx=word):
+                words.append(str(word))
+            case _:
+                words.append(str(key))
+    return "/".join(words)
+
+
+def _tuple(entries: Any) -> str:
+    words = [f"({', '.join(e)})" if isinstance(e, tuple) else str(e) for e in entries]
+    return f"({', '.join(words)})"
+
+
+def format_ids(ids: tuple[int, ...]) -> str:
+    """``0-3`` for ids in a row, else all of them."""
+    if len(ids) > 2 and list(ids) == list(range(ids[0], ids[-1] + 1)):
+        return f"{ids[0]}-{ids[-1]}"
+    return ",".join(map(str, ids))
+
+
+def format_bytes(count: int) -> str:
+    """``512 B``, ``64.0 KiB``, ``1.5 MiB``."""
+    if count < 1024:
+        return f"{count} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        if (count := count / 1024) < 1024 or unit == "GiB":  # type: ignore[assignment]  # from here on a float
+            break
+    return f"{count:.1f} {unit}"

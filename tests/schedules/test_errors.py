@@ -1,0 +1,230 @@
+"""The text of every error outside the checker."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from manymesh.errors import ManyMeshError, ScheduleError
+from manymesh.schedules import (
+    AbstractSchedule,
+    Action,
+    Costs,
+    Custom,
+    GPipe,
+    Interleaved1F1B,
+    OneFOneB,
+    Order,
+    _registry,
+    get,
+    register,
+    search,
+    simulate,
+)
+from manymesh.schedules._greedy import Load, greedy
+
+KNOWN = (
+    "Known: 1f1b, custom, dualpipev, eager-1f1b, gpipe, interleaved, wavefront, zbv, zero-bubble-h1, zero-bubble-h2."
+)
+UNITS = [1.0, 1.0]
+
+CASES: dict[str, tuple[Callable[[], object], str]] = {
+    # schedules
+    "empty placement": (
+        lambda: GPipe().order((), 4),
+        "schedule 'gpipe': placement is empty; name the submesh of at least one stage.",
+    ),
+    "negative submesh": (
+        lambda: OneFOneB().order((0, -1), 4),
+        "schedule '1f1b': stage 1 is placed on submesh -1 in (0, -1); number submeshes from 0.",
+    ),
+    "no microbatch": (
+        lambda: get("zbv").order((0, 0), 0),
+        "schedule 'zbv': num_microbatches is 0; use at least 1.",
+    ),
+    "interleaved on a chain": (
+        lambda: Interleaved1F1B(2).order((0, 1, 2), 4),
+        "schedule 'interleaved' needs 2 stages on each submesh, dealt out in turn, for these submeshes "
+        "(0, 1, 2, 0, 1, 2), but found (0, 1, 2); place the stages so or choose a schedule that takes any placement, "
+        "such as '1f1b'.",
+    ),
+    "interleaved on a V": (
+        lambda: get("interleaved").order((0, 1, 1, 0), 4),
+        "schedule 'interleaved' needs 2 stages on each submesh, dealt out in turn, for these submeshes (0, 1, 0, 1), "
+        "but found (0, 1, 1, 0); place the stages so",
+    ),
+    "no virtual stage": (
+        lambda: Interleaved1F1B(0),
+        "schedule 'interleaved': virtual_stages is 0; use at least 1.",
+    ),
+    "interleaved stages": (
+        lambda: Interleaved1F1B(3).default_placement(8),
+        "schedule 'interleaved' with virtual_stages=3 needs a multiple of 3 stages, but found 8.",
+    ),
+    "zbv dealt out": (
+        lambda: get("zbv").order((0, 1, 0, 1), 4),
+        "schedule 'zbv' needs two stages on each submesh in a V, for these submeshes (0, 1, 1, 0), but found "
+        "(0, 1, 0, 1); place the stages so",
+    ),
+    "dualpipev on a chain": (
+        lambda: get("dualpipev").order((0, 1, 2), 4),
+        "schedule 'dualpipev' needs two stages on each submesh in a V, for these submeshes (0, 1, 2, 2, 1, 0), but "
+        "found (0, 1, 2); place",
+    ),
+    "odd V": (
+        lambda: get("zbv").default_placement(5),
+        "schedule 'zbv' needs an even number of stages, two a submesh, but found 5.",
+    ),
+    "custom rows of text": (
+        lambda: Custom((("F0@0",),)),  # type: ignore[arg-type]
+        "schedule 'custom': row 0 holds 'F0@0', expected actions such as Action('F', stage, microbatch).",
+    ),
+    "custom without a stage": (
+        lambda: Custom(((Action("F", 0, 0),),)).default_placement(2),
+        "schedule 'custom': no row lists stage 1 of 2.",
+    ),
+    "custom for other microbatches": (
+        lambda: Custom(GPipe().order((0, 1), 4).rows).order((0, 1), 5),
+        "submesh 0 never lists F0@4; list each action",
+    ),
+    # registry
+    "unknown name": (
+        lambda: get("zero-buble-h1"),
+        f"unknown schedule 'zero-buble-h1'; did you mean 'zero-bubble-h1'? {KNOWN}",
+    ),
+    "other case": (lambda: get("GPipe"), f"unknown schedule 'GPipe'; did you mean 'gpipe'? {KNOWN}"),
+    "nothing near": (lambda: get("xyz"), f"unknown schedule 'xyz'. {KNOWN}"),
+    "no name": (
+        lambda: get(3),  # type: ignore[arg-type]
+        "expected the name of a schedule or a schedule, found 3; names: 1f1b, custom,",
+    ),
+    "a class": (
+        lambda: get(GPipe),  # type: ignore[arg-type]
+        "expected the name of a schedule or a schedule, found <class 'manymesh.schedules._gpipe.GPipe'>; names:",
+    ),
+    "needs rows": (
+        lambda: get("custom"),
+        "schedule 'custom' needs rows; give a schedule, such as Custom(rows), in place of its name.",
+    ),
+    "name taken": (
+        lambda: register(OneFOneB, "gpipe"),
+        "register: the name 'gpipe' is taken by <class 'manymesh.schedules._gpipe.GPipe'>; choose another.",
+    ),
+    "nameless": (
+        lambda: register(lambda: GPipe()),
+        "has no name; give one as register(schedule, name).",
+    ),
+    # simulator
+    "no microbatches": (
+        lambda: simulate("gpipe", 4),
+        "simulate: a schedule by name or object needs microbatches=.",
+    ),
+    "no stages": (
+        lambda: simulate("gpipe", microbatches=4),
+        "simulate: a schedule by name or object needs stages= or placement=.",
+    ),
+    "stages against placement": (
+        lambda: simulate("gpipe", 3, 4, placement=(0, 1)),
+        "simulate: stages=3, but the placement (0, 1) has 2; leave stages out.",
+    ),
+    "stages against order": (
+        lambda: simulate(GPipe().order((0, 1), 2), stages=3),
+        "simulate: stages=3, but the order has 2; leave stages out.",
+    ),
+    "microbatches against order": (
+        lambda: simulate(GPipe().order((0, 1), 2), microbatches=3),
+        "simulate: microbatches=3, but the order has 2; leave microbatches out.",
+    ),
+    "number of times": (
+        lambda: simulate("gpipe", 2, 2, forward=[1.0]),
+        "forward has 1 numbers, expected 2; give that many, or one for all.",
+    ),
+    "number of transfers": (
+        lambda: simulate("gpipe", 3, 2, transfer=[1.0, 1.0, 1.0]),
+        "transfer has 3 numbers, expected 2; give that many, or one for all.",
+    ),
+    "negative time": (
+        lambda: simulate("gpipe", 2, 2, backward=[1.0, -1.0]),
+        "backward[1] is -1; give a finite number that is not negative.",
+    ),
+    "endless time": (
+        lambda: simulate("gpipe", 2, 2, forward=float("nan")),
+        "forward[0] is nan; give a finite number that is not negative.",
+    ),
+    "weight beyond backward": (
+        lambda: simulate("zero-bubble-h1", 2, 2, backward=1.0, weight=1.5),
+        "weight=1.5 of stage 0 is more than its backward=1, which includes it.",
+    ),
+    # search
+    "more submeshes than stages": (
+        lambda: search(Costs(), 2, [4], submeshes=3),
+        "search: 2 stages on 3 submeshes; give each submesh at least one stage.",
+    ),
+    "too little memory": (
+        lambda: search(Costs(activation=8.0), 2, [2, 4], memory=1.0),
+        "search: nothing fits the memory; the least that any schedule takes is 4 (1f1b, 4 microbatches, placement "
+        "(0, 1): makespan 3.75, bubble 20.0%, memory 4). Use more microbatches or more memory.",
+    ),
+    "no placement fits": (
+        lambda: search(Costs(), 2, [2], placements=[(0, 1)], schedules=["zbv"], memory=0.1),
+        "search: no schedule admits any of the placements and numbers of microbatches. The last one says: submesh 0 "
+        "needs 0.5 for one microbatch's activations, but may use 0.1; use more microbatches or more memory.",
+    ),
+    "nothing to try": (
+        lambda: search(Costs(), 2, []),
+        "search: no schedule admits any of the placements and numbers of microbatches.",
+    ),
+    "list scheduling": (
+        lambda: greedy((0, 0), 2, Load({"F": UNITS, "B": UNITS}, [0.0], UNITS), [1.5]),
+        "submesh 0 needs 2 for one microbatch's activations, but may use 1.5; use more microbatches or more memory.",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the published names, whatever other tests or examples have registered."""
+    own = {
+        name: factory for name, factory in _registry._factories.items() if f" {name}," in KNOWN or f" {name}." in KNOWN
+    }
+    monkeypatch.setattr(_registry, "_factories", own)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_text(case: str) -> None:
+    act, message = CASES[case]
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        act()
+
+
+def test_a_schedule_error_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="unknown schedule"):
+        get("nope")
+    assert issubclass(ScheduleError, ManyMeshError)
+
+
+def test_users_register_their_own() -> None:
+    """A registered class and a registered function are found by name; registering again changes nothing."""
+
+    @dataclass(frozen=True)
+    class OneByOne(AbstractSchedule):
+        name: ClassVar[str] = "one-by-one"
+
+        def order(self, placement, num_microbatches: int, *, backward: bool = True) -> Order:
+            return GPipe().order(placement, num_microbatches, backward=backward)
+
+    assert register(OneByOne) is OneByOne
+    register(OneByOne)
+    register(lambda: Interleaved1F1B(3), "interleaved-3")
+    assert get("one-by-one") == OneByOne()
+    assert get("interleaved-3") == Interleaved1F1B(3)
+    assert simulate("one-by-one", 2, 4).makespan == simulate("gpipe", 2, 4).makespan
+
+
+def test_a_schedule_is_its_own_name() -> None:
+    schedule = Interleaved1F1B(3)
+    assert get(schedule) is schedule
