@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
+from pathlib import Path
 
 # Freed memory stays in the process. With glibc's defaults each step gives hundreds of megabytes back to the kernel
 # and takes them again page by page, which costs as much as the arithmetic and hits whoever frees more.
@@ -26,3 +28,23 @@ def prepare(devices: int) -> None:
     env = {**os.environ, **_KEEP_MEMORY, _MARK: "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *sys.argv], env)
+
+
+def spread_threads() -> None:
+    """Gives each core its share of XLA's compute threads; call it after JAX has made its devices.
+
+    The kernel may leave two busy threads on one core for seconds, which halves the speed of whoever runs then.
+    """
+    threads = Path("/proc/self/task")
+    if not threads.is_dir() or not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    seen: Counter[str] = Counter()
+    for thread in sorted(threads.iterdir(), key=lambda t: int(t.name)):
+        try:
+            name = (thread / "comm").read_text().strip()
+        except FileNotFoundError:
+            continue
+        if name == "tf_XLAEigen":
+            os.sched_setaffinity(int(thread.name), {cores[seen[name] % len(cores)]})
+            seen[name] += 1

@@ -1,4 +1,4 @@
-"""Comparing two things on a noisy machine: in turns, by the ratio of neighbours."""
+"""Comparing things on a machine that others use too: in turns, away from the noise, by the ratio of neighbours."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+_STAT = Path("/proc/stat")
+_DISTURBED = 0.08  # cores that others may use during a round that counts
 
 
 @dataclass(frozen=True)
@@ -16,36 +20,85 @@ class Ratio:
     Attributes:
       median: median over the rounds of (time of the one) / (time of the other in the same round).
       low, high: its quartiles.
-      best: ratio of the shortest times; noise only ever adds, so that this is the steadier figure.
-      rounds: how many rounds.
+      cpu: the median for CPU time instead of wall time: work, however it overlaps.
+      rounds: how many rounds count.
+      disturbed: how many do not, because somebody else was using the machine.
     """
 
     median: float
     low: float
     high: float
-    best: float
+    cpu: float
     rounds: int
+    disturbed: int
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.low:.3f} to {self.high:.3f}], of the best times {self.best:.3f}"
+        left_out = f", {self.disturbed} disturbed ones left out" if self.disturbed else ""
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f}), of CPU time {self.cpu:.3f}, {self.rounds} rounds{left_out}"
 
 
-def alternate(runs: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
-    """Seconds of each run in each round; runs take turns, and the turn changes direction every round."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+@dataclass(frozen=True)
+class Sample:
+    """One timed run: wall seconds, CPU seconds of this process, CPU seconds of everybody else meanwhile."""
+
+    wall: float
+    cpu: float
+    foreign: float
+
+
+def alternate(
+    runs: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 2, patience: float = 0.0
+) -> dict[str, list[Sample]]:
+    """Times each run in each round. Runs take turns, and the turn changes direction every round.
+
+    Args:
+      runs: what to time, by name.
+      rounds: how often.
+      warm_up: rounds that are not kept.
+      patience: seconds, over all rounds, to spend on waiting for a quiet machine.
+    """
+    samples: dict[str, list[Sample]] = {name: [] for name in runs}
     names = list(runs)
     for i in range(-warm_up, rounds):
+        if i >= 0:
+            patience -= _wait_for_quiet(patience)
         for name in names if i % 2 else names[::-1]:
-            start = time.perf_counter()
+            before, cpu, start = _busy(), time.process_time(), time.perf_counter()
             runs[name]()
-            seconds = time.perf_counter() - start
+            wall, used = time.perf_counter() - start, time.process_time() - cpu
             if i >= 0:
-                times[name].append(seconds)
-    return times
+                samples[name].append(Sample(wall, used, max(_busy() - before - used, 0.0)))
+    return samples
 
 
-def ratio(ours: list[float], theirs: list[float]) -> Ratio:
-    """The ratio of two lists of times taken in the same rounds."""
-    each = [a / b for a, b in zip(ours, theirs, strict=True)]
+def ratio(ours: list[Sample], theirs: list[Sample]) -> Ratio:
+    """Compares two lists of samples of the same rounds.
+
+    Rounds in which others used the machine are left out, whatever they say; if that leaves less than half, the
+    quieter half counts.
+    """
+    pairs = sorted(zip(ours, theirs, strict=True), key=lambda p: p[0].foreign / p[0].wall + p[1].foreign / p[1].wall)
+    quiet = sum(a.foreign < _DISTURBED * a.wall and b.foreign < _DISTURBED * b.wall for a, b in pairs)
+    kept = pairs[: max(quiet, (len(pairs) + 1) // 2)]
+    each = [a.wall / b.wall for a, b in kept]
     low, median, high = statistics.quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
-    return Ratio(median, low, high, min(ours) / min(theirs), len(each))
+    cpu = statistics.median(a.cpu / b.cpu for a, b in kept)
+    return Ratio(median, low, high, cpu, len(kept), len(pairs) - len(kept))
+
+
+def _busy() -> float:
+    """CPU seconds that the whole machine has used so far; 0 where the kernel does not say."""
+    if not _STAT.is_file():
+        return 0.0
+    fields = [int(f) for f in _STAT.read_text().split("\n", 1)[0].split()[1:]]
+    return (sum(fields[:8]) - fields[3] - fields[4]) / 100
+
+
+def _wait_for_quiet(limit: float) -> float:
+    start = time.perf_counter()
+    while (spent := time.perf_counter() - start) < limit:
+        before = _busy()
+        time.sleep(0.15)
+        if _busy() - before <= 0.03:
+            break
+    return spent

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from _process import prepare
+from _process import prepare, spread_threads
 
 if __name__ == "__main__":
     prepare(devices=2)
@@ -197,7 +197,7 @@ class ByHand:
             jax.jit(backward, donate_argnums=1),
             jax.jit(lambda w: jax.tree.map(jnp.zeros_like, w)),
             jax.jit(lambda batch: jnp.split(batch, self.count)),
-            jax.jit(update, donate_argnums=(0, 1)),
+            jax.jit(update, donate_argnums=0),
         )
 
     def __call__(self) -> float:
@@ -249,6 +249,8 @@ def hand_order(schedule: str, count: int) -> list[tuple[int, str, int]]:
 
 def compare(size: Size, schedules: list[str], rounds: int, report: bool) -> list[dict[str, Any]]:
     """Steps both in turns for each schedule, checks the losses, and returns a row for each."""
+    jax.devices()
+    spread_threads()
     runs: dict[str, Callable[[], Any]] = {}
     losses: dict[str, list[float]] = {}
     steps: dict[str, WithManyMesh] = {}
@@ -257,16 +259,16 @@ def compare(size: Size, schedules: list[str], rounds: int, report: bool) -> list
         for who, step in (("mm", steps[schedule]), ("hand", ByHand(size, schedule))):
             seen = losses[f"{who} {schedule}"] = []
             runs[f"{who} {schedule}"] = lambda step=step, seen=seen: seen.append(step())
-    times = alternate(runs, rounds)
+    times = alternate(runs, rounds, patience=60.0)
     rows = []
     for schedule in schedules:
         ours, theirs = f"mm {schedule}", f"hand {schedule}"
         np.testing.assert_allclose(losses[ours], losses[theirs], rtol=1e-4, err_msg=f"losses of {schedule} differ")
         found = ratio(times[ours], times[theirs])
-        mine, hand = statistics.median(times[ours]), statistics.median(times[theirs])
+        mine, hand = (statistics.median(sorted(s.wall for s in times[k])[: found.rounds]) for k in (ours, theirs))
         print(
-            f"{schedule:6} mm {mine * 1e3:7.1f} ms, by hand {hand * 1e3:7.1f} ms, ratio {found} "
-            f"({rounds} rounds, target {TARGET:.2f}), loss {losses[ours][0]:.5f} -> {losses[ours][-1]:.5f}"
+            f"{schedule:6} mm {mine * 1e3:.0f} ms, by hand {hand * 1e3:.0f} ms; ratio {found}; target {TARGET:.2f}; "
+            f"loss {losses[ours][0]:.5f} -> {losses[ours][-1]:.5f}"
         )
         if report:
             print(steps[schedule].compiled.report())

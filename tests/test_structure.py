@@ -27,14 +27,21 @@ LAYERS = (
     "_topology",
     "_task",
     "_mark",
-    "_jaxpr",
     "schedules",
+    "_microbatch",
+    "_jaxpr",
     "_program",
     "_partition",
     "_reshard",
     "_runtime",
+    "_report",
+    "_compiled",
     "_api",
     "__init__",  # the face, `import manymesh`
+    "_flax_meta",
+    "_flax_task",
+    "_flax_table",
+    "_flax_step",
     "flax",
     "nnx",
     "distributed",
@@ -46,7 +53,10 @@ LAYERS = (
 # Packages besides the standard library that a layer may import at the head of a file.
 THIRD_PARTY: Mapping[str, frozenset[str]] = {
     "schedules": frozenset(),
-    "flax": frozenset({"jax", "numpy", "rich", "flax", "optax"}),
+    **dict.fromkeys(
+        ("_flax_meta", "_flax_task", "_flax_table", "_flax_step", "flax"),
+        frozenset({"jax", "numpy", "rich", "flax", "optax"}),
+    ),
     "nnx": frozenset({"jax", "numpy", "rich", "flax", "optax"}),
 }
 THIRD_PARTY_ELSEWHERE = frozenset({"jax", "numpy", "rich"})
@@ -292,7 +302,8 @@ def check_face(source: str, module: str) -> list[str]:
     if listed is None:
         return [f"{module} is public and has no __all__"]
     complaints = []
-    if listed != sorted(set(listed)):
+    by_kind = sorted(set(listed), key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    if listed not in (sorted(set(listed)), by_kind):
         complaints.append(f"{module}: __all__ is not sorted or repeats a name; sorted: {sorted(set(listed))}")
     named = {name for name in listed if not (name.startswith("__") and name.endswith("__"))}
     public = public_names(tree)

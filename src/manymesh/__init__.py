@@ -6,6 +6,7 @@ See the README for an example, and `jit`, `task` and `microbatch` to begin with.
 from __future__ import annotations
 
 from . import errors as errors
+from . import meta as meta
 from . import schedules as schedules
 from ._api import jit as jit
 from ._compiled import Compiled as Compiled
@@ -24,6 +25,7 @@ __all__ = [
     "errors",
     "ignore_transforms",
     "jit",
+    "meta",
     "microbatch",
     "schedules",
     "submeshes",

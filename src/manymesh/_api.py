@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +13,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _compat
 from ._compiled import Compiled
-from ._errors import ArgumentError, AxisError, PlacementError
+from ._errors import ArgumentError, AxisError, MeshError
 from ._mark import Recording, current_recording, recording, transforms_ignored
 from ._partition._build import build
 from ._program import Program
@@ -105,6 +107,7 @@ class Jitted:
         self.donate_argnums, self.donate_argnames = _named(fun, _tuple(donate_argnums), _tuple(donate_argnames))
         self._compiled: dict[Any, Compiled] = {}
         self._executables = Executables()
+        self._warned: set[str] = set()
         self._reference = jax.jit(
             fun, static_argnums=self.static_argnums or None, static_argnames=self.static_argnames or None
         )
@@ -116,11 +119,17 @@ class Jitted:
         if current_recording() is not None:
             return self.fun(*args, **kwargs)  # a step inside a step is part of it
         given = self._flatten(args, kwargs)
-        key = (given.treedef, given.static, tuple(_signature(x) for x in given.leaves))
+        # 1, 1.0 and True are equal and hash alike, but make different programs.
+        static = tuple((k, type(v), v) for k, v in given.static)
+        key = (given.treedef, static, tuple(_signature(x) for x in given.leaves))
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._trace(given).lower().compile()
         return compiled.call_flat(given.leaves)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method of a class, the step takes the instance as its first argument."""
+        return self if instance is None else types.MethodType(self, instance)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces the step for arguments, arrays or `jax.ShapeDtypeStruct`."""
@@ -149,7 +158,9 @@ class Jitted:
                 try:
                     hash(value)
                 except TypeError as error:
-                    raise ValueError(f"mm.jit({self.name}): static argument {k!r} has to be hashable: {error}") from None
+                    raise ValueError(
+                        f"mm.jit({self.name}): static argument {k!r} has to be hashable: {error}"
+                    ) from None
         dyn_args = tuple(None if k in numbers else a for k, a in enumerate(args))
         dyn_kwargs = {k: v for k, v in kwargs.items() if k not in self.static_argnames}
         leaves, treedef = jax.tree.flatten((dyn_args, dyn_kwargs))
@@ -181,12 +192,12 @@ class Jitted:
         return Traced(self, given, record, closed, shapes, out_tree[-1])
 
     def _report(self, record: Recording) -> None:
-        if not record.findings:
-            return
-        text = "; ".join(record.findings)
-        if self.strict:
-            raise AxisError(f"mm.jit({self.name}, strict=True): {text}")
-        warnings.warn(f"mm.jit({self.name}): {text}", stacklevel=5)
+        if self.strict and record.findings:
+            raise AxisError(f"mm.jit({self.name}, strict=True): {'; '.join(record.findings)}")
+        new = [f for f in record.findings if f not in self._warned]
+        if new:
+            self._warned.update(new)
+            warnings.warn(f"mm.jit({self.name}): {'; '.join(new)}", stacklevel=_users_level())
 
 
 def _named(fun: Any, numbers: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -201,6 +212,14 @@ def _named(fun: Any, numbers: tuple[int, ...], names: tuple[str, ...]) -> tuple[
     return tuple(sorted({*numbers, *more_numbers})), tuple(sorted({*names, *more_names}))
 
 
+def _users_level() -> int:
+    """The ``stacklevel`` at which the caller's warning points to the line that called into this package."""
+    here, level, frame = __name__.split(".")[0], 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == here:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _signature(x: Any) -> Any:
     if isinstance(x, (jax.Array, np.ndarray, np.generic)):
         return (x.shape, x.dtype, getattr(x, "weak_type", False))
@@ -210,6 +229,12 @@ def _signature(x: Any) -> Any:
 def _abstract(name: str, path: Any, x: Any) -> jax.ShapeDtypeStruct:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+    if isinstance(x, jax.core.Tracer):
+        raise ArgumentError(
+            f"mm.jit({name}): argument{_keystr(path)} is a tracer {x.aval.str_short()}; a step that runs on several submeshes cannot "
+            "be a part of jax.jit, jax.grad, jax.vmap or jax.eval_shape: apply these inside the function that mm.jit "
+            "wraps, or use the step's own eval_shape"
+        )
     if isinstance(x, jax.Array) and x.is_deleted():
         raise RuntimeError(
             f"mm.jit({name}): argument{_keystr(path)} of shape {x.shape}: Array has been deleted (it was donated to an earlier call)"
@@ -232,7 +257,7 @@ def _keystr(path: Any) -> str:
 
 def _gathered(tree: Any) -> Any:
     """For the reference mode: arrays of different submeshes come to one device."""
-    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
     if len({frozenset(x.sharding.device_set) for x in arrays}) <= 1:
         return tree
     device = jax.devices()[0]
@@ -247,9 +272,11 @@ def _with_parameter(error: AxisError, given: _Arguments) -> AxisError:
     boxed = jax.tree_util.tree_leaves_with_path(
         (given.dyn_args, given.dyn_kwargs), is_leaf=lambda x: hasattr(x, "names") and hasattr(x, "unbox")
     )
-    found = [p for p, x in boxed if tuple(getattr(x, "names", ())) == tuple(names) and np.shape(x.value) == tuple(shape)]
+    found = [
+        p for p, x in boxed if hasattr(x, "names") and tuple(x.names) == tuple(names) and np.shape(x.value) == shape
+    ]
     if not found:
-        found = [p for p, x in boxed if np.shape(x) == tuple(shape)]
+        found = [p for p, x in boxed if np.shape(x) == shape]
     if not found:
         return error
     new = AxisError(f"parameter{' or'.join(_keystr(p) for p in found[:3])}: {error}")
@@ -281,23 +308,36 @@ class Traced:
     def lower(self) -> Lowered:
         """Splits the step over its submeshes and lays out the instructions."""
         j, given = self._jitted, self._given
-        prefix_in = j.in_shardings
-        wanted_in = _prefix("in_shardings", prefix_in, given.dyn_args, given.dyn_kwargs)
+        static = {k for k, _ in given.static}
+        dynamic = tuple(a for k, a in enumerate(given.dyn_args) if k not in static)
+        wanted_in = {} if j.in_shardings is None else _expand("in_shardings", j.in_shardings, dynamic)
         out = jax.tree.unflatten(self._out_tree, self._shapes)
         wanted_out = {} if j.out_shardings is None else _expand("out_shardings", j.out_shardings, out)
         pinned_out = {i: auto_mesh(s.mesh) for i, s in wanted_out.items()}
         program = build(self.jaxpr, self._record, {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}, pinned_out)
         if program is None:
-            mesh = Mesh(np.array(jax.devices()[:1]), ("device",))
-            program = build(self.jaxpr, self._record, {}, {i: auto_mesh(mesh) for i in range(len(self._shapes))})
-        if program is None:
-            raise PlacementError(f"mm.jit({j.name}): the function returns nothing, so there is nothing to place")
+            program = self._without_tasks()
         shift = len(program.consts)
         donated = frozenset(shift + i for i in self._donated())
         plan = emit(program, donated)
         given_in = {i: s for i, x in enumerate(given.leaves) if (s := _arrival(x, program)) is not None}
         given_in.update(wanted_in)
         return Lowered(self, program, plan, given_in, wanted_out, self._states(program), donated)
+
+    def _without_tasks(self) -> Program:
+        """The program where no task and no sharding says what runs where: everything is where its arguments are."""
+        committed = {i: m for i, x in enumerate(self._given.leaves) if (m := _mesh_of(x)) is not None}
+        default = next(iter(committed.values()), Mesh(np.array(jax.devices()[:1]), ("device",)))
+        everything = {i: default for i in range(len(self._given.leaves))}
+        results = {i: default for i in range(len(self._shapes))}
+        try:
+            program = build(self.jaxpr, self._record, committed, {}) if committed else None
+        except MeshError:  # arguments on overlapping devices; one place then
+            program = None
+        program = program or build(self.jaxpr, self._record, everything, results)
+        if program is None:  # nothing comes in and nothing goes out
+            program = Program((default,), (), (), (), (), (), (), {}, {}, ())
+        return program
 
     def _donated(self) -> set[int]:
         j = self._jitted
@@ -333,6 +373,17 @@ class Traced:
         return pairs
 
 
+def _mesh_of(x: Any) -> Mesh | None:
+    """The mesh that an argument was put on, if it was put anywhere."""
+    sharding = getattr(x, "sharding", None)
+    if sharding is None or not getattr(x, "committed", True):
+        return None
+    if isinstance(sharding, NamedSharding):
+        return auto_mesh(sharding.mesh) if isinstance(sharding.mesh, Mesh) else None
+    devices = sorted(sharding.device_set, key=lambda d: d.id)
+    return Mesh(np.array(devices), ("device",))
+
+
 def _arrival(x: Any, program: Program) -> Any:
     """The sharding an argument already has, if that is a layout on one of the submeshes."""
     sharding = getattr(x, "sharding", None)
@@ -344,12 +395,6 @@ def _arrival(x: Any, program: Program) -> Any:
     if any(mesh_devices(m) == devices for m in program.submeshes):
         return sharding
     return None
-
-
-def _prefix(label: str, prefix: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Any]:
-    if prefix is None:
-        return {}
-    return _expand(label, prefix, args)
 
 
 def _expand(label: str, prefix: Any, tree: Any) -> dict[int, Any]:
@@ -401,8 +446,11 @@ class Lowered:
             compiler_options=jitted.compiler_options,
         )  # fmt: skip
         literals = {
-            o: jax.device_put(np.asarray(v.val, v.aval.dtype), jax.devices()[0])
-            for o, (v, _) in enumerate(self.program.outputs)
+            o: jax.device_put(
+                np.asarray(v.val, v.aval.dtype),
+                self._wanted.get(o, NamedSharding(self.program.submeshes[s], PartitionSpec())),
+            )
+            for o, (v, s) in enumerate(self.program.outputs)
             if not _compat.is_var(v)
         }
         made = (jitted._executables.compiled - before[0], jitted._executables.reused - before[1])

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax._src import sharding_impls, source_info_util
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-from jax._src import sharding_impls, source_info_util
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 Var = jex.Var
@@ -168,16 +168,16 @@ def unusable_donation_is_fine() -> Iterator[None]:
         yield
 
 
-def as_named(sharding: Any, mesh: Any) -> NamedSharding:
-    """The sharding of a compiled value in terms of a mesh.
+def as_named(sharding: Any, mesh: Any, ndim: int) -> NamedSharding:
+    """The sharding of a compiled value of ``ndim`` dimensions in terms of a mesh.
 
     XLA answers with a raw tiling where JAX cannot name it; a tiling that the mesh's axes cannot
     express becomes replication, which the caller then asks XLA for.
     """
-    if isinstance(sharding, NamedSharding):
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
         return NamedSharding(mesh, sharding.spec)
     try:
-        named = sharding_impls._gspmd_to_named_sharding_via_mesh(sharding, mesh)
-        return NamedSharding(mesh, named.spec)
+        tiling = sharding._to_xla_hlo_sharding(ndim)
+        return NamedSharding(mesh, sharding_impls.parse_flatten_op_sharding(tiling, mesh)[0])
     except Exception:  # the parser has no error type of its own
         return NamedSharding(mesh, PartitionSpec())

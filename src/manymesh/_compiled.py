@@ -22,7 +22,13 @@ class Compiled:
     """
 
     def __init__(
-        self, executor: Executor, in_tree: Any, out_tree: Any, donated: tuple[int, ...], made: tuple[int, int], name: str
+        self,
+        executor: Executor,
+        in_tree: Any,
+        out_tree: Any,
+        donated: tuple[int, ...],
+        made: tuple[int, int],
+        name: str,
     ) -> None:
         self._executor, self._in_tree, self._out_tree = executor, in_tree, out_tree
         self._donated, self._made, self.name = donated, made, name
@@ -35,11 +41,14 @@ class Compiled:
             for i, v in enumerate(program.invars[shift:])
         ]
         self.input_shardings: Any = jax.tree.unflatten(in_tree, homes)
-        self.output_shardings: Any = jax.tree.unflatten(out_tree, executor.lowered.outputs)
+        self.output_shardings: Any = jax.tree.unflatten(
+            out_tree, [s or executor.literals[o].sharding for o, s in enumerate(executor.lowered.outputs)]
+        )
         passed = {v for v, _ in program.outputs if _compat.is_var(v)}
         # A donated argument that is also a result is the result; it must outlive the call.
         self._dies = tuple(i for i in donated if program.invars[shift + i] not in passed)
         self._avals = [v.aval for v in program.invars[shift:]]
+        self._copied = _shared_results(executor, frozenset(shift + i for i in donated))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
@@ -50,9 +59,12 @@ class Compiled:
                 "static arguments are left out of the call as None"
             )
         for i, (x, aval) in enumerate(zip(leaves, self._avals, strict=True)):
-            if tuple(jax.numpy.shape(x)) != aval.shape or jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)) != aval.dtype:
+            if (
+                tuple(jax.numpy.shape(x)) != aval.shape
+                or jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)) != aval.dtype
+            ):
                 raise ArgumentError(
-                    f"{self.name}: argument leaf {i} was compiled as {aval.str_short()}, called with "
+                    f"{self.name}: argument {self._path(i)} was compiled as {aval.str_short()}, called with "
                     f"{jax.numpy.result_type(x)}{list(jax.numpy.shape(x))}"
                 )
         return self.call_flat(leaves)
@@ -60,17 +72,34 @@ class Compiled:
     def call_flat(self, leaves: list[Any]) -> Any:
         """Runs the step on the flat list of its arguments' leaves."""
         for i, x in enumerate(leaves):
-            if isinstance(x, jax.Array) and x.is_deleted():
-                raise RuntimeError(
-                    f"{self.name}: argument leaf {i} of shape {x.shape}: Array has been deleted; it was donated to an "
-                    "earlier call, whose result replaces it"
-                )
+            if isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted()):
+                raise self._unusable(i, x)
         results = self._executor(leaves)
+        for o in self._copied:
+            results[o] = jax.device_put(results[o], results[o].sharding, may_alias=False)
         for i in self._dies:
             x = leaves[i]
             if isinstance(x, jax.Array) and not x.is_deleted():
                 x.delete()
         return jax.tree.unflatten(self._out_tree, results)
+
+    def _unusable(self, i: int, x: Any) -> Exception:
+        where = f"{self.name}: argument {self._path(i)} of shape {x.shape}"
+        if isinstance(x, jax.core.Tracer):
+            return ArgumentError(
+                f"{where} is a tracer; a compiled step cannot be a part of jax.jit, jax.grad or jax.vmap: apply these "
+                "inside the function that mm.jit wraps"
+            )
+        return RuntimeError(
+            f"{where}: Array has been deleted. It was donated to an earlier call, whose result replaces it: pass that "
+            "result, or do not donate this argument"
+        )
+
+    def _path(self, i: int) -> str:
+        """``args[0]['w']`` of the i-th leaf."""
+        numbered = jax.tree.unflatten(self._in_tree, range(self._in_tree.num_leaves))
+        (which, *rest), _ = jax.tree_util.tree_leaves_with_path(numbered)[i]
+        return f"{'kwargs' if which.idx else 'args'}{jax.tree_util.keystr(tuple(rest))}"
 
     def report(self) -> Report:
         """What the step consists of and costs; printable."""
@@ -93,3 +122,18 @@ class Compiled:
             f"// fragment {f.name}, submesh {f.submesh}\n{executable.as_text()}"
             for f, executable in zip(self.program.fragments, self._executor.lowered.executables, strict=True)
         )
+
+
+def _shared_results(executor: Executor, donated: frozenset[int]) -> tuple[int, ...]:
+    """Results whose buffer somebody else holds: the caller, another result, or the next call.
+
+    They are handed out as copies, as ``jax.jit`` does, so that deleting or donating one leaves the others alone.
+    """
+    plan = executor.lowered.plan
+    held: set[Any] = {slot for i, _, slot in plan.inputs if i not in donated}
+    shared = []
+    for o, slot in enumerate(plan.outputs):
+        if slot is None or slot in held:
+            shared.append(o)
+        held.add(slot)
+    return tuple(shared)

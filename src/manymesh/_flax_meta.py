@@ -43,7 +43,7 @@ def register_with_flax() -> None:
     with _lock:
         if _done:
             return
-        flax.core.meta.AxisMetadata.register(meta.AxisMetadata)
+        flax.core.meta.AxisMetadata.register(meta.AxisMetadata)  # type: ignore[type-abstract]
         flax.core.meta.Partitioned.register(meta.Partitioned)  # for nn.tabulate, which prints names of these only
         on_subclass(register_serialization)
         _done = True

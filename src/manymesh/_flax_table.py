@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import flax.linen as nn
 import jax
+import numpy as np
 from flax.core import meta as flax_meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
@@ -143,13 +143,15 @@ def _leaves(tree: Any) -> list[tuple[Any, Any]]:
 
 def _same_length(word: str, found: list[Any], leaves: list[Any]) -> list[Any]:
     if len(found) != len(leaves):
-        raise ArgumentError(f"tabulate: {word} has {len(found)} leaves, the tree has {len(leaves)}; give matching trees")
+        raise ArgumentError(
+            f"tabulate: {word} has {len(found)} leaves, the tree has {len(leaves)}; give matching trees"
+        )
     return found
 
 
 def _value(leaf: Any) -> Any:
-    while isinstance(leaf, flax_meta.AxisMetadata):
-        leaf = leaf.replace_boxed(None) if not hasattr(leaf, "value") else leaf.value
+    while isinstance(leaf, flax_meta.AxisMetadata) and hasattr(leaf, "value"):
+        leaf = leaf.value
     return leaf
 
 
@@ -160,10 +162,12 @@ def _names(leaf: Any) -> tuple[Any, ...] | None:
 
 def _row(path: str, value: Any, names: tuple[Any, ...] | None, sharding: Any) -> ParameterRow:
     shape = tuple(value.shape)
-    spec, devices, shard = None, (), shape
+    spec: PartitionSpec | None = None
+    devices: tuple[int, ...] = ()
+    shard = shape
     if isinstance(sharding, NamedSharding):
         spec = sharding.spec
-        devices = tuple(d.id for d in sharding.mesh.devices.flat)
+        devices = tuple(int(d.id) for d in np.ravel(sharding.mesh.devices))
         shard = tuple(sharding.shard_shape(shape))
     elif isinstance(sharding, jax.sharding.Sharding):
         devices = tuple(sorted(d.id for d in sharding.device_set))

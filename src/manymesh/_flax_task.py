@@ -27,10 +27,13 @@ from flax.linen import transforms
 
 from . import meta
 from ._errors import MetadataError, TaskError
+from ._flax_meta import register_with_flax
 from ._mark import call_marked, current_recording
 from ._task import Task
 
 T = TypeVar("T")
+
+register_with_flax()  # Linen meets our boxes in every task
 
 _WRAPPER = re.compile(r"Task\[(.*)\]")
 
@@ -133,9 +136,7 @@ def _describe(name: str | None, task: Task | None, mesh: Any, devices: Any, axes
     if task is None:
         return Task(name, mesh=mesh, devices=devices, device_axes=axes, logical_axes=logical_axes)
     if any(a is not None for a in (mesh, devices, axes, logical_axes)):
-        raise TaskError(
-            "flax.task: task= is a complete description; give it alone, or mesh=, devices=, ... without it"
-        )
+        raise TaskError("flax.task: task= is a complete description; give it alone, or mesh=, devices=, ... without it")
     return task if name is None else Task(name, **_placement(task))
 
 
@@ -203,9 +204,7 @@ def _lift(method: Callable[..., Any], described: Task) -> Callable[..., Any]:
 def _mark_scopes(described: Task, fun: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a function of scopes, by making their variables and random keys its arguments."""
 
-    def mark(
-        make_scopes: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
+    def mark(make_scopes: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def body(variables: Any, rngs: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             with _task_rules(described):
                 scopes = make_scopes(_readable(variables, mutable), rngs)
@@ -218,7 +217,40 @@ def _mark_scopes(described: Task, fun: Callable[..., Any]) -> Callable[..., Any]
         return result
 
     packed: Callable[..., Any] = lift.pack(mark, (True,), (True,), (True,), enable_kwargs=True)
-    return packed
+    mutable: list[Any] = []
+
+    def call(scopes: list[Scope], *args: Any, **kwargs: Any) -> Any:
+        mutable[:] = [scope.mutable for scope in scopes]
+        return packed(scopes, *args, **kwargs)
+
+    return call
+
+
+def _readable(variables: Any, mutable: list[Any]) -> Any:
+    """The variables with Flax's boxes replaced by ours where they can only be read.
+
+    Our boxes know the task: its rules, its axes, and what to do where it has none. Collections that can be
+    written keep Flax's boxes, for they come out again.
+    """
+
+    def convert(name: str, collection: Any) -> Any:
+        if any(in_filter(m, name) for m in mutable):
+            return collection
+        return jax.tree.map(_our_box, collection, is_leaf=lambda x: isinstance(x, flax_meta.Partitioned))
+
+    return tuple(
+        tuple({name: convert(name, collection) for name, collection in group.items()} for group in groups)
+        for groups in variables
+    )
+
+
+def _our_box(x: Any) -> Any:
+    if type(x) is flax_meta.Partitioned:
+        return meta.Partitioned(_our_box(x.value), x.names)
+    if type(x) is nn.LogicallyPartitioned:
+        rules = x.rules or nn.get_logical_axis_rules() or None
+        return meta.LogicallyPartitioned(_our_box(x.value), x.names, rules=rules)
+    return x
 
 
 def _task_rules(described: Task) -> Any:
@@ -281,7 +313,9 @@ def _wrap_class(model: type[nn.Module], described: Task, methods: tuple[str, ...
             return known
     missing = [m for m in methods if not callable(getattr(model, m, None))]
     if missing:
-        raise TaskError(f"flax.task: {model.__name__} has no method {missing[0]!r}; methods= names methods of the model")
+        raise TaskError(
+            f"flax.task: {model.__name__} has no method {missing[0]!r}; methods= names methods of the model"
+        )
     body: dict[str, Any] = {m: _lift(getattr(model, m), described) for m in methods}
     body |= {
         "_manymesh_task": key,

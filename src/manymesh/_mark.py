@@ -41,12 +41,14 @@ class Recording:
       tasks: unique mark -> the task it stands for.
       loops: unique mark -> what `microbatch` said about the loop.
       findings: sentences about what is suspicious, in order, each once.
+      token: a number that no other recording of this process has or had; an ``id`` could come back.
     """
 
     tasks: dict[str, Task] = field(default_factory=dict)
     loops: dict[str, Any] = field(default_factory=dict)
     findings: dict[str, None] = field(default_factory=dict)
     _ids: Iterator[int] = field(default_factory=itertools.count)
+    token: int = field(default_factory=itertools.count().__next__)
 
     def new_mark(self, name: str) -> str:
         """A name that no other mark of this trace has."""
@@ -68,7 +70,7 @@ def recording(record: Recording) -> Iterator[None]:
     """Traces the block as a program: tasks and loops leave marks in ``record``."""
     token = _recording.set(record)
     try:
-        with _compat.separate_jit_caches(id(record)), enter_scope(None):
+        with _compat.separate_jit_caches(record.token), enter_scope(None):
             yield
     finally:
         _recording.reset(token)
@@ -142,14 +144,15 @@ def task(
         described = task
     else:
         described = Task(name, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes)
-    described = described.named(name or getattr(fun, "__name__", type(fun).__name__))
+    described = described.named(name or str(getattr(fun, "__name__", type(fun).__name__)))
 
     @functools.wraps(fun)
     def run_task(*args: P.args, **kwargs: P.kwargs) -> R:
         record = current_recording()
         if record is None:
             return fun(*args, **kwargs)
-        return call_marked(record, described, fun, args, kwargs)
+        result: R = call_marked(record, described, fun, args, kwargs)
+        return result
 
     return run_task
 

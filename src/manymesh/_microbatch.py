@@ -134,6 +134,11 @@ def microbatch(
     @functools.wraps(fun)
     def over_microbatches(*args: Any, **kwargs: Any) -> Any:
         count = _count(name, args, argnums, dim, size, num_microbatches)
+        if rng_argnum is not None and not -len(args) <= rng_argnum < len(args):
+            raise MicrobatchError(
+                f"microbatch({name}): rng_argnum {rng_argnum} names the random keys, but the call has {len(args)} "
+                "positional arguments; pass the keys by position"
+            )
         record = current_recording()
         call = _Call(fun, args, kwargs, argnums, dim, count, reduce, arg_shardings, rng_argnum)
         if record is None or count == 1:
@@ -144,15 +149,21 @@ def microbatch(
     return over_microbatches
 
 
+def _fold_in(key: Any, i: int) -> Any:
+    return jax.random.fold_in(key, i)
+
+
 def _check_reductions(name: str, reduce: Any) -> None:
     for word in jax.tree.leaves(reduce, is_leaf=lambda r: isinstance(r, WeightedMean)):
         if isinstance(word, WeightedMean) and word is not reduce:
-            raise MicrobatchError(f"microbatch({name}): WeightedMean applies to the whole result; give it alone as reduce=")
+            raise MicrobatchError(
+                f"microbatch({name}): WeightedMean applies to the whole result; give it alone as reduce="
+            )
         if not isinstance(word, WeightedMean) and word not in REDUCTIONS:
             near = difflib.get_close_matches(str(word), REDUCTIONS, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise MicrobatchError(
-                f"microbatch({name}): unknown reduction {word!r}{hint} It is one of {', '.join(REDUCTIONS)}, or mm.WeightedMean(...)"
+                f"microbatch({name}): unknown reduction {word!r}{hint}. It is one of {', '.join(REDUCTIONS)}, or mm.WeightedMean(...)"
             )
 
 
@@ -218,10 +229,10 @@ class _Call:
         outs = []
         for i in range(self.count):
             args = list(self.args)
-            for k in self.argnums:
-                args[k] = jax.tree.map(lambda x: self._piece(x, i), args[k])
+            for n, k in enumerate(self.argnums):
+                args[k] = self._constrained(n, jax.tree.map(functools.partial(self._piece, i=i), args[k]))
             if self.rng_argnum is not None:
-                args[self.rng_argnum] = jax.tree.map(lambda key: jax.random.fold_in(key, i), args[self.rng_argnum])
+                args[self.rng_argnum] = jax.tree.map(functools.partial(_fold_in, i=i), args[self.rng_argnum])
             outs.append(self.fun(*args, **self.kwargs))
         words = _words(self.reduce, outs[0])
         leaves = [jax.tree.leaves(o) for o in outs]
@@ -234,6 +245,12 @@ class _Call:
                     parts = [row[j] * c.astype(row[j].dtype) for row, c in zip(leaves, counts, strict=True)]
                     reduced[j] = functools.reduce(jnp.add, parts) / total.astype(parts[0].dtype)
         return jax.tree.unflatten(jax.tree.structure(outs[0]), reduced)
+
+    def _constrained(self, n: int, piece: Any) -> Any:
+        """A piece of the n-th batch argument with the sharding that the caller asked for."""
+        if self.arg_shardings is None:
+            return piece
+        return with_sharding_constraint(piece, self.arg_shardings if len(self.argnums) == 1 else self.arg_shardings[n])
 
     def _piece(self, x: Any, i: int) -> Any:
         length = np.shape(x)[self.dim] // self.count
@@ -268,10 +285,7 @@ class _Call:
         def one(pieces: Any, key: Any) -> Any:
             full = list(args)
             for n, (k, piece) in enumerate(zip(self.argnums, pieces, strict=True)):
-                if self.arg_shardings is not None:
-                    spec = self.arg_shardings if len(self.argnums) == 1 else self.arg_shardings[n]
-                    piece = with_sharding_constraint(piece, spec)
-                full[k] = piece
+                full[k] = self._constrained(n, piece)
             if self.rng_argnum is not None:
                 full[self.rng_argnum] = key
             return self.fun(*full, **kwargs)
@@ -287,7 +301,8 @@ class _Call:
             if words.count is not None:
                 weight = out[words.count]
                 out = [
-                    o * weight.astype(o.dtype) if w == "weighted" else o for o, w in zip(out, words.per_leaf, strict=True)
+                    o * weight.astype(o.dtype) if w == "weighted" else o
+                    for o, w in zip(out, words.per_leaf, strict=True)
                 ]
             kept = iter(carry)
             new = [_ACCUMULATE[w](next(kept), o) for w, o in zip(words.per_leaf, out, strict=True) if w in _ACCUMULATE]
@@ -333,7 +348,7 @@ def _initial(word: str, aval: Any) -> Any:
         return jnp.full(aval.shape, -jnp.inf, aval.dtype)
     if aval.dtype == jnp.bool_:
         return jnp.zeros(aval.shape, aval.dtype)
-    return jnp.full(aval.shape, jnp.iinfo(aval.dtype).min, aval.dtype)
+    return jnp.full(aval.shape, np.iinfo(aval.dtype).min, aval.dtype)
 
 
 def _reduce_reference(word: str, values: list[Any]) -> Any:
@@ -393,7 +408,9 @@ def _find_count(count: Any, out: Any) -> int:
             "Return the count beside the loss (has_aux=True), or pick it with a function"
         )
     if with_path[found[0]][1].shape:
-        raise MicrobatchError(f"WeightedMean({count!r}): the count has shape {with_path[found[0]][1].shape}; it has to be a scalar")
+        raise MicrobatchError(
+            f"WeightedMean({count!r}): the count has shape {with_path[found[0]][1].shape}; it has to be a scalar"
+        )
     return found[0]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from . import _compat
 from ._jaxpr._nodes import nbytes
 from ._runtime._instructions import Run, Transfer
 from ._runtime._lower import Lowered
@@ -115,7 +114,9 @@ def make_report(lowered: Lowered, made: tuple[int, int]) -> Report:
         for f in program.fragments
     )  # fmt: skip
     edges = tuple(EdgeLine(a, b, *line) for (a, b), line in sorted(crossing.items()))
-    schedules = tuple((getattr(x.schedule, "name", str(x.schedule)), x.placement, x.num_microbatches) for x in program.loops)
+    schedules = tuple(
+        (getattr(x.schedule, "name", str(x.schedule)), x.placement, x.num_microbatches) for x in program.loops
+    )
     return Report(lines, edges, *made, _memory(lowered), program.unmarked, schedules)
 
 
@@ -136,9 +137,7 @@ def _memory(lowered: Lowered) -> dict[Any, Memory]:
             f = program.fragments[ins.fragment]
             executable = lowered.executables[ins.fragment]
             stats = executable.memory_analysis()
-            outs = [
-                _shard_bytes(v.aval, s) for v, s in zip(f.outvars, executable.output_shardings, strict=True)
-            ]
+            outs = [_shard_bytes(v.aval, s) for v, s in zip(f.outvars, executable.output_shardings, strict=True)]
             reused = sum(size[ins.inputs[k]][1] for k in plan.donated.get(ins.fragment, ()) if ins.inputs[k] in size)
             s, temporary = ins.submesh, int(getattr(stats, "temp_size_in_bytes", 0) or 0)
             peak[s] = max(peak[s], live[s] + max(sum(outs) - reused, 0) + temporary)
@@ -172,6 +171,3 @@ def _shard_bytes(aval: Any, sharding: Any) -> int:
         return nbytes(aval)
     whole = int(np.prod(aval.shape, dtype=np.int64)) or 1
     return nbytes(aval) * int(np.prod(sharding.shard_shape(aval.shape), dtype=np.int64)) // whole
-
-
-__all__ = ["EdgeLine", "FragmentLine", "Memory", "Report", "make_report", "_compat"]

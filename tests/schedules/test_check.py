@@ -73,6 +73,10 @@ BROKEN = {
         "the schedule deadlocks: B0@0 waits for F0@0 waits for B0@0. Each waits for a result it reads or for what its "
         "submesh lists before it; move one of them so that the circle opens.",
     ),
+    "last stage backward before its forward": (
+        order(FIRST, "B1@0 F1@0 F1@1 B1@1"),
+        "the schedule deadlocks: B1@0 waits for F1@0 waits for B1@0. Each waits for",
+    ),
     "weight gradient before its backward": (
         order("F0@0 W0@0 B0@0", placement=(0,), count=1, splits_backward=True),
         "the schedule deadlocks: W0@0 waits for B0@0 waits for W0@0. Each waits for",

@@ -99,6 +99,15 @@ def test_stages_that_share_a_submesh_keep_their_published_order(placement: tuple
         assert [a.kind for a in pairs] == ["F", "B"] * (len(pairs) // 2)
 
 
+def test_a_shared_submesh_serves_backwards_and_later_stages_first() -> None:
+    """So that what has entered the pipeline leaves it."""
+    order = get("1f1b").order((0, 1, 1, 0), 4)
+    assert str(order).splitlines() == [
+        "submesh 0: F0@0 F0@1 F0@2 F3@0 B3@0 F3@1 B3@1 B0@0 F3@2 B3@2 F0@3 B0@1 F3@3 B3@3 B0@2 B0@3",
+        "submesh 1: F1@0 F2@0 F1@1 F2@1 B2@0 B1@0 F1@2 F2@2 B2@1 B1@1 F1@3 F2@3 B2@2 B1@2 B2@3 B1@3",
+    ]
+
+
 @given(placements(), st.integers(1, 12), st.sampled_from(ANYWHERE))
 def test_a_forward_only_program_keeps_no_activations(placement: tuple[int, ...], count: int, name: str) -> None:
     order = get(name).order(placement, count, backward=False)

@@ -69,7 +69,8 @@ def test_zero_bubble_h1(p: int, m: int) -> None:
     """(p - 1)(F + B - W) with B the input gradient alone, and the memory of 1F1B's first stage."""
     result = simulate("zero-bubble-h1", p, m)
     assert result.makespan == WORK * m + (p - 1)
-    assert max(result.live_activations) == min(p, m)
+    # Stage s has p - s microbatches on their way and keeps s weight gradients back.
+    assert result.live_activations == (p,) * p
 
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p - 1])
@@ -77,7 +78,7 @@ def test_zero_bubble_h2(p: int, m: int) -> None:
     """(p - 1)(F + B - 2W) = 0 without a barrier at the end of the step; 2p - 1 activations."""
     result = simulate("zero-bubble-h2", p, m)
     assert result.longest_span == WORK * m
-    assert max(result.live_activations) == 2 * p - 1
+    assert result.live_activations == (2 * p - 1,) * p
 
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p - 1])
@@ -105,6 +106,20 @@ def test_fewer_microbatches_than_published(p: int, m: int) -> None:
         assert simulate(name, p, m).makespan <= simulate("1f1b", p, m).makespan
     for name in ("zbv", "dualpipev"):
         assert split_evenly(name, p, m).makespan <= simulate("1f1b", p, m).makespan
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_zero_bubble_h2_with_few_microbatches(p: int) -> None:
+    """It ends no later than ZB-H1, also where the published order would."""
+    for m in range(1, 2 * p):
+        assert simulate("zero-bubble-h2", p, m).makespan <= simulate("zero-bubble-h1", p, m).makespan
+
+
+@pytest.mark.parametrize(("p", "makespan"), [(2, 6.5), (4, 13.5), (8, 27.5)])
+def test_zbv_with_few_microbatches(p: int, makespan: float) -> None:
+    """With as many microbatches as submeshes the bubble is (p - 1) / 2; the published order would take more."""
+    assert makespan == WORK * p + (p - 1) / 2
+    assert split_evenly("zbv", p, p).makespan == makespan
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)

@@ -162,7 +162,9 @@ class _Flattener:
     def _literal(self, literal: Any) -> Any:
         """A variable that holds a literal, for an accumulator to start from."""
         aval, value = literal.aval, literal.val
-        nodes, (out,) = trace_nodes(lambda: lax.optimization_barrier(lax.full(aval.shape, value, aval.dtype)), [], deferred=True)
+        nodes, (out,) = trace_nodes(
+            lambda: lax.optimization_barrier(lax.full(aval.shape, value, aval.dtype)), [], deferred=True
+        )
         for node in nodes:
             self._append(node)
         return out
@@ -206,7 +208,9 @@ class _Flattener:
         values = [sub[r] for r in results]
         cut = {p.inner: p for p in loop.cut}
         for k in range(scan.num_carry):
-            self._carry(loop, env, eqn.outvars[k], body_in[scan.num_consts + k], operands[scan.num_consts + k], values[k], cut)
+            self._carry(
+                loop, env, eqn.outvars[k], body_in[scan.num_consts + k], operands[scan.num_consts + k], values[k], cut
+            )
         for outer, y in zip(eqn.outvars[scan.num_carry :], values[scan.num_carry :], strict=True):
             if not _compat.is_var(outer):
                 continue

@@ -50,7 +50,11 @@ def _content(value: Any) -> Any:
     array = np.asarray(value)
     if array.dtype == object:
         return Kept(value)
-    return (array.shape, str(array.dtype), hashlib.sha256(array.tobytes()).hexdigest() if array.size > 4 else array.tobytes())
+    return (
+        array.shape,
+        str(array.dtype),
+        hashlib.sha256(array.tobytes()).hexdigest() if array.size > 4 else array.tobytes(),
+    )
 
 
 class Kept:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat
@@ -91,14 +93,11 @@ class Flat:
 def nbytes(aval: Any) -> int:
     """Bytes of a value; a typed random key counts as its raw words."""
     dtype = aval.dtype
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return int(np.prod(aval.shape, dtype=np.int64)) * 8
-    return int(np.prod(aval.shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    width = 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
+    return math.prod(aval.shape) * int(width)
 
 
-def trace_nodes(
-    fun: Callable[..., Any], operands: Sequence[Any], **tags: Any
-) -> tuple[list[Node], list[Any]]:
+def trace_nodes(fun: Callable[..., Any], operands: Sequence[Any], **tags: Any) -> tuple[list[Node], list[Any]]:
     """Equations of a small function applied to variables of a flat program, as nodes.
 
     Returns:

@@ -11,7 +11,7 @@ from .. import _compat
 from .._jaxpr._dead import remove_dead
 from .._jaxpr._flatten import flatten
 from .._jaxpr._invariant import settle_constants
-from .._jaxpr._nodes import Flat, Loop, Node, nbytes
+from .._jaxpr._nodes import Flat, Loop, nbytes
 from .._mark import Recording
 from .._program import Edge, Fragment, LoopPlan, Program
 from ._cluster import Cluster, cluster
@@ -20,9 +20,7 @@ from ._stages import number_stages
 from ._sums import regroup_sums
 
 
-def build(
-    closed: Any, record: Recording, pinned_in: dict[int, Mesh], pinned_out: dict[int, Mesh]
-) -> Program | None:
+def build(closed: Any, record: Recording, pinned_in: dict[int, Mesh], pinned_out: dict[int, Mesh]) -> Program | None:
     """Splits a traced step.
 
     Args:
@@ -224,7 +222,9 @@ def check(program: Program) -> None:
 
     def run(f: Fragment) -> None:
         for v in f.invars:
-            assert has(v, f.submesh), f"fragment {f.name!r} reads a value of {v.aval.str_short()} that is not on its submesh"
+            assert has(v, f.submesh), (
+                f"fragment {f.name!r} reads a value of {v.aval.str_short()} that is not on its submesh"
+            )
         made.update((v, f.submesh) for v in f.outvars)
 
     for item in program.order:
@@ -239,6 +239,3 @@ def check(program: Program) -> None:
             run(f)
         made.update((final, program.home[final]) for *_, final in loop.carries)
         made.update((v, program.home[v]) for _, outer in loop.collected for v in outer)
-
-
-__all__ = ["build", "check", "Node"]

@@ -89,7 +89,9 @@ class _Clusterer:
             phase = n.backward or any(backward.get(v, False) for v in n.inputs)
             backward.update({v: phase for v in n.outputs})
             goes_to = {target.get(v) for v in n.outputs}
-            only_loop = n.deferred and len(goes_to) == 1 and None not in goes_to and not any(v in read for v in n.outputs)
+            only_loop = (
+                n.deferred and len(goes_to) == 1 and None not in goes_to and not any(v in read for v in n.outputs)
+            )
             for s in self.where.node[n]:
                 if only_loop:
                     key = (s, next(iter(goes_to)) or 0)
@@ -114,11 +116,13 @@ class _Clusterer:
                     remote = any(t != s for v in n.outputs for t in self._remote_readers(v, s, readers))
                     if len(found) == 1 and not remote:
                         (r,) = found
-                        if r.submesh == s and r.backward == c.backward and not r.deferred:
-                            r.nodes += c.nodes
-                            c = r
-                            self.of[n, s] = r
-                        elif r.deferred and len(self.where.node[n]) == 1:
+                        if (
+                            r.submesh == s
+                            and r.backward == c.backward
+                            and not r.deferred
+                            or r.deferred
+                            and len(self.where.node[n]) == 1
+                        ):
                             r.nodes += c.nodes
                             c = r
                             self.of[n, s] = r
@@ -167,10 +171,10 @@ class _Clusterer:
                     self._edge(self._source(k.init, self.where.home[k.inner]), c)
             for p in c.loop.cut:
                 for v in p.outer:
-                    n = self.producer.get(v) if _compat.is_var(v) else None
-                    for s in self.where.node[n] if n is not None else ():
+                    maker = self.producer.get(v) if _compat.is_var(v) else None
+                    for s in self.where.node[maker] if maker is not None else ():
                         self._edge(self._source(v, s), c)
-                    if n is None and v in self.loop_of_result:
+                    if maker is None and _compat.is_var(v) and v in self.loop_of_result:
                         self._edge(self.loop_of_result[v], c)
 
     def _edge(self, a: Cluster | None, b: Cluster) -> None:

@@ -61,6 +61,7 @@ class _Placer:
         self.where: dict[Node, int] = {}
         self.reason: dict[Node, str] = {}
         self.producer = {v: n for n in flat.nodes for v in n.outputs}
+        self.position = {n: i for i, n in enumerate(flat.nodes)}
         self.consumers: dict[Any, list[Node]] = defaultdict(list)
         for n in flat.nodes:
             for v in dict.fromkeys(n.inputs):
@@ -131,6 +132,12 @@ class _Placer:
                 at = home.get(v)
             if at is not None:
                 votes[at] += nbytes(v.aval) + 1
+        ties = [k for k in votes if votes[k] == max(votes.values())]
+        if len(ties) > 1 and not n.backward and not any(v in self.link_back for v in n.inputs):
+            # A skip connection meets a task's result: the forward pass goes on from the later of the two.
+            made = [(self.position[self.producer[v]], v) for v in n.inputs if v in self.producer]
+            late = [at for _, v in sorted(made, key=lambda p: -p[0]) if (at := self._place_of(v)) in ties]
+            return late[0] if late else min(ties)
         return _winner(votes)
 
     def _vote_outputs(self, n: Node) -> int | None:

@@ -84,7 +84,6 @@ def _split_accumulators(flat: Flat, loop: Loop, where: Placement) -> bool:
         groups = _by_submesh([t for t in terms if t is not carry.inner], producer, where)
         if len(groups) < 2:
             continue
-        at = max(flat.nodes.index(n) for n in nodes)
         new_nodes: list[Node] = []
         finals = []
         for i, group in enumerate(groups):
@@ -95,6 +94,7 @@ def _split_accumulators(flat: Flat, loop: Loop, where: Placement) -> bool:
             finals.append(_compat.new_var(carry.final.aval))
             loop.carries.append(Carry(inner, out, init, finals[-1]))
         loop.carries.remove(carry)
+        at = max(flat.nodes.index(n) for n in nodes)
         flat.nodes[at:at] = new_nodes
         total, (out,) = trace_nodes(lambda *xs: _sum(xs), finals)
         _rename_result(total, out, carry.final)
@@ -145,7 +145,8 @@ def _regroup_chains(flat: Flat, where: Placement) -> bool:
 def _is_grouped(nodes: list[Node], where: Placement) -> bool:
     """Whether the sum already adds up locally: at most (submeshes - 1) additions read from elsewhere."""
     crossing = sum(
-        any(where.home.get(v) is not None and where.home[v] not in where.node.get(n, ()) for v in n.inputs) for n in nodes
+        any(where.home.get(v) is not None and where.home[v] not in where.node.get(n, ()) for v in n.inputs)
+        for n in nodes
     )
     places = {p for n in nodes for v in n.inputs for p in (where.home.get(v),) if p is not None}
     return crossing <= max(len(places) - 1, 0)

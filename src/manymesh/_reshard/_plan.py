@@ -11,7 +11,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def shards_exist(shape: tuple[int, ...], source: Any, target: Any) -> bool:
     return pieces(target) <= pieces(source)
 
 
-def adapt_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def adapt_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The spec as far as it makes sense on another mesh: axes it has, dimensions that divide."""
     out: list[Any] = []
     for dim, entry in enumerate(spec):

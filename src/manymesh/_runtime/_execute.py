@@ -68,9 +68,7 @@ class Executor:
             for k in free:
                 slots[k] = None
         self.calls += 1
-        return [
-            slots[k] if k is not None else self.literals[o] for o, k in enumerate(self.lowered.plan.outputs)
-        ]
+        return [slots[k] if k is not None else self.literals[o] for o, k in enumerate(self.lowered.plan.outputs)]
 
     def bring(self, x: Any, sharding: NamedSharding) -> Any:
         """An argument as the program wants it, asynchronously and without a host copy of device values."""

@@ -188,10 +188,10 @@ class _Lowerer:
             outs = [s or NamedSharding(mesh, PartitionSpec()) for s in outs]
         tied = {self.groups.find(v) for v in f.outvars} & {self.groups.find(v) for v in f.invars}
         executable = self._executable(f, ins, outs)
-        found_in, found_out = _shardings_of(executable, mesh, ins, outs)
-        # A tiling without a name would reach the user as such: ask again, by name.
+        found_in, found_out = _shardings_of(executable, f, mesh, ins, outs)
+        # A tiling without a name, or named after another mesh of these devices, would reach the user as such.
         found = (*executable.input_shardings[0], *executable.output_shardings)
-        changed = not all(isinstance(t, NamedSharding) for t in found)
+        changed = not all(isinstance(t, NamedSharding) and t.mesh == mesh for t in found)
         for v, s in zip(f.outvars, found_out, strict=True):
             key = (self.groups.find(v), f.submesh)
             if key[0] in tied and key not in self.known:
@@ -203,7 +203,7 @@ class _Lowerer:
             ins = [self._known(v, f.submesh) or found_in[k] for k, v in enumerate(f.invars)]
             outs = [self._known(v, f.submesh) or found_out[k] for k, v in enumerate(f.outvars)]
             executable = self._executable(f, ins, outs)
-            found_in, found_out = _shardings_of(executable, mesh, ins, outs)
+            found_in, found_out = _shardings_of(executable, f, mesh, ins, outs)
         for variables, shardings in ((f.invars, found_in), (f.outvars, found_out)):
             for v, s in zip(variables, shardings, strict=True):
                 self.known.setdefault((self.groups.find(v), f.submesh), s)
@@ -224,9 +224,7 @@ class _Lowerer:
 
         fragment.__name__ = fragment.__qualname__ = f.name
         with _compat.tracing_without_mesh(), _compat.unusable_donation_is_fine():
-            jitted = jax.jit(
-                fragment, in_shardings=ins, out_shardings=outs, donate_argnums=donated, keep_unused=True
-            )
+            jitted = jax.jit(fragment, in_shardings=ins, out_shardings=outs, donate_argnums=donated, keep_unused=True)
             return jitted.lower(*avals).compile(self.options)
 
     def _transfers(self) -> dict[int, tuple[tuple[Step, ...], ...]]:
@@ -240,8 +238,12 @@ class _Lowerer:
         return result
 
 
-def _shardings_of(executable: Any, mesh: Any, ins: list[Any], outs: list[Any]) -> tuple[list[Any], list[Any]]:
+def _shardings_of(
+    executable: Any, f: Fragment, mesh: Any, ins: list[Any], outs: list[Any]
+) -> tuple[list[Any], list[Any]]:
     """What an executable takes and gives, in terms of our mesh; what we asked for stays as we said it."""
-    found_in = [s or _compat.as_named(t, mesh) for s, t in zip(ins, executable.input_shardings[0], strict=True)]
-    found_out = [s or _compat.as_named(t, mesh) for s, t in zip(outs, executable.output_shardings, strict=True)]
-    return found_in, found_out
+    found_in, found_out = executable.input_shardings[0], executable.output_shardings
+    return (
+        [s or _compat.as_named(t, mesh, len(v.aval.shape)) for s, t, v in zip(ins, found_in, f.invars, strict=True)],
+        [s or _compat.as_named(t, mesh, len(v.aval.shape)) for s, t, v in zip(outs, found_out, f.outvars, strict=True)],
+    )

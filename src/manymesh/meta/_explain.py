@@ -119,12 +119,11 @@ def _explain_leaf(
         find("too-many-names", too_many_text(place, axes.names, shape) + "; it is left replicated")
         names = ()
     elif fitted != axes.names and shape is not None and math.prod(shape) > 1:
-        find(
-            "fitted-names",
-            f"{place}: {len(axes.names)} names {axes.names} for shape {shape}; its parameter in this tree shows "
-            f"that the dimensions left are {fitted}",
-            fatal=False,
-        )
+        if fitted:
+            why = f"its parameter in this tree shows that the dimensions left are {fitted}"
+        else:
+            why = "its parameter in this tree does not show which dimensions are left, so it stays replicated"
+        find("fitted-names", f"{place}: {len(axes.names)} names {axes.names} for shape {shape}; {why}", fatal=False)
     resolution = _resolve(place, axes, names, rules, find)
     device_axes = _known_axes(place, resolution, rules, mesh, find)
     if shape is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +33,17 @@ class Named:
     shape: tuple[int, ...] | None
 
     @property
-    def surplus(self) -> bool:
-        """Whether there are more names than dimensions."""
-        return self.shape is not None and len(self.names) > len(self.shape)
+    def suspect(self) -> bool:
+        """Whether the names may be those of a larger value."""
+        return self.shape is not None and is_suspect(self.names, self.shape)
+
+
+def is_suspect(names: Names, shape: tuple[int, ...]) -> bool:
+    """Whether names may be those of a larger value: there are more than dimensions, or the value is a placeholder.
+
+    Where nothing is factored, optimizers keep an array of shape ``(1,)``, which a vector's one name seems to fit.
+    """
+    return len(names) > len(shape) or (shape == (1,) and names != ())
 
 
 def fit_names(leaves: Sequence[Named]) -> list[Names | None]:
@@ -45,37 +53,55 @@ def fit_names(leaves: Sequence[Named]) -> list[Names | None]:
       leaves: all leaves of a tree that have names.
 
     Returns:
-      For each leaf its names, those of the dimensions it has kept where it has fewer than names, or None where that
-      cannot be told. A value of one element needs no names: ``()``.
+      For each leaf its names, or, where they are those of a larger value, those of the dimensions it has kept: ``()``
+      for a value of one element and where its parameter leaves that open (two dimensions of one size). None where there
+      are more names than dimensions and the tree holds no parameter for it, so that the names are likely a mistake.
     """
-    if not any(leaf.surplus for leaf in leaves):
+    if not any(leaf.suspect for leaf in leaves):
         return [leaf.names for leaf in leaves]
     whole: dict[Names, list[Named]] = defaultdict(list)
     for leaf in leaves:
-        if leaf.shape is not None and len(leaf.shape) == len(leaf.names):
+        if leaf.shape is not None and len(leaf.shape) == len(leaf.names) and not leaf.suspect:
             whole[leaf.names].append(leaf)
-    return [_fit(leaf, whole[leaf.names]) if leaf.surplus else leaf.names for leaf in leaves]
+    return [_fit(leaf, whole[leaf.names]) if leaf.suspect else leaf.names for leaf in leaves]
 
 
 def _fit(leaf: Named, whole: Sequence[Named]) -> Names | None:
     assert leaf.shape is not None, "only a leaf with a shape has surplus names"
-    if math.prod(leaf.shape) <= 1:
+    placeholder = math.prod(leaf.shape) <= 1
+    if placeholder and len(leaf.names) > len(leaf.shape):
         return ()
-    scores = [_common_end(leaf.path, other.path) for other in whole]
+    scores = [_likeness(leaf.path, other.path) for other in whole]
     best = max(scores, default=0)
     if best == 0:
-        return None
-    shapes = {other.shape for other, score in zip(whole, scores, strict=True) if score == best}
+        return leaf.names if placeholder else None
+    if placeholder:
+        return ()
     found: set[Names] = set()
-    for shape in shapes:
-        assert shape is not None, "only leaves with shapes are compared"
-        for kept in itertools.combinations(range(len(shape)), len(leaf.shape)):
-            if tuple(shape[i] for i in kept) == leaf.shape:
-                found.add(tuple(leaf.names[i] for i in kept))
-    return found.pop() if len(found) == 1 else None
+    for other, score in zip(whole, scores, strict=True):
+        if score == best:
+            assert other.shape is not None, "only leaves with shapes are compared"
+            found |= _kept(leaf.names, other.shape, leaf.shape)
+    return found.pop() if len(found) == 1 else ()
 
 
-def _common_end(a: tuple[Any, ...], b: tuple[Any, ...]) -> int:
-    return sum(
-        1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(reversed(a), reversed(b), strict=False))
-    )
+def _kept(names: Names, whole: tuple[int, ...], part: tuple[int, ...]) -> set[Names]:
+    """Every way in which dropping dimensions of ``whole`` leaves ``part``, as the names that stay."""
+    choices = itertools.combinations(range(len(whole)), len(part))
+    return {tuple(names[i] for i in kept) for kept in choices if tuple(whole[i] for i in kept) == part}
+
+
+def _likeness(path: tuple[Any, ...], parameter: tuple[Any, ...]) -> int:
+    """How many last keys a leaf shares with a parameter; 0 for two parameters side by side.
+
+    ``opt_state[0].v_row['a']['w']`` belongs to ``params['a']['w']``. But ``params['b']['w']`` and ``params['a']['w']``,
+    which differ in one key below a common root, are two of one kind: neither explains the other.
+    """
+    end = _common(reversed(path), reversed(parameter))
+    start = _common(path, parameter)
+    between = len(path) - start - end, len(parameter) - start - end
+    return 0 if start and between == (1, 1) else end
+
+
+def _common(a: Iterable[Any], b: Iterable[Any]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -13,15 +13,15 @@ from ._axes import AnyMesh, Axes, Names
 from ._box import COMPACT
 from ._check import check_divides, too_many_text
 from ._explain import explain
-from ._fit import fit_names
-from ._named import axes_of, axes_of_box, axes_of_variable, leaves_of, named_leaves, shape_of, spec_of
+from ._fit import fit_names, is_suspect
+from ._named import axes_of, axes_of_box, axes_of_variable, is_named_node, leaves_of, named_leaves, shape_of, spec_of
 from ._paths import format_path
 from ._rules import Rules, RulesLike, as_rules, get_logical_axis_rules
 from ._walk import is_variable, walk
 
 
-class _Surplus(Exception):
-    """A value has fewer dimensions than names: the whole tree must be looked at."""
+class _Suspect(Exception):
+    """A value has names that may be those of a larger one: the whole tree must be looked at."""
 
 
 def get_partition_spec(tree: Any) -> Any:
@@ -50,13 +50,14 @@ def get_partition_spec(tree: Any) -> Any:
         if type(box) in COMPACT:
             axes = box._axes
             try:
-                if len(axes.names) > len(box._value.shape):
-                    raise _Surplus
+                shape = box._value.shape
+                if len(axes.names) > len(shape) or (shape == (1,) and axes.names):  # is_suspect, written out
+                    raise _Suspect
             except AttributeError:
                 pass  # a pytree of values, or no array at all
             return axes.spec
         axes = axes_of_box(box)
-        _check_surplus(box, axes)
+        _check_suspect(box, axes)
         return axes.spec
 
     def on_leaf(leaf: Any) -> Any:
@@ -64,13 +65,13 @@ def get_partition_spec(tree: Any) -> Any:
 
     def on_variable(variable: Any) -> Any:
         axes = axes_of_variable(variable)
-        _check_surplus(variable, axes)
+        _check_suspect(variable, axes)
         return variable.replace(axes.spec)
 
     try:
         return walk(tree, on_box, on_leaf, on_variable)
-    except _Surplus:
-        return _slowly(tree, lambda path, axes, names, shape: PartitionSpec(*names))
+    except _Suspect:
+        return _slowly(tree, lambda path, axes, names, shape: PartitionSpec(*names), stacklevel=3)
 
 
 def get_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None = None, *, strict: bool = False) -> Any:
@@ -125,8 +126,8 @@ def shard_tree(
         shape = shape_of(node)
         found = by_identity.get((id(axes), shape))
         if found is None:
-            if shape is not None and len(axes.names) > len(shape):
-                raise _Surplus
+            if shape is not None and is_suspect(axes.names, shape):
+                raise _Suspect
             alive.append(axes)
             found = by_identity[id(axes), shape] = sharding_of(axes, axes.names, shape, "")
         return found
@@ -146,18 +147,18 @@ def shard_tree(
             on_leaf,
             lambda variable: variable.replace(of_node(axes_of_variable(variable), variable)),
         )
-    except (AxisError, _Surplus):
+    except (AxisError, _Suspect):
         # Seldom; now with paths, which the errors name and by which parameters are found.
-        return _slowly(tree, lambda path, axes, names, shape: sharding_of(axes, names, shape, path))
+        return _slowly(tree, lambda path, axes, names, shape: sharding_of(axes, names, shape, path), stacklevel=4)
 
 
-def _check_surplus(node: Any, axes: Axes) -> None:
+def _check_suspect(node: Any, axes: Axes) -> None:
     shape = shape_of(node)
-    if shape is not None and len(axes.names) > len(shape):
-        raise _Surplus
+    if shape is not None and is_suspect(axes.names, shape):
+        raise _Suspect
 
 
-def _slowly(tree: Any, convert: Callable[[str, Axes, Names, tuple[int, ...] | None], Any]) -> Any:
+def _slowly(tree: Any, convert: Callable[[str, Axes, Names, tuple[int, ...] | None], Any], stacklevel: int) -> Any:
     """Converts leaf by leaf with paths, names fitted to shapes."""
     leaves, structure = leaves_of(tree)
     result = []
@@ -165,9 +166,9 @@ def _slowly(tree: Any, convert: Callable[[str, Axes, Names, tuple[int, ...] | No
         axes, shape, place = axes_of(node), shape_of(node), format_path(path)
         if names is None:
             assert shape is not None, "names are surplus only beside a shape"
-            warnings.warn(f"{too_many_text(place, axes.names, shape)}; it is left replicated", stacklevel=4)
+            warnings.warn(f"{too_many_text(place, axes.names, shape)}; it is left replicated", stacklevel=stacklevel)
             names = ()
-        if axes is axes_of(None) and shape is None and not isinstance(node, PartitionSpec):
+        if shape is None and not is_named_node(node):
             converted = None
         else:
             converted = convert(place, axes, names, shape)

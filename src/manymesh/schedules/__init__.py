@@ -46,7 +46,6 @@ register(Wavefront)
 register(Custom)
 
 __all__ = [
-    "ZBV",
     "AbstractSchedule",
     "Action",
     "Choice",
@@ -62,6 +61,7 @@ __all__ = [
     "Simulation",
     "Slot",
     "Wavefront",
+    "ZBV",
     "ZeroBubbleH1",
     "ZeroBubbleH2",
     "check",

@@ -1,0 +1,234 @@
+"""A whole training step from a Linen model and an optimizer, its state created where it will live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import optax  # type: ignore[import-untyped]  # it ships no types
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh
+
+from ._api import jit
+from ._compiled import Compiled
+from ._errors import ArgumentError, MeshError
+from ._flax_task import task
+from ._mark import Recording, recording, transforms_ignored
+from ._microbatch import microbatch
+from ._task import mesh_devices
+
+
+class TrainStep:
+    """``step(state, batch) -> (loss, new_state)``, compiled ahead of time for the batch it was made with.
+
+    Called inside `manymesh.ignore_transforms` it is the same step as plain JAX on one device. A batch of another
+    shape compiles once more. The state is donated: use the returned one.
+
+    Attributes:
+      compiled: the `manymesh.Compiled` step, with ``report()``, ``memory_analysis()`` and shardings.
+    """
+
+    def __init__(self, fun: Callable[[Any, Any], Any], state: Any, batch: Any, strict: bool) -> None:
+        self._jitted = jit(fun, donate_argnums=0, strict=strict)
+        self._shapes = _shapes((state, batch))
+        self.compiled: Compiled = self._jitted.lower(state, batch).compile()
+
+    @property
+    def state_shardings(self) -> Any:
+        """The sharding of every leaf of the state, in its structure."""
+        return self.compiled.input_shardings[0][0]
+
+    @property
+    def batch_shardings(self) -> Any:
+        """The sharding of every leaf of the batch, in its structure."""
+        return self.compiled.input_shardings[0][1]
+
+    def __call__(self, state: Any, batch: Any) -> tuple[jax.Array, Any]:
+        """Runs one step."""
+        known = not transforms_ignored() and _shapes((state, batch)) == self._shapes
+        run: Callable[..., Any] = self.compiled if known else self._jitted
+        loss, state = run(state, batch)
+        return loss, state
+
+
+def parallelize_step(
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    global_batch: Any = None,
+    local_batch: Any = None,
+    *,
+    loss_fn: Callable[..., jax.Array] | None = None,
+    inputs: Callable[[Any], Any] | None = None,
+    num_microbatches: int | None = None,
+    schedule: Any = "1f1b",
+    reduce: Any = "mean",
+    rng: jax.Array | int = 0,
+    rngs: Sequence[str] = (),
+    strict: bool = False,
+) -> Any:
+    """Makes a compiled training step and a train state that was never whole on one device.
+
+    The step is compiled first, on shapes alone; the state is then created with the shardings it needs, each
+    parameter and its optimizer state on the submesh of the task that uses it.
+
+    Args:
+      model: a Linen module, usually with `task` modules in it. Without any, the whole model is one task on ``mesh``.
+      optimizer: an Optax transformation.
+      mesh: the devices of the step; tasks may not use others.
+      global_batch: a batch as the step will get it: a pytree of arrays or of `jax.ShapeDtypeStruct`.
+      local_batch: instead of ``global_batch``, what one process loads; `prepare_batch` turns it into the global one.
+      loss_fn: ``loss_fn(params, batch) -> scalar``, which calls ``model.apply`` itself; with ``rngs`` it is
+        ``loss_fn(params, batch, rngs)``. By default ``model.apply`` returns the loss.
+      inputs: the arguments of the model for a batch, ``inputs(batch) -> tuple``. By default a tuple batch is the
+        positional arguments, anything else is the only one.
+      num_microbatches: cut the batch along dimension 0; None trains on it whole.
+      schedule: schedule of the microbatches, as for `manymesh.microbatch`.
+      reduce: how losses and gradients of microbatches combine, as for `manymesh.microbatch`.
+      rng: key, or seed, of the initial parameters and of ``rngs``.
+      rngs: names of the random streams that ``apply`` gets, such as ``("dropout",)``: other keys in every
+        step and microbatch.
+      strict: as for `manymesh.jit`.
+
+    Returns:
+      ``(step, state, mesh)`` for a ``global_batch``, ``(step, state, mesh, prepare_batch)`` for a ``local_batch``:
+      a `TrainStep`, a Flax ``TrainState`` with boxes around annotated parameters, the mesh as given, and a function
+      that places a batch where the step wants it.
+
+    Raises:
+      ArgumentError: both batches or none; a loss that is no scalar; a model with other variables than parameters.
+      MeshError: a task uses devices that are not in ``mesh``.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
+      >>> from manymesh.flax import parallelize_step, task
+      >>> class Model(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x, y):
+      ...         h = nn.relu(task(nn.Dense, "front", devices=[0])(16)(x))
+      ...         return jnp.mean((task(nn.Dense, "back", devices=[1])(1)(h) - y) ** 2)
+      >>> mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
+      >>> batch = (jnp.ones((8, 4)), jnp.ones((8, 1)))
+      >>> step, state, mesh = parallelize_step(Model(), optax.sgd(0.1), mesh, batch, num_microbatches=2)
+      >>> first, state = step(state, batch)
+      >>> second, state = step(state, batch)
+      >>> bool(second < first), int(state.step)
+      (True, 2)
+    """
+    batch = _abstract_batch(global_batch, local_batch)
+    pick = inputs or (lambda b: b if isinstance(b, tuple) else (b,))
+    init_key, run_key = jax.random.split(jax.random.key(rng) if isinstance(rng, int) else rng)
+    model = _placed(model, mesh, {"params": init_key, **dict.fromkeys(rngs, run_key)}, pick, batch)
+    loss_of = _make_loss(model, loss_fn, pick, rngs)
+
+    def init() -> TrainState:
+        keys = {"params": init_key, **dict.fromkeys(rngs, run_key)}
+        params = _only_params(model.init(keys, *_zeros(pick(batch))))
+        state: TrainState = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+        return state
+
+    grad = jax.value_and_grad(loss_of)
+    if num_microbatches is not None:
+        loop = {"num_microbatches": num_microbatches, "schedule": schedule, "reduce": reduce}
+        grad = microbatch(grad, argnum=1, rng_argnum=2 if rngs else None, **loop)
+
+    def train_step(state: TrainState, batch: Any) -> tuple[jax.Array, TrainState]:
+        loss, grads = grad(state.params, batch, jax.random.fold_in(run_key, state.step) if rngs else None)
+        return loss, state.apply_gradients(grads=grads)
+
+    abstract_state = jax.eval_shape(init)
+    _check_loss(loss_of, abstract_state.params, batch, run_key if rngs else None)
+    step = TrainStep(train_step, abstract_state, batch, strict)
+    _check_devices(step.compiled, mesh)
+    state = jit(init, out_shardings=step.state_shardings)()
+    if local_batch is None:
+        return step, state, mesh
+    return step, state, mesh, _make_prepare(step, batch)
+
+
+def _make_loss(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, pick: Callable[[Any], Any], rngs: Sequence[str]
+) -> Callable[..., Any]:
+    """``loss(params, batch, key)``; the key is None for a model without random streams."""
+
+    def loss_of(params: Any, batch: Any, key: jax.Array | None) -> Any:
+        streams = None if key is None else {name: jax.random.fold_in(key, i) for i, name in enumerate(rngs)}
+        if loss_fn is None:
+            return model.apply({"params": params}, *pick(batch), rngs=streams)
+        return loss_fn(params, batch) if streams is None else loss_fn(params, batch, streams)
+
+    return loss_of
+
+
+def _abstract_batch(global_batch: Any, local_batch: Any) -> Any:
+    if (global_batch is None) == (local_batch is None):
+        raise ArgumentError("parallelize_step takes either global_batch or local_batch, found " + (
+            "neither" if global_batch is None else "both"
+        ))  # fmt: skip
+    if local_batch is not None and jax.process_count() > 1:
+        raise ArgumentError("parallelize_step: local_batch is not supported in several processes yet; use global_batch")
+    given = local_batch if global_batch is None else global_batch
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.numpy.result_type(x)), given)
+
+
+def _placed(model: nn.Module, mesh: Mesh, keys: Any, pick: Callable[[Any], Any], batch: Any) -> nn.Module:
+    """The model, as one task on the mesh if there is no task in it."""
+    record = Recording()
+    with recording(record):
+        jax.eval_shape(lambda k: model.init(k, *_zeros(pick(batch))), keys)
+    return model if record.tasks else task(model, mesh=mesh)
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), tree)
+
+
+def _only_params(variables: Any) -> Any:
+    others = sorted(set(variables) - {"params"})
+    if others:
+        raise ArgumentError(
+            f"parallelize_step trains parameters alone, but the model also has the collections {', '.join(others)}; "
+            "write the step with manymesh.jit to carry them along"
+        )
+    return variables["params"]
+
+
+def _check_loss(loss_of: Callable[..., Any], params: Any, batch: Any, key: Any) -> None:
+    out = jax.eval_shape(loss_of, params, batch, key)
+    if not isinstance(out, jax.ShapeDtypeStruct) or out.shape != ():
+        found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", out)
+        raise ArgumentError(
+            f"parallelize_step: expected a scalar loss, found {found}; let the model return its loss, or give "
+            "loss_fn=lambda params, batch: ..."
+        )
+
+
+def _check_devices(compiled: Compiled, mesh: Mesh) -> None:
+    allowed = {d.id for d in mesh_devices(mesh)}
+    for submesh in compiled.program.submeshes:
+        outside = sorted({d.id for d in mesh_devices(submesh)} - allowed)
+        if outside:
+            raise MeshError(
+                f"parallelize_step: tasks use devices {outside}, which are not in the mesh with devices {sorted(allowed)}"
+            )
+
+
+def _make_prepare(step: TrainStep, batch: Any) -> Callable[[Any], Any]:
+    shapes = _shapes(batch)
+
+    def prepare_batch(local: Any) -> Any:
+        """Places a batch where the step wants it."""
+        found = _shapes(local)
+        if found != shapes:
+            raise ArgumentError(f"prepare_batch: the step was made for a batch of {shapes}, found {found}")
+        return jax.tree.map(jax.device_put, local, step.batch_shardings)
+
+    return prepare_batch
+
+
+def _shapes(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    kinds = tuple((jax.numpy.shape(x), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x))) for x in leaves)
+    return kinds, treedef

@@ -1,0 +1,398 @@
+"""At home in Flax: the same meaning, in Linen's transformations, in its serialization, in NNX, in checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flax
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import meta as flax_meta
+from flax.training.train_state import TrainState
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from manymesh import meta
+from manymesh._flax_meta import from_flax, register_serialization, register_with_flax, to_flax
+from manymesh.errors import MetadataError
+
+RULES = [("embed", None), ("hidden", "model"), ("layers", None)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    register_with_flax()
+    register_with_flax()  # again is no harm
+    yield
+
+
+def mesh_of(kind: AxisType = AxisType.Auto) -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(kind, kind))
+
+
+# --- the same meaning -----------------------------------------------------------------------------
+
+DEVICE = st.sampled_from(["data", "model", "stage"])
+AXES = st.one_of(st.none(), DEVICE, st.lists(DEVICE, max_size=2, unique=True).map(tuple), st.just(P.UNCONSTRAINED))
+NAME = st.sampled_from(["a", "b", "c"])
+
+
+@given(
+    st.lists(NAME | st.none() | st.just(P.UNCONSTRAINED), max_size=4, unique_by=lambda n: n or object()),
+    st.lists(st.tuples(NAME, AXES), max_size=6),
+)
+def test_rules_mean_what_they_mean_in_flax(names: list[Any], rules: list[tuple[str, Any]]) -> None:
+    names = tuple(names)
+    assert meta.logical_to_mesh_axes(names, rules) == nn.logical_to_mesh_axes(names, rules)
+    assert meta.logical_to_mesh({"x": P(*names)}, rules) == nn.logical_to_mesh({"x": P(*names)}, rules)
+
+
+def boxed(module: Any) -> Any:
+    """The same tree in Flax's boxes or in ours."""
+    return {
+        "p": module.Partitioned(jnp.ones((4, 8)), ("data", None)),
+        "l": [module.LogicallyPartitioned(jnp.ones((4, 8)), ("embed", "hidden")), jnp.ones(3)],
+        "n": None,
+    }
+
+
+def test_functions_give_what_those_of_flax_give() -> None:
+    ours, theirs, mesh = boxed(meta), boxed(nn), mesh_of()
+    plain = flax_meta.unbox(theirs)
+    jax.tree.map(np.testing.assert_array_equal, meta.unbox(ours), plain)
+    specs = nn.get_partition_spec(theirs)
+    assert meta.get_partition_spec(ours) == specs
+    assert meta.logical_to_mesh_sharding(specs, mesh, RULES) == nn.logical_to_mesh_sharding(specs, mesh, RULES)
+    assert meta.get_sharding(ours["p"], mesh) == nn.get_sharding(theirs["p"], mesh)
+    params = {meta.PARTITION_NAME: "layers"}
+    for index in (0, 1, 2, 4):
+        added = flax_meta.add_axis(theirs, index, params)
+        assert meta.get_partition_spec(meta.add_axis(ours, index, params)) == nn.get_partition_spec(added)
+
+
+def test_flax_boxes_can_be_given_to_every_function() -> None:
+    theirs, mesh = boxed(nn), mesh_of()
+    assert meta.is_axis_metadata(theirs["p"])
+    plain = meta.unbox(theirs)
+    jax.tree.map(np.testing.assert_array_equal, plain, flax_meta.unbox(theirs))
+    assert meta.get_partition_spec(theirs) == nn.get_partition_spec(theirs)
+    shardings = meta.get_sharding(theirs, mesh, RULES)
+    assert shardings == meta.get_sharding(boxed(meta), mesh, RULES)
+    assert shardings["l"][0].spec == P(None, "model")
+    with meta.logical_axis_rules(RULES):
+        assert meta.logical_to_mesh_sharding(theirs, mesh) == shardings
+        assert meta.logical_to_mesh(theirs)["l"][0] == P(None, "model")
+    again = meta.replace_boxed(theirs, plain)
+    assert jax.tree.structure(again) == jax.tree.structure(theirs)
+    params = {meta.PARTITION_NAME: "layers"}
+    added = meta.add_axis(theirs, 0, params)
+    assert added["p"].names == ("layers", "data", None)
+    assert jax.tree.structure(meta.remove_axis(added, 0, params)) == jax.tree.structure(theirs)
+    ours = meta.explain(boxed(meta), mesh, RULES)
+    assert meta.explain(theirs, mesh, RULES) == ours and ours["l[0]"].bytes_per_device == 32
+    assert meta.map_axis_meta(lambda b: b.names, theirs)["p"] == ("data", None)
+
+
+def test_conversion_there_and_back() -> None:
+    mesh = mesh_of()
+    tree = {
+        "p": meta.Partitioned(1, ("data", None), mesh),
+        "l": meta.LogicallyPartitioned({"x": meta.Partitioned(2, ())}, ("a",), mesh, RULES),
+        "b": 3,
+    }
+    theirs = to_flax(tree)
+    assert type(theirs["p"]) is nn.Partitioned and type(theirs["l"]) is nn.LogicallyPartitioned
+    assert type(theirs["l"].value["x"]) is nn.Partitioned
+    assert theirs["l"].rules == tuple(RULES) and theirs["l"].mesh is mesh
+    assert from_flax(theirs) == tree
+    assert from_flax(tree) == tree and to_flax(theirs)["p"] is not tree["p"]
+
+
+# --- Linen ----------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    logical: bool = False
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        init = nn.initializers.lecun_normal()
+        if self.logical:
+            up = meta.with_logical_partitioning(init, ("embed", "hidden"))
+            down = meta.with_logical_partitioning(init, ("hidden", "embed"))
+        else:
+            up, down = meta.with_partitioning(init, (None, "model")), meta.with_partitioning(init, ("model", None))
+        x = nn.relu(nn.Dense(16, kernel_init=up, name="up")(x))
+        return nn.Dense(8, kernel_init=down, name="down")(x)
+
+
+class Step(nn.Module):
+    """A block as `nn.scan` wants it."""
+
+    @nn.compact
+    def __call__(self, x: Any, _: Any = None) -> Any:
+        return Block(name="block")(x), None
+
+
+def batch() -> Any:
+    return jnp.ones((4, 8))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("logical", [False, True], ids=["device", "logical"])
+def test_init_sharded_train_and_apply(logical: bool, kind: AxisType) -> None:
+    mesh, model = mesh_of(kind), Block(logical)
+
+    def create(key: Any, x: Any) -> Any:
+        params = model.init(key, x)["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
+
+    def step(state: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(state.apply_fn({"params": p}, x) ** 2))(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    expected, _ = step(create(jax.random.key(0), batch()), batch())
+    with jax.set_mesh(mesh), meta.logical_axis_rules(RULES):
+        shapes = jax.eval_shape(create, jax.random.key(0), batch())
+        shardings = meta.get_sharding(shapes, mesh)
+        state = jax.jit(create, out_shardings=shardings)(jax.random.key(0), batch())
+        assert state.params["up"]["kernel"].value.sharding.spec == P(None, "model")
+        assert state.opt_state[0].mu["down"]["kernel"].value.sharding.spec == P("model", None)
+        state, _ = jax.jit(step, out_shardings=(shardings, None))(state, batch())
+    assert type(state.params["up"]["kernel"]) is (meta.LogicallyPartitioned if logical else meta.Partitioned)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), state.params, expected.params)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [({meta.PARTITION_NAME: "layers"}, "layers"), ({meta.PARTITION_NAME: None}, None), ({}, None)],
+    ids=["named", "none", "left out"],
+)
+@pytest.mark.parametrize("lift", ["scan", "vmap", "remat"])
+def test_lifted_transformations(lift: str, params: dict[str, Any], name: Any, axis: int) -> None:
+    common: dict[str, Any] = {"variable_axes": {"params": axis}, "split_rngs": {"params": True}}
+    if lift == "vmap":
+        model: Any = nn.vmap(Block, in_axes=None, axis_size=3, metadata_params=params, **common)()
+    else:
+        module = nn.remat(Step) if lift == "remat" else Step
+        model = nn.scan(module, length=3, metadata_params=params, **common)()
+    variables = model.init(jax.random.key(0), batch())
+    up = variables["params"] if lift == "vmap" else variables["params"]["block"]
+    kernel = up["up"]["kernel"]
+    position = axis % 3
+    assert kernel.names == tuple(np.insert(np.array([None, "model"], object), position, name))
+    assert kernel.value.shape[position] == 3
+    out = model.apply(variables, batch())
+    plain = model.apply(meta.unbox(variables), batch())
+    jax.tree.map(np.testing.assert_array_equal, out, plain)
+    mutated = model.apply(variables, batch(), mutable=["params"])[1]
+    assert jax.tree.structure(mutated["params"]) == jax.tree.structure(variables["params"])
+
+
+def test_remat_scan_takes_no_name_and_needs_none() -> None:
+    model = nn.remat_scan(Block, lengths=(2, 3))()
+    variables = model.init(jax.random.key(0), batch())
+    assert variables["params"]["up"]["kernel"].names == (None, None, None, "model")
+    assert model.apply(variables, batch()).shape == (4, 8)
+
+
+def test_a_wrong_name_in_a_transformation_says_so() -> None:
+    def scanned(name: str) -> Any:
+        params = {meta.PARTITION_NAME: name}
+        return nn.scan(
+            Step, length=3, variable_axes={"params": 0}, split_rngs={"params": True}, metadata_params=params
+        )()
+
+    variables = scanned("layers").init(jax.random.key(0), batch())
+    with pytest.raises(MetadataError, match=r"remove_axis expected axis 'stages' at index 0, found 'layers'"):
+        scanned("stages").apply(variables, batch())
+
+
+def test_tabulate_prints_the_spec() -> None:
+    text = Block().tabulate(jax.random.key(0), batch(), console_kwargs={"width": 200, "force_terminal": False})
+    assert "float32[8,16] P(None, model)" in " ".join(text.replace("│", " ").split())
+
+
+def test_apply_constrains_under_a_mesh() -> None:
+    mesh, model = mesh_of(), Block()
+    variables = model.init(jax.random.key(0), batch())
+    with jax.set_mesh(mesh):
+        text = jax.jit(model.apply).lower(variables, batch()).as_text()
+    assert text.count("sharding_constraint") >= 2
+    assert "sharding_constraint" not in jax.jit(model.apply).lower(variables, batch()).as_text()
+
+
+def test_flax_sees_our_boxes() -> None:
+    variables = Block(logical=True).init(jax.random.key(0), batch())
+    assert nn.get_partition_spec(variables)["params"]["up"]["kernel"] == P("embed", "hidden")
+    plain = nn.unbox(variables)
+    assert isinstance(plain["params"]["up"]["kernel"], jax.Array)
+    again = flax_meta.replace_boxed(variables, plain)
+    assert jax.tree.structure(again) == jax.tree.structure(variables)
+    with meta.logical_axis_rules(RULES):
+        assert nn.get_sharding(variables, mesh_of())["params"]["up"]["kernel"].spec == P(None, "model")
+
+
+# --- serialization --------------------------------------------------------------------------------
+
+
+class Noted(meta.Partitioned[Any]):
+    """A subclass, defined before registration."""
+
+
+def test_bytes_of_flax_boxes_and_of_ours_are_the_same() -> None:
+    ours = Block(logical=True).init(jax.random.key(0), batch())
+    theirs = to_flax(ours)
+    assert flax.serialization.to_bytes(ours) == flax.serialization.to_bytes(theirs)
+    zeros = jax.tree.map(jnp.zeros_like, ours)
+    for source, target in ((theirs, zeros), (ours, to_flax(zeros)), (ours, zeros)):
+        loaded = flax.serialization.from_bytes(target, flax.serialization.to_bytes(source))
+        assert jax.tree.structure(loaded) == jax.tree.structure(target)
+        jax.tree.map(np.testing.assert_array_equal, meta.unbox(loaded), meta.unbox(ours))
+
+
+@given(st.recursive(st.integers(0, 9), lambda c: st.dictionaries(st.sampled_from("ab"), c, max_size=2), max_leaves=4))
+def test_states_go_there_and_back(value: Any) -> None:
+    class Late(meta.LogicallyPartitioned[Any]):
+        """A subclass, defined after registration."""
+
+    for kind in (meta.Partitioned, meta.LogicallyPartitioned, Noted, Late):
+        tree = {"w": kind(value, ("a",))}
+        state = flax.serialization.to_state_dict(tree)
+        assert set(state["w"]) == {"value"}
+        target = jax.tree.map(lambda x: -1, tree)
+        assert flax.serialization.from_state_dict(target, state) == tree
+        assert flax.serialization.msgpack_restore(flax.serialization.to_bytes(tree)) == state
+
+
+def test_a_state_without_boxes_says_how_to_load_it() -> None:
+    target = {"w": meta.Partitioned(jnp.ones(2), ("a",))}
+    for state, found in (({"w": np.ones(2)}, "ndarray"), ({"w": {"v": 1}}, "['v']")):
+        with pytest.raises(MetadataError) as error:
+            flax.serialization.from_state_dict(target, state)
+        assert str(error.value) == (
+            f"Partitioned(float32[2], names=('a',)) expects a state with the single key 'value', found {found}; load a "
+            "state without boxes into meta.unbox(target), then use meta.replace_boxed"
+        )
+
+
+def test_a_box_of_ones_own_can_be_registered() -> None:
+    class Own(meta.AxisMetadata[Any]):
+        def __init__(self, inside: Any) -> None:
+            self.inside = inside
+
+        def unbox(self) -> Any:
+            return self.inside
+
+        def replace_boxed(self, val: Any) -> Own:
+            return Own(val)
+
+        def add_axis(self, index: int, params: Any) -> Own:
+            return self
+
+        def remove_axis(self, index: int, params: Any) -> Own:
+            return self
+
+    register_serialization(Own)
+    state = flax.serialization.to_state_dict({"w": Own(np.arange(2))})
+    assert flax.serialization.from_state_dict({"w": Own(np.zeros(2))}, state)["w"].inside[1] == 1
+    assert isinstance(Own(1), flax_meta.AxisMetadata)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_orbax_saves_boxed_trees_and_restores_them_boxed_or_not(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the library, at import and in use
+        ocp = pytest.importorskip("orbax.checkpoint")
+        mesh = mesh_of()
+        values = {"w": meta.Partitioned(jnp.arange(32.0).reshape(4, 8), (None, "model")), "b": jnp.ones(3)}
+        tree = jax.device_put(values, meta.get_sharding(values, mesh))
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "boxed", tree)
+            checkpointer.save(tmp_path / "plain", meta.unbox(tree))
+            checkpointer.wait_until_finished()
+            shapes = jax.eval_shape(lambda: values)
+            shardings = meta.get_sharding(shapes, mesh)
+            described = jax.tree.map(
+                lambda s, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                jax.tree.leaves(shardings),
+                jax.tree.leaves(shapes),
+            )
+            target = jax.tree.unflatten(jax.tree.structure(shapes), described)
+            boxed_again = checkpointer.restore(tmp_path / "boxed", target)
+            plain_again = checkpointer.restore(tmp_path / "plain", meta.unbox(target))
+            # In the file a box is a node with the key 'value', so what was saved boxed can be read without boxes.
+            opened = {"w": {"value": target["w"].value}, "b": target["b"]}
+            unboxed_again = checkpointer.restore(tmp_path / "boxed", opened)
+    assert boxed_again["w"].names == (None, "model")
+    assert boxed_again["w"].value.sharding.spec == P(None, "model")
+    for restored in (meta.unbox(boxed_again), plain_again, {**unboxed_again, "w": unboxed_again["w"]["value"]}):
+        jax.tree.map(np.testing.assert_array_equal, restored, meta.unbox(values))
+
+
+# --- NNX ------------------------------------------------------------------------------------------
+
+
+def test_the_bridge_keeps_boxes_both_ways() -> None:
+    mesh = mesh_of()
+    with jax.set_mesh(mesh), meta.logical_axis_rules(RULES), nnx.use_eager_sharding(False):
+        for logical in (False, True):
+            linen = Block(logical)
+            variables = linen.init(jax.random.key(0), batch())
+            model = nnx.bridge.ToNNX(linen, rngs=nnx.Rngs(0)).lazy_init(batch())
+            kernel = model.up["kernel"] if isinstance(model.up, dict) else model.up.kernel
+            metadata = kernel.get_metadata()
+            assert metadata["out_sharding"] == variables["params"]["up"]["kernel"].names
+            assert metadata["linen_meta_type"] is type(variables["params"]["up"]["kernel"])
+            assert model(batch()).shape == (4, 8)
+
+
+def test_a_box_as_metadata_of_a_variable_and_back() -> None:
+    mesh = mesh_of()
+    for box in (
+        meta.Partitioned(jnp.ones(4), ("data",), mesh),
+        meta.LogicallyPartitioned(jnp.ones(4), ("a",), mesh, [("a", "data")]),
+    ):
+        assert type(box).from_nnx_metadata({**box.to_nnx_metadata(), "more": 1}) == box
+        with nnx.use_eager_sharding(False):
+            variable = nnx.bridge.variables.to_nnx_var("params", box)
+            back = nnx.bridge.variables.to_linen_var(variable)
+        assert back == box
+
+
+class Linear(nnx.Module):
+    def __init__(self, names: tuple[Any, ...], **metadata: Any) -> None:
+        self.w = nnx.Param(jnp.ones((8, 16)), out_sharding=names, **metadata)
+        self.b = nnx.Param(jnp.ones(16))
+
+
+def test_names_are_read_from_nnx_states() -> None:
+    mesh = mesh_of()
+    with nnx.use_eager_sharding(False):
+        device = nnx.state(Linear((None, "model")))
+        logical = nnx.state(Linear(("embed", "hidden"), sharding_rules=(("hidden", "model"), ("embed", None))))
+        free = nnx.state(Linear(("embed", "hidden")))
+        for state in (device, logical):
+            assert meta.get_sharding(state, mesh)["w"].get_value() == NamedSharding(mesh, P(None, "model"))
+            assert meta.get_sharding(state, mesh)["b"].get_value() == NamedSharding(mesh, P())
+        assert meta.get_partition_spec(device) == nnx.get_partition_spec(device)
+        with meta.logical_axis_rules(RULES):
+            assert meta.get_sharding(free, mesh)["w"].get_value().spec == P(None, "model")
+        report = meta.explain(device, mesh)
+        (leaf,) = (leaf for leaf in report if leaf.shape == (8, 16))
+        assert leaf.spec == P(None, "model") and leaf.bytes_per_device == 128
+        assert not meta.is_axis_metadata(device["w"])

@@ -1,0 +1,946 @@
+"""Nothing is silently wrong: whatever plain JAX computes, the compiled step computes."""
+
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from stages import WIDTH, assert_agrees, assert_same, back, dense, front, loss, microbatched, on_host, parameters, rows
+
+import manymesh as mm
+
+
+def reference(fun, *args, **kwargs):
+    with mm.ignore_transforms():
+        return fun(*args, **kwargs)
+
+
+# Arguments
+
+
+def test_weights_and_batch_are_fresh_on_every_call():
+    """No value of an earlier call is baked into a program."""
+    step = mm.jit(microbatched())
+    for seed in range(3):
+        args = parameters(seed), rows(8, seed + 10)
+        assert_same(step(*args), reference(step, *args))
+
+
+def test_a_closed_over_array_is_read_anew_when_the_step_is_traced_anew():
+    """Executables are shared by structure; the constants of a program are never shared with another one."""
+    scale = {"value": jnp.full((WIDTH,), 2.0)}
+
+    def step(x):
+        return back(jnp.eye(WIDTH), front(jnp.eye(WIDTH), x) * scale["value"])
+
+    jitted = mm.jit(step)
+    assert_same(jitted(rows(2)), reference(step, rows(2)))
+    scale["value"] = jnp.full((WIDTH,), 5.0)
+    assert_same(jitted(rows(4)), reference(step, rows(4)))
+    jitted.clear_cache()
+    assert_same(jitted(rows(2)), reference(step, rows(2)))
+
+
+def test_a_closed_over_python_number_is_read_anew_when_the_step_is_traced_anew():
+    """Literals are part of what makes an executable."""
+    power = {"value": 2.0}
+
+    def step(x):
+        return front(jnp.eye(WIDTH), x) * power["value"]
+
+    jitted = mm.jit(step)
+    jitted(rows(2))
+    power["value"] = 3.0
+    assert_same(jitted(rows(4)), reference(step, rows(4)))
+    jitted.clear_cache()
+    assert_same(jitted(rows(2)), reference(step, rows(2)))
+
+
+def test_a_second_batch_shape_compiles_a_second_program():
+    """Both programs stay usable side by side."""
+    step = mm.jit(microbatched())
+    for count in (8, 16, 8):
+        assert_same(step(parameters(), rows(count)), reference(step, parameters(), rows(count)))
+
+
+def test_a_second_dtype_compiles_a_second_program():
+    """A float and an integer batch of one shape do not share a program."""
+    step = mm.jit(lambda x: back(jnp.eye(WIDTH), front(jnp.eye(WIDTH), x * 2)))
+    for x in (jnp.ones((2, WIDTH)), jnp.ones((2, WIDTH), jnp.int32), jnp.ones((2, WIDTH), jnp.bfloat16)):
+        assert_same(step(x), reference(step, x))
+
+
+def test_keyword_arguments_and_defaults():
+    """They mean what they mean in a call of the plain function, in any order."""
+
+    def step(params, x, *, scale=3.0, shift):
+        return loss(params, x) * scale + shift
+
+    assert_agrees(step, parameters(), rows(), shift=jnp.float32(1))
+    assert_agrees(step, parameters(), shift=1.0, x=rows(), scale=jnp.float32(2))
+
+
+def test_lambdas_partials_methods_and_local_functions():
+    """Anything callable can be a step or a task."""
+
+    class Model:
+        def __init__(self, w):
+            self.w = w
+
+        def __call__(self, x):
+            return x @ self.w
+
+        def method(self, x):
+            return x + self.w[0]
+
+    def local(x):
+        model = Model(jnp.eye(WIDTH) * 3)
+        x = mm.task(model, devices=[0])(x)
+        x = mm.task(model.method, devices=[1])(x)
+        x = mm.task(functools.partial(jnp.multiply, 2.0), devices=[0])(x)
+        return mm.task(lambda y: y - 1, devices=[1])(x)
+
+    assert_agrees(local, rows())
+    assert_agrees(lambda x: local(x), rows())
+    assert_same(mm.jit(functools.partial(local))(rows()), reference(local, rows()))
+
+
+def test_static_arguments_by_position_and_by_name():
+    """Each distinct value makes its own program; both ways of naming it are one."""
+
+    def step(x, power, mode="a"):
+        y = front(jnp.eye(WIDTH), x)
+        return back(jnp.eye(WIDTH), y * power) if mode == "a" else y
+
+    by_number, by_name = mm.jit(step, static_argnums=(1, 2)), mm.jit(step, static_argnames=("power", "mode"))
+    for jitted in (by_number, by_name):
+        assert_same(jitted(rows(), 2), reference(step, rows(), 2))
+        assert_same(jitted(rows(), 3), reference(step, rows(), 3))
+        assert_same(jitted(rows(), power=3, mode="b"), reference(step, rows(), 3, "b"))
+
+
+def test_equal_static_arguments_of_different_types_are_different():
+    """1, 1.0 and True are equal to Python; the results differ in dtype."""
+    step = mm.jit(lambda x, by: front(jnp.eye(2, dtype=x.dtype), x) if by is True else x * by, static_argnums=1)
+    for by in (1, 1.0, True):
+        assert_same(step(jnp.arange(4).reshape(2, 2), by), reference(step, jnp.arange(4).reshape(2, 2), by))
+
+
+def test_nested_pytrees_none_and_empty_containers():
+    """Structures survive on the way in and on the way out."""
+
+    def step(tree, nothing):
+        y = front(tree["a"][0], tree["b"]["x"])
+        return {"y": back(tree["a"][1], y), "none": None, "empty": ({}, [], ()), "nothing": nothing, "list": [y, (y,)]}
+
+    p = parameters()
+    assert_agrees(step, {"a": (p["front"], p["back"], None), "b": {"x": rows(), "e": {}}}, None)
+
+
+def test_numpy_and_python_scalars():
+    """Host values are arguments like any other; Python scalars stay weakly typed."""
+
+    def step(x, factor, count, flag):
+        y = front(jnp.eye(WIDTH, dtype=jnp.bfloat16), x.astype(jnp.bfloat16)) * factor
+        return jnp.where(flag, y, -y), y * count, factor * 2, count + 1
+
+    x = np.ones((2, WIDTH))
+    assert_agrees(step, x, 0.5, 3, True)
+    assert_agrees(step, x, np.float32(0.5), np.int32(3), np.bool_(False))
+    step = mm.jit(step)
+    assert_same(step(x, 0.5, 3, True), reference(step, x, 0.5, 3, True))
+    assert_same(step(x, 0.25, 4, False), reference(step, x, 0.25, 4, False))
+    assert_same(step(x, 1, 4, False), reference(step, x, 1, 4, False))
+
+
+def test_python_numbers_and_strings_given_to_a_task_stay_static():
+    """A task sees the Python value, not a tracer."""
+
+    def act(x, kind, times, flag=False, nothing=None):
+        assert isinstance(times, int) and flag is True and nothing is None
+        for _ in range(times):
+            x = getattr(jnp, kind)(x)
+        return {"x": x, "kind": kind, "times": times}
+
+    run = mm.task(act, devices=[1])
+
+    def step(x):
+        out = run(front(jnp.eye(WIDTH), x), "sin", 2, flag=True)
+        assert out["kind"] == "sin"
+        return out["x"] * out["times"]
+
+    assert_agrees(step, rows())
+
+
+def test_typed_random_keys_are_arguments_and_results():
+    """A key goes in, is split, and comes out as a key."""
+
+    def step(key, x):
+        key, use = jax.random.split(key)
+        y = front(jnp.eye(WIDTH), x + jax.random.normal(use, x.shape))
+        return key, mm.task(lambda k, y: y * jax.random.bernoulli(k, 0.5, y.shape), devices=[1])(use, y)
+
+    assert_agrees(step, jax.random.key(3), rows())
+    assert_agrees(step, jax.random.PRNGKey(3), rows())
+
+
+# Results
+
+
+def test_integer_boolean_and_literal_results():
+    """Results that no task computes keep their dtype and value."""
+
+    def step(x):
+        y = front(jnp.eye(WIDTH), x)
+        return y, jnp.argmax(y, -1), (y > 0).sum(), True, 7, 2.5, jnp.int8(4), jnp.zeros(3), np.arange(2)
+
+    assert_agrees(step, rows())
+
+
+def test_results_that_are_arguments_unchanged():
+    """They come back equal, and are buffers of their own, as with jax.jit."""
+    step = mm.jit(lambda p, x: (p, front(p, x), x))
+    p, x = parameters()["front"], rows()
+    out = step(p, x)
+    assert_same(out, reference(step, p, x))
+    p.delete(), x.delete()
+    assert not out[0].is_deleted() and not out[2].is_deleted()
+    np.asarray(out[0])
+
+
+def test_duplicated_results_are_buffers_of_their_own():
+    """Deleting or donating one leaves the other alone, as with jax.jit."""
+    step = mm.jit(lambda p, x: (lambda y: (y, y))(front(p, x)))
+    one, two = step(parameters()["front"], rows())
+    assert_same(one, two)
+    one.delete()
+    assert not two.is_deleted()
+
+
+def test_a_literal_result_can_be_deleted_and_comes_back_in_the_next_call():
+    """No buffer that the user gets is kept for later."""
+    step = mm.jit(lambda p, x: (front(p, x), 3))
+    step(parameters()["front"], rows())[1].delete()
+    assert int(step(parameters()["front"], rows())[1]) == 3
+
+
+def test_a_closed_over_array_as_a_result_can_be_deleted_and_comes_back():
+    """A constant of the program is not handed out itself."""
+    constant = jnp.arange(3.0)
+    step = mm.jit(lambda p, x: (front(p, x), constant))
+    step(parameters()["front"], rows())[1].delete()
+    assert_same(step(parameters()["front"], rows())[1], jnp.arange(3.0))
+
+
+def test_a_step_without_results():
+    """A function that returns nothing returns nothing."""
+    assert mm.jit(lambda x: None)(rows()) is None
+    assert mm.jit(lambda: ())() == ()
+
+    def step(x):
+        front(jnp.eye(WIDTH), x)
+        return {"nothing": None}
+
+    assert mm.jit(step)(rows()) == {"nothing": None}
+
+
+def test_a_step_without_tasks_runs_where_its_arguments_are():
+    """A function that names no submesh is jax.jit's."""
+    mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[4:], axis_types=(AxisType.Auto,))
+    x = jax.device_put(rows(), NamedSharding(mesh, P("d")))
+    y = mm.jit(lambda x: x * 2)(x)
+    assert_same(y, rows() * 2)
+    assert y.sharding.device_set == set(jax.devices()[4:])
+    assert mm.jit(lambda: jnp.arange(3))().tolist() == [0, 1, 2]
+    committed = jax.device_put(rows(), jax.devices()[3])
+    assert mm.jit(lambda x: x * 2)(committed).devices() == {jax.devices()[3]}
+
+
+def test_empty_arrays():
+    """Arrays without elements pass through tasks, loops and submeshes."""
+    assert_agrees(lambda w, x: back(w, front(w, x)), jnp.eye(WIDTH), jnp.zeros((0, WIDTH)))
+
+
+# Differentiation and gradients
+
+
+def test_gradients_of_bf16_compute_on_float32_parameters_are_float32():
+    """Gradient dtypes are those of the parameters, whatever the tasks compute in."""
+    cast = lambda w, x: dense(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16))  # noqa: E731
+    one, two = mm.task(cast, "one", devices=[0]), mm.task(cast, "two", devices=[1])
+
+    def half_loss(p, x):
+        return jnp.mean(two(p["back"], one(p["front"], x)).astype(jnp.float32) ** 2)
+
+    _, grads = assert_agrees(microbatched(jax.value_and_grad(half_loss)), parameters(), rows(), tolerance=2e-2)
+    assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
+
+
+def test_gradients_of_bf16_parameters_are_bf16():
+    """Nothing is promoted on the way through accumulators."""
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), parameters())
+    x = rows().astype(jnp.bfloat16)
+    _, grads = assert_agrees(microbatched(), params, x, tolerance=5e-2)
+    assert all(g.dtype == jnp.bfloat16 for g in jax.tree.leaves(grads))
+    assert_agrees(jax.grad(loss), params, x, tolerance=5e-2)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("looped", [False, True])
+def test_a_tied_parameter_gets_its_whole_gradient(stages, looped):
+    """A parameter that several stages use sums the gradient of each."""
+
+    def tied(w, x):
+        for i in range(stages):
+            x = mm.task(dense, f"s{i}", devices=[i])(w if i % 2 == 0 else w.T, x)
+        return jnp.mean(x**2)
+
+    step = microbatched(jax.value_and_grad(tied)) if looped else jax.value_and_grad(tied)
+    _, grad = assert_agrees(step, parameters()["front"], rows())
+    assert_same(grad, jax.grad(tied)(parameters()["front"], rows()))
+
+
+def test_a_sum_is_not_scaled_and_a_mean_is_divided_once():
+    """Sum over 4 pieces of a sum is the sum over the batch."""
+    total = lambda p, x: jnp.sum(back(p["back"], front(p["front"], x)))  # noqa: E731
+    whole = jax.value_and_grad(total)(parameters(), rows())
+    assert_same(mm.jit(microbatched(jax.value_and_grad(total), reduce="sum"))(parameters(), rows()), whole)
+    quarter = jax.tree.map(lambda v: v / 4, whole)
+    assert_same(mm.jit(microbatched(jax.value_and_grad(total)))(parameters(), rows()), quarter)
+
+
+def test_has_aux():
+    """Auxiliary results come out beside the gradient, each reduced as asked."""
+
+    def with_aux(p, x):
+        y = back(p["back"], front(p["front"], x))
+        return jnp.mean(y**2), {"y": y, "count": jnp.int32(x.shape[0]), "first": y[0]}
+
+    both = jax.value_and_grad(with_aux, has_aux=True)
+    assert_agrees(both, parameters(), rows())
+    assert_agrees(
+        microbatched(both, reduce=(("mean", {"y": "concat", "count": "sum", "first": "last"}), "mean")),
+        parameters(), rows(),
+    )  # fmt: skip
+
+
+def test_several_argnums_of_the_gradient():
+    """Gradients with respect to parameters and batch; the latter are collected."""
+    both = jax.value_and_grad(loss, argnums=(0, 1))
+    assert_agrees(both, parameters(), rows())
+    assert_agrees(microbatched(both, reduce=("mean", ("mean", "concat"))), parameters(), rows())
+
+
+def test_forward_mode_and_second_derivatives():
+    """jvp, linearize and a Hessian-vector product through tasks."""
+    p, x = parameters(), rows()
+    assert_agrees(lambda p, x: jax.jvp(lambda q: loss(q, x), (p,), (p,)), p, x)
+    assert_agrees(lambda p, x: jax.jvp(jax.grad(loss), (p, x), (p, x))[1], p, x)
+    assert_agrees(lambda p, x: jax.vjp(lambda q: loss(q, x), p)[1](2.0), p, x)
+
+
+def test_stop_gradient_between_tasks():
+    """A cut path gives zeros, not errors."""
+    cut = lambda p, x: jnp.sum(back(p["back"], jax.lax.stop_gradient(front(p["front"], x))))  # noqa: E731
+    _, grads = assert_agrees(microbatched(jax.value_and_grad(cut)), parameters(), rows())
+    assert not on_host(grads["front"]).any()
+
+
+def test_an_unused_parameter_gets_a_zero_gradient():
+    """Symbolic zeros become arrays."""
+    assert_agrees(microbatched(), {**parameters(), "unused": jnp.ones(3)}, rows())
+    assert_agrees(jax.grad(loss), {**parameters(), "unused": jnp.ones(3)}, rows())
+
+
+# JAX transformations in and around tasks
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_checkpoint_in_and_around_tasks(policy):
+    """Rematerialisation changes nothing but memory."""
+    inside = mm.task(jax.checkpoint(dense, policy=policy), "inside", devices=[0])
+    around = jax.checkpoint(mm.task(dense, "around", devices=[1]), policy=policy)
+
+    def f(p, x):
+        return jnp.mean(around(p["back"], inside(p["front"], x)) ** 2)
+
+    assert_agrees(jax.value_and_grad(f), parameters(), rows())
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
+    assert_agrees(microbatched(jax.value_and_grad(jax.checkpoint(f, policy=policy))), parameters(), rows())
+
+
+def test_checkpoint_around_several_tasks():
+    """One checkpoint over a stage boundary recomputes each task where it ran."""
+    both = jax.checkpoint(lambda p, x: back(p["back"], front(p["front"], x)))
+    f = lambda p, x: jnp.mean(both(p, x) ** 2)  # noqa: E731
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
+
+
+def test_vmap_in_and_around_tasks():
+    """Also over the gradient, and with an axis that is not the first."""
+    one = mm.task(jax.vmap(dense, (None, 0)), "one", devices=[0])
+
+    def f(p, x):
+        y = one(p["front"], x)
+        y = jax.vmap(back, (None, 1), 1)(p["back"], y)
+        return jnp.mean(y**2)
+
+    assert_agrees(lambda p, x: jax.vmap(front, (None, 0))(p["front"], x), parameters(), rows())
+    assert_agrees(jax.value_and_grad(f), parameters(), rows().reshape(2, 4, WIDTH))
+    per_row = lambda p, x: jax.vmap(jax.grad(loss), (None, 0))(p, x[:, None])  # noqa: E731
+    assert_agrees(per_row, parameters(), rows())
+
+
+@jax.custom_vjp
+def halved_gradient(x):
+    return jnp.sin(x)
+
+
+halved_gradient.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda cos, g: (g * cos / 2,))
+
+
+@jax.custom_jvp
+def tripled_tangent(x):
+    return jnp.sin(x)
+
+
+tripled_tangent.defjvp(lambda primals, tangents: (jnp.sin(primals[0]), 3 * jnp.cos(primals[0]) * tangents[0]))
+
+
+@pytest.mark.parametrize("custom", [halved_gradient, tripled_tangent])
+def test_custom_derivatives_in_and_around_tasks(custom):
+    """A custom rule holds inside a task, between tasks, and around a whole task."""
+    inside = mm.task(lambda w, x: custom(x @ w), "inside", devices=[0])
+
+    def f(p, x):
+        return jnp.mean(back(p["back"], custom(inside(p["front"], x))) ** 2)
+
+    assert_agrees(jax.value_and_grad(f), parameters(), rows())
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
+
+
+def test_a_task_inside_a_custom_vjp():
+    """The rule's own forward and backward may call tasks."""
+
+    @jax.custom_vjp
+    def layer(w, x):
+        return front(w, x)
+
+    def forward(w, x):
+        y = front(w, x)
+        return y, (w, x, y)
+
+    def backward(saved, g):
+        w, x, y = saved
+        return mm.task(lambda w, x, y, g: (x.T @ (g * (1 - y**2)), (g * (1 - y**2)) @ w.T), "mine", devices=[0])(
+            w, x, y, g
+        )
+
+    layer.defvjp(forward, backward)
+    f = lambda p, x: jnp.mean(back(p["back"], layer(p["front"], x)) ** 2)  # noqa: E731
+    assert_agrees(f, parameters(), rows())
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
+
+
+def test_a_task_inside_a_custom_jvp():
+    """The rule may call tasks."""
+
+    @jax.custom_jvp
+    def layer(w, x):
+        return front(w, x)
+
+    layer.defjvp(lambda p, t: (front(*p), 2 * jax.jvp(front, p, t)[1]))
+    f = lambda p, x: jnp.mean(back(p["back"], layer(p["front"], x)) ** 2)  # noqa: E731
+    assert_agrees(f, parameters(), rows())
+    assert_agrees(jax.value_and_grad(f), parameters(), rows())
+
+
+def test_nested_jit_in_and_around_tasks():
+    """A jit is transparent."""
+    inside = mm.task(jax.jit(dense), "inside", devices=[0])
+    around = jax.jit(lambda p, x: jax.jit(back)(p["back"], inside(p["front"], x)))
+    f = jax.jit(lambda p, x: jnp.mean(around(p, x) ** 2))
+    assert_agrees(f, parameters(), rows())
+    assert_agrees(microbatched(jax.jit(jax.value_and_grad(f))), parameters(), rows())
+
+
+def test_a_jitted_function_called_twice_is_two_tasks_with_two_values():
+    """JAX hands one cached jaxpr to both calls; they must not be confused."""
+    layer = jax.jit(front)
+
+    def f(p, x):
+        return jnp.mean(back(p["back"], layer(p["back"], layer(p["front"], x))) ** 2)
+
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
+
+
+def test_a_function_that_was_jitted_and_called_before_still_has_its_tasks():
+    """The jaxpr that JAX cached outside, without marks, is not used inside; nor the other way round."""
+    user = jax.jit(loss)
+    eager = user(parameters(), rows())
+    step = mm.jit(jax.value_and_grad(user))
+    value, _ = step(parameters(), rows())
+    assert_same(value, eager)
+    tasks = {t for f in step.lower(parameters(), rows()).program.fragments for t in f.tasks}
+    assert tasks == {"front", "back"}
+    assert_same(user(parameters(), rows()), eager)
+    assert_same(reference(step, parameters(), rows())[0], eager)
+
+
+def test_a_scan_within_a_task():
+    """It stays a scan, forward and backward."""
+
+    def layers(ws, x):
+        return jax.lax.scan(lambda h, w: (dense(w, h), jnp.sum(h)), x, ws)
+
+    deep = mm.task(layers, "deep", devices=[0])
+
+    def f(p, x):
+        y, sums = deep(p["deep"], x)
+        return jnp.mean(back(p["back"], y) ** 2) + jnp.sum(sums)
+
+    params = {"deep": jnp.stack([parameters(i)["front"] for i in range(3)]), "back": parameters()["back"]}
+    assert_agrees(microbatched(jax.value_and_grad(f)), params, rows())
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_tasks_in_a_scan(reverse):
+    """The scan is unrolled, with carries, stacked inputs and outputs, and its gradient."""
+
+    def f(ws, x):
+        def layer(h, w):
+            h = back(w[1], front(w[0], h))
+            return h, jnp.sum(h)
+
+        h, sums = jax.lax.scan(layer, x, ws, reverse=reverse)
+        return jnp.mean(h**2) + jnp.sum(sums * jnp.arange(3.0))
+
+    ws = jnp.stack([jnp.stack([parameters(i)["front"], parameters(i)["back"]]) for i in range(3)])
+    assert_agrees(f, ws, rows())
+    assert_agrees(jax.value_and_grad(f), ws, rows())
+    assert_agrees(microbatched(jax.value_and_grad(f)), ws, rows())
+
+
+def test_control_flow_in_a_task_and_between_tasks():
+    """cond and while_loop without tasks in them are opaque."""
+
+    def body(w, x):
+        x = jax.lax.cond(jnp.sum(x) > 0, lambda v: v @ w, lambda v: -v, x)
+        return jax.lax.fori_loop(0, 3, lambda i, v: v * 0.5 + i, x)
+
+    one = mm.task(body, "one", devices=[0])
+
+    def f(p, x):
+        y = one(p["front"], x)
+        y = jax.lax.switch(jnp.argmax(y[0]), [jnp.sin, jnp.cos, jnp.tanh, lambda v: v], y)
+        return jnp.mean(back(p["back"], y) ** 2)
+
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
+
+
+def test_sorting_and_random_bits_between_tasks():
+    """Unmarked equations of any kind are placed somewhere and computed once or alike."""
+
+    def f(p, x, key):
+        y = front(p["front"], jnp.sort(x, 0) + jax.random.normal(key, x.shape))
+        y = jnp.take(y, jax.random.permutation(key, y.shape[0]), 0)
+        return back(p["back"], y), jax.random.uniform(key, (3,))
+
+    assert_agrees(f, parameters(), rows(), jax.random.key(0))
+
+
+# Microbatch loops
+
+
+def test_forward_only_programs():
+    """A loop without a backward pass, and an evaluation with several metrics."""
+
+    def evaluate(p, x):
+        y = back(p["back"], front(p["front"], x))
+        return {"y": y, "max": jnp.max(y), "n": jnp.int32(len(x))}
+
+    assert_agrees(evaluate, parameters(), rows())
+    reduce = {"y": "concat", "max": "max", "n": "sum"}
+    assert_agrees(microbatched(evaluate, reduce=reduce), parameters(), rows())
+    assert_agrees(microbatched(evaluate, reduce=reduce, schedule="gpipe"), parameters(), rows())
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "concat", "stack", "last"])
+def test_every_reduction_over_floats_integers_and_keys(reduce):
+    """Each reduction gives what the plain loop gives, dtypes included."""
+
+    def f(p, x):
+        y = back(p["back"], front(p["front"], x))
+        return y, jnp.argmax(y, -1), -jnp.abs(y.astype(jnp.bfloat16))
+
+    assert_agrees(microbatched(f, reduce=reduce), parameters(), rows(), tolerance=2e-2)
+
+
+def test_booleans_reduce_as_in_the_plain_loop():
+    """Sum, max and last of truth values."""
+    f = lambda p, x: (front(p["front"], x) > 0.9,) * 3  # noqa: E731
+    assert_agrees(microbatched(f, reduce=("sum", "max", "last")), parameters(), rows())
+
+
+def test_weighted_mean_of_masked_tokens_equals_the_full_batch():
+    """Uneven counts in the pieces; value and gradients are those of the whole batch."""
+
+    def masked(p, batch):
+        y = back(p["back"], front(p["front"], batch["x"]))
+        count = jnp.sum(batch["mask"])
+        return jnp.sum(jnp.mean(y**2, -1) * batch["mask"]) / count, {"tokens": count}
+
+    both = jax.value_and_grad(masked, has_aux=True)
+    batch = {"x": rows(), "mask": jnp.array([1.0, 0, 1, 1, 1, 1, 0, 1])}
+    step = microbatched(both, reduce=mm.WeightedMean("tokens"))
+    result = assert_agrees(step, parameters(), batch)
+    assert_same(result, both(parameters(), batch))
+
+
+def test_batches_cut_along_another_dimension():
+    """dim=1 and dim=-1, also for a tree of leaves with different ranks."""
+
+    def f(p, batch):
+        return jnp.sum(back(p["back"], front(p["front"], batch["x"].T)) * batch["y"][0, :, None])
+
+    batch = {"x": rows().T, "y": jnp.arange(24.0).reshape(3, 8)}
+    assert_agrees(microbatched(jax.value_and_grad(f), dim=1), parameters(), batch)
+    assert_agrees(microbatched(jax.value_and_grad(f), dim=-1), parameters(), batch)
+
+
+def test_several_batch_arguments():
+    """argnum as a tuple, the batch before the parameters, and keyword arguments beside it."""
+
+    def f(x, p, y, scale=1.0):
+        return jnp.mean((back(p["back"], front(p["front"], x)) - y) ** 2) * scale
+
+    step = microbatched(jax.value_and_grad(f, argnums=1), argnum=(0, 2))
+    assert_agrees(step, rows(), parameters(), rows(8, 5))
+    assert_agrees(step, rows(), parameters(), rows(8, 5), scale=jnp.float32(2))
+    assert_agrees(lambda x, p, y: step(x, p, y, scale=3.0), rows(), parameters(), rows(8, 5))
+
+
+def test_size_instead_of_a_number():
+    """size=2 of 8 rows is 4 microbatches; the number follows the batch."""
+    step = mm.jit(microbatched(num_microbatches=None, size=2))
+    for count in (8, 12):
+        assert_same(step(parameters(), rows(count)), reference(step, parameters(), rows(count)))
+    assert step.lower(parameters(), rows(12)).program.loops[0].num_microbatches == 6
+
+
+def test_one_microbatch_is_the_plain_call():
+    """No loop is left in the program."""
+    step = microbatched(num_microbatches=1)
+    assert_agrees(step, parameters(), rows())
+    assert not mm.jit(step).lower(parameters(), rows()).program.loops
+
+
+def test_dropout_differs_between_microbatches():
+    """Microbatch i sees fold_in(key, i): the masks differ from each other, and from those of another key."""
+
+    def f(p, x, key):
+        y = front(p["front"], x)
+        drop = mm.task(lambda k, y: jnp.where(jax.random.bernoulli(k, 0.5, y.shape), y, 0), "drop", devices=[0])
+        return back(p["back"], drop(key, y)), jax.random.bernoulli(key, 0.5, (64,))
+
+    step = microbatched(f, reduce="stack", rng_argnum=2)
+    _, masks = assert_agrees(step, parameters(), rows(), jax.random.key(0))
+    expected = [jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), i), 0.5, (64,)) for i in range(4)]
+    np.testing.assert_array_equal(np.asarray(masks), np.asarray(expected))
+    assert len({m.tobytes() for m in np.asarray(masks)}) == 4
+    other = mm.jit(step)(parameters(), rows(), jax.random.key(1))[1]
+    assert (np.asarray(other) != np.asarray(masks)).any()
+
+
+def test_rng_argnum_folds_a_tree_of_keys():
+    """Old-style and typed keys, in a dictionary as Flax takes them."""
+
+    def f(p, x, keys):
+        return jax.random.normal(keys["dropout"], ()) + jax.random.uniform(keys["noise"]) + jnp.sum(front(p["front"], x))
+
+    step = microbatched(f, reduce="stack", rng_argnum=2)
+    assert_agrees(step, parameters(), rows(), {"dropout": jax.random.key(0), "noise": jax.random.PRNGKey(1)})
+
+
+def test_without_rng_argnum_a_key_is_the_same_in_every_microbatch():
+    """Nothing is folded in that the user did not ask for."""
+    f = lambda p, x, key: (jnp.sum(front(p["front"], x)), jax.random.normal(key, (4,)))  # noqa: E731
+    _, noise = assert_agrees(microbatched(f, reduce="stack"), parameters(), rows(), jax.random.key(0))
+    assert (np.asarray(noise) == np.asarray(noise)[0]).all()
+
+
+def test_two_microbatch_loops_in_one_step():
+    """The second may depend on the first."""
+
+    def step(p, x):
+        value, grads = microbatched()(p, x)
+        p = jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
+        again = microbatched(loss, num_microbatches=2, schedule="gpipe")(p, x)
+        return p, value, again
+
+    assert_agrees(step, parameters(), rows())
+
+
+def test_two_independent_loops_over_the_same_parameters():
+    """Gradients of two batches, accumulated apart and added."""
+
+    def step(p, x, y):
+        a, b = microbatched()(p, x), microbatched(num_microbatches=2)(p, y)
+        return jax.tree.map(jnp.add, a, b)
+
+    assert_agrees(step, parameters(), rows(), rows(6, 3))
+
+
+def test_a_loop_whose_parameters_are_computed_in_the_step():
+    """What enters the loop may come from a task or from unmarked equations."""
+
+    def step(p, x):
+        cast = jax.tree.map(lambda w: w * 2, p)
+        cast["back"] = mm.task(lambda w: w + 1, "prepare", devices=[1])(cast["back"])
+        return microbatched()(cast, jnp.flip(x, 0))
+
+    assert_agrees(step, parameters(), rows())
+
+
+def test_the_same_stage_used_twice():
+    """A chain that returns to its first submesh (0, 1, 0) has three stages."""
+
+    def f(p, x):
+        return jnp.mean(front(p["front"], back(p["back"], front(p["front"], x))) ** 2)
+
+    for schedule in ("gpipe", "1f1b"):
+        assert_agrees(microbatched(jax.value_and_grad(f), schedule=schedule), parameters(), rows())
+
+
+def test_a_skip_over_a_stage():
+    """A value made by stage 0 is read by stage 2."""
+
+    def f(p, x):
+        a = front(p["front"], x)
+        c = mm.task(lambda w, h, skip: dense(w, h) + skip, "third", devices=[2])(p["front"], back(p["back"], a), a)
+        return jnp.mean(c**2)
+
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
+
+
+def test_the_batch_is_read_by_first_and_last_stage():
+    """Labels go straight to the last stage."""
+
+    def f(p, batch):
+        y = front(p["front"], batch["x"])
+        return mm.task(lambda w, y, t: jnp.mean((dense(w, y) - t) ** 2), "last", devices=[1])(p["back"], y, batch["t"])
+
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), {"x": rows(), "t": rows(8, 3)})
+
+
+def test_integer_batches():
+    """Token ids go through an embedding, whose gradient is accumulated."""
+
+    def f(p, ids):
+        y = mm.task(lambda w, i: w[i], "embed", devices=[0])(p["front"], ids)
+        logits = mm.task(lambda w, y: y @ w.T, "head", devices=[1])(p["front"], y)
+        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, ids).mean()
+
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), jnp.arange(8) % WIDTH)
+
+
+def test_a_result_that_no_microbatch_changes():
+    """Results of the body that depend on parameters only, or on nothing."""
+
+    def f(p, x):
+        return loss(p, x), jnp.sum(p["front"]), 3.0, jnp.int32(2)
+
+    for reduce in ("sum", "mean", "max", "stack", "last"):
+        assert_agrees(microbatched(f, reduce=reduce), parameters(), rows())
+
+
+# Training steps
+
+
+def train_step(optimizer, p, opt, x, **options):
+    value, grads = microbatched(**options)(p, x)
+    updates, opt = optimizer.update(grads, opt, p)
+    return optax.apply_updates(p, updates), opt, value
+
+
+def test_adamw_with_global_norm_clipping():
+    """Three steps of a real optimizer, whose norm reads every submesh."""
+    optimizer = optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2))
+    step = mm.jit(functools.partial(train_step, optimizer))
+    plain = jax.jit(functools.partial(train_step, optimizer))
+    state = mine = (parameters(), optimizer.init(parameters()))
+    for i in range(3):
+        *mine, value = step(*mine, rows(8, i))
+        *state, expected = reference(plain, *state, rows(8, i))
+        assert_same((tuple(mine), value), (tuple(state), expected))
+
+
+def test_an_average_of_the_parameters():
+    """An exponential moving average beside the parameters stays with them."""
+
+    def step(p, ema, x):
+        _, grads = microbatched()(p, x)
+        p = jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
+        return p, jax.tree.map(lambda e, w: 0.9 * e + 0.1 * w, ema, p)
+
+    p, ema = assert_agrees(step, parameters(), parameters(), rows())
+    for k, device in (("front", 0), ("back", 1)):
+        assert p[k].devices() == ema[k].devices() == {jax.devices()[device]}
+
+
+def test_donated_state_is_used_again():
+    """Donate, take the result, go on: the state never has two copies, and the numbers are the plain ones."""
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    step = mm.jit(functools.partial(train_step, optimizer), donate_argnums=(0, 1))
+    plain = functools.partial(train_step, optimizer)
+    mine, state = (parameters(), optimizer.init(parameters())), (parameters(), optimizer.init(parameters()))
+    for i in range(3):
+        before = jax.tree.leaves(mine)
+        *mine, _ = step(*mine, rows(8, i))
+        *state, _ = reference(plain, *state, rows(8, i))
+        assert all(x.is_deleted() for x in before)
+        assert_same(mine, state)
+
+
+def test_donation_by_name_and_of_nested_state():
+    """donate_argnames means the same."""
+    step = mm.jit(lambda state, x: ({"p": jax.tree.map(jnp.add, state["p"], jax.grad(loss)(state["p"], x))}), donate_argnames="state")
+    state = {"p": parameters()}
+    expected = reference(step, {"p": parameters()}, rows())
+    assert_same(step(state=state, x=rows()), expected)
+    assert all(w.is_deleted() for w in jax.tree.leaves(state))
+
+
+def test_a_donated_argument_that_is_handed_through_is_the_result():
+    """Donation of an unchanged part of the state loses nothing, also twice in a row."""
+    step = mm.jit(lambda s, x: ({"w": s["w"], "n": s["n"] + 1}, front(s["w"], x)), donate_argnums=0)
+    state = {"w": parameters()["front"], "n": jnp.int32(0)}
+    for _ in range(3):
+        state, y = step(state, rows())
+    assert int(state["n"]) == 3
+    assert_same(y, dense(parameters()["front"], rows()))
+
+
+def test_what_is_not_donated_stays_valid():
+    """A call leaves every other argument as it was."""
+    p, x = parameters(), rows()
+    jitted = mm.jit(microbatched(), donate_argnums=())
+    jitted(p, x)
+    assert_same((p, x), (parameters(), rows()))
+    placed = jax.tree.map(jax.device_put, p, {"front": jax.devices()[0], "back": jax.devices()[1]})
+    jitted(placed, x), jitted(placed, x)
+    assert_same(placed, parameters())
+
+
+def test_the_same_array_as_two_arguments():
+    """One buffer, two parameters."""
+    w = parameters()["front"]
+    assert_agrees(microbatched(), {"front": w, "back": w}, rows())
+
+
+# Meshes around the step
+
+
+def mesh_of(axis_type, shape=(2, 2)):
+    return jax.make_mesh(shape, ("stage", "data"), axis_types=(axis_type,) * 2, devices=jax.devices()[: shape[0] * shape[1]])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_called_under_set_mesh(axis_type):
+    """An ambient mesh, of either kind, has no say."""
+    with jax.set_mesh(mesh_of(axis_type)):
+        actual = mm.jit(microbatched())(parameters(), rows())
+    assert_same(actual, reference(microbatched(), parameters(), rows()))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_stages_on_the_submeshes_of_a_mesh_of_any_kind(axis_type):
+    """Submeshes of jax.make_mesh, with parameters that arrive sharded over them."""
+    whole = mesh_of(axis_type)
+    meshes = mm.submeshes(whole, "stage")
+    rules = (("batch", "data"),)
+
+    def layer(w, x):
+        return dense(w, mm.with_sharding_constraint(x, ("batch", None)))
+
+    one, two = (mm.task(layer, n, mesh=m, logical_axes=rules) for n, m in zip("ab", meshes, strict=True))
+    f = lambda p, x: jnp.mean(two(p["back"], one(p["front"], x)) ** 2)  # noqa: E731
+    step = mm.jit(microbatched(jax.value_and_grad(f)))
+    expected = reference(step, parameters(), rows())
+    assert_same(step(parameters(), rows()), expected)
+    p = {k: jax.device_put(v, NamedSharding(m, P("data"))) for (k, v), m in zip(parameters().items(), meshes, strict=True)}
+    assert_same(step(p, rows()), expected)
+    with jax.set_mesh(whole):
+        everywhere = jax.device_put(rows(), NamedSharding(whole, P("data")))
+        assert_same(step(p, everywhere), expected)
+        assert_same(mm.jit(microbatched(jax.value_and_grad(f)))(p, everywhere), expected)
+
+
+def test_arguments_sharded_over_the_explicit_whole_mesh():
+    """Values that carry an Explicit sharding are traced without it."""
+    whole = mesh_of(AxisType.Explicit)
+    p = jax.tree.map(lambda w: jax.device_put(w, NamedSharding(whole, P("stage", "data"))), parameters())
+    x = jax.device_put(rows(), NamedSharding(whole, P("data")))
+    assert_same(mm.jit(microbatched())(p, x), reference(microbatched(), parameters(), rows()))
+
+
+def test_a_task_called_outside_the_compiler_is_the_plain_function():
+    """Eagerly, under jax.jit, grad and vmap."""
+    expected = jax.value_and_grad(lambda p, x: jnp.mean(dense(p["back"], dense(p["front"], x)) ** 2))(parameters(), rows())
+    assert_same(jax.value_and_grad(loss)(parameters(), rows()), expected)
+    assert_same(jax.jit(jax.value_and_grad(loss))(parameters(), rows()), expected)
+    assert_same(jax.vmap(front, (None, 0))(parameters()["front"], rows()), dense(parameters()["front"], rows()))
+
+
+def test_reference_mode_inside_and_around():
+    """It holds for functions made before, and ends with its block."""
+    step = mm.jit(microbatched())
+    with mm.ignore_transforms():
+        plain = step(parameters(), rows())
+        assert plain[1]["back"].devices() == {jax.devices()[0]}
+    assert_same(step(parameters(), rows()), plain)
+    assert step(parameters(), rows())[1]["back"].devices() == {jax.devices()[1]}
+
+
+def test_a_step_inside_a_step():
+    """An inner mm.jit is part of the outer program."""
+    inner = mm.jit(loss)
+    assert_agrees(lambda p, x: jax.value_and_grad(inner)(p, x), parameters(), rows())
+
+
+def test_two_steps_that_share_a_model_do_not_share_state():
+    """A training and an evaluation step of the same functions, called in turns."""
+    train, evaluate = mm.jit(microbatched()), mm.jit(loss)
+    for seed in range(2):
+        p = parameters(seed)
+        assert_same(train(p, rows())[0], reference(train, p, rows())[0])
+        assert_same(evaluate(p, rows()), reference(evaluate, p, rows()))
+
+
+def test_lowered_and_compiled_steps_are_callable():
+    """trace, lower and compile take shapes; the result takes arrays."""
+    shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), (parameters(), rows()))
+    step = mm.jit(microbatched())
+    compiled = step.trace(*shapes).lower().compile()
+    assert_same(compiled(parameters(), rows()), reference(step, parameters(), rows()))
+    out = step.eval_shape(*shapes)
+    assert jax.tree.map(lambda s: (s.shape, s.dtype), out) == jax.tree.map(
+        lambda v: (v.shape, v.dtype), reference(step, parameters(), rows())
+    )
+
+
+def test_nothing_refers_to_arguments_after_the_call():
+    """Arrays die when the user lets them go."""
+    step = mm.jit(microbatched())
+    step(parameters(), rows())
+    gc.collect()
+    before = len(jax.live_arrays())
+    result = step(parameters(5), rows(8, 5))
+    del result
+    gc.collect()
+    assert len(jax.live_arrays()) == before
