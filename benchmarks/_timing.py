@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -47,7 +48,11 @@ class Sample:
 
 
 def alternate(
-    runs: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 2, patience: float = 0.0
+    runs: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    warm_up: int = 2,
+    patience: float = 0.0,
+    seconds: float = math.inf,
 ) -> dict[str, list[Sample]]:
     """Times each run in each round. Runs take turns, and the turn changes direction every round.
 
@@ -56,10 +61,14 @@ def alternate(
       rounds: how often.
       warm_up: rounds that are not kept.
       patience: seconds, over all rounds, to spend on waiting for a quiet machine.
+      seconds: starts no further round after that long, once there are three.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in runs}
     names = list(runs)
+    begin = time.perf_counter()
     for i in range(-warm_up, rounds):
+        if i >= 3 and time.perf_counter() - begin > seconds:
+            break
         if i >= 0:
             patience -= _wait_for_quiet(patience)
         for name in names if i % 2 else names[::-1]:

@@ -1,7 +1,8 @@
 """A training step as a two-stage pipeline: ManyMesh beside the same pipeline written by hand, in one process.
 
     python benchmarks/pipeline.py [--blocks 8] [--width 512] [--hidden 2048] [--batch 1536] [--microbatches 8]
-                                  [--schedule gpipe 1f1b] [--rounds 20] [--report] [--json FILE]
+                                  [--schedule gpipe 1f1b] [--rounds 40] [--seconds 75]
+                                  [--report] [--json FILE]
 
 Residual blocks ``x <- LayerNorm(x + gelu(x W1) W2)``, mean squared error, float32, Adam; half of the blocks on each
 of two virtual CPU devices. The two step in turns on the same batch. Their losses have to agree; their times are
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -247,42 +247,30 @@ def hand_order(schedule: str, count: int) -> list[tuple[int, str, int]]:
 # ---------------------------------------------------------------------- comparing
 
 
-def compare(size: Size, schedules: list[str], rounds: int, report: bool) -> list[dict[str, Any]]:
-    """Steps both in turns for each schedule, checks the losses, and returns a row for each."""
-    jax.devices()
-    spread_threads()
-    runs: dict[str, Callable[[], Any]] = {}
-    losses: dict[str, list[float]] = {}
-    steps: dict[str, WithManyMesh] = {}
-    for schedule in schedules:
-        steps[schedule] = WithManyMesh(size, schedule)
-        for who, step in (("mm", steps[schedule]), ("hand", ByHand(size, schedule))):
-            seen = losses[f"{who} {schedule}"] = []
-            runs[f"{who} {schedule}"] = lambda step=step, seen=seen: seen.append(step())
-    times = alternate(runs, rounds, patience=60.0)
-    rows = []
-    for schedule in schedules:
-        ours, theirs = f"mm {schedule}", f"hand {schedule}"
-        np.testing.assert_allclose(losses[ours], losses[theirs], rtol=1e-4, err_msg=f"losses of {schedule} differ")
-        found = ratio(times[ours], times[theirs])
-        mine, hand = (statistics.median(sorted(s.wall for s in times[k])[: found.rounds]) for k in (ours, theirs))
-        print(
-            f"{schedule:6} mm {mine * 1e3:.0f} ms, by hand {hand * 1e3:.0f} ms; ratio {found}; target {TARGET:.2f}; "
-            f"loss {losses[ours][0]:.5f} -> {losses[ours][-1]:.5f}"
-        )
-        if report:
-            print(steps[schedule].compiled.report())
-        rows.append(
-            {
-                "what": f"pipeline step, {schedule}",
-                "ours": f"{mine * 1e3:.0f} ms",
-                "theirs": f"{hand * 1e3:.0f} ms by hand",
-                "figure": f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})",
-                "target": f"{TARGET:.2f}",
-                "met": found.median <= TARGET,
-            }
-        )
-    return rows
+def compare(size: Size, schedule: str, rounds: int, seconds: float, report: bool) -> dict[str, Any]:
+    """Steps both in turns, checks that the losses agree, and returns a row of the table."""
+    steps = {"mm": WithManyMesh(size, schedule), "hand": ByHand(size, schedule)}
+    losses: dict[str, list[float]] = {who: [] for who in steps}
+    runs = {who: lambda who=who: losses[who].append(steps[who]()) for who in steps}
+    samples = alternate(runs, rounds, patience=seconds / 3, seconds=seconds)
+    np.testing.assert_allclose(losses["mm"], losses["hand"], rtol=1e-4, err_msg=f"losses of {schedule} differ")
+    found = ratio(samples["mm"], samples["hand"])
+    ours, theirs = (1e3 * min(s.wall for s in samples[who]) for who in ("mm", "hand"))
+    print(
+        f"{schedule:6} ratio {found}; best steps: mm {ours:.0f} ms, by hand {theirs:.0f} ms; target {TARGET:.2f}; "
+        f"loss {losses['mm'][0]:.5f} -> {losses['mm'][-1]:.5f}",
+        flush=True,
+    )
+    if report:
+        print(steps["mm"].compiled.report())
+    return {
+        "what": f"pipeline step, {schedule}",
+        "ours": f"{ours:.0f} ms",
+        "theirs": f"{theirs:.0f} ms by hand",
+        "figure": f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})",
+        "target": f"{TARGET:.2f}",
+        "met": found.median <= TARGET,
+    }
 
 
 def main() -> None:
@@ -294,15 +282,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1536, help="rows")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedule", nargs="+", default=["gpipe", "1f1b"], choices=["gpipe", "1f1b"])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=40, help="most rounds for each schedule")
+    parser.add_argument("--seconds", type=float, default=75, help="about the time for each schedule")
     parser.add_argument("--report", action="store_true", help="print what the compiled step consists of")
     parser.add_argument("--json", help="write the rows of the table to this file")
     a = parser.parse_args()
     if a.blocks % STAGES or a.batch % a.microbatches:
         parser.error(f"blocks divide into {STAGES} stages, rows into microbatches")
+    jax.devices()
+    spread_threads()
     size = Size(a.blocks, a.width, a.hidden, a.batch, a.microbatches)
     print(f"{size}, float32, JAX {jax.__version__}, Python {sys.version.split()[0]}")
-    rows = compare(size, a.schedule, a.rounds, a.report)
+    rows = [compare(size, schedule, a.rounds, a.seconds, a.report) for schedule in a.schedule]
     if a.json:
         with open(a.json, "w") as file:
             json.dump(rows, file)

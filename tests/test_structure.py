@@ -39,6 +39,7 @@ LAYERS = (
     "_api",
     "__init__",  # the face, `import manymesh`
     "_flax_meta",
+    "_flax_axes",
     "_flax_task",
     "_flax_table",
     "_flax_step",
@@ -54,7 +55,7 @@ LAYERS = (
 THIRD_PARTY: Mapping[str, frozenset[str]] = {
     "schedules": frozenset(),
     **dict.fromkeys(
-        ("_flax_meta", "_flax_task", "_flax_table", "_flax_step", "flax"),
+        ("_flax_meta", "_flax_axes", "_flax_task", "_flax_table", "_flax_step", "flax"),
         frozenset({"jax", "numpy", "rich", "flax", "optax"}),
     ),
     "nnx": frozenset({"jax", "numpy", "rich", "flax", "optax"}),

@@ -121,9 +121,10 @@ class Jitted:
         given = self._flatten(args, kwargs)
         # 1, 1.0 and True are equal and hash alike, but make different programs.
         static = tuple((k, type(v), v) for k, v in given.static)
-        key = (given.treedef, static, tuple(_signature(x) for x in given.leaves))
+        key = (given.treedef, static, _settings(), tuple(_signature(x) for x in given.leaves))
         compiled = self._compiled.get(key)
         if compiled is None:
+            self._check_donation(given)
             compiled = self._compiled[key] = self._trace(given).lower().compile()
         return compiled.call_flat(given.leaves)
 
@@ -184,12 +185,25 @@ class Jitted:
 
         flat_fun.__name__ = flat_fun.__qualname__ = self.name
         try:
-            with recording(record), _compat.tracing_without_mesh():
+            with recording(record), _compat.without_mesh():
                 closed, shapes = jax.make_jaxpr(flat_fun, return_shape=True)(*avals)
         except AxisError as error:
             raise _with_parameter(error, given) from None
         self._report(record)
         return Traced(self, given, record, closed, shapes, out_tree[-1])
+
+    def _check_donation(self, given: _Arguments) -> None:
+        """Refuses one array in two places where a donation would take it away from the other one."""
+        donated = _donated(given, self.donate_argnums, self.donate_argnames)
+        seen: dict[int, int] = {}
+        for i, x in enumerate(given.leaves):
+            k = seen.setdefault(id(x), i)
+            if k != i and isinstance(x, jax.Array) and not donated.isdisjoint((i, k)):
+                paths = [p for p, _ in jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))]
+                raise ValueError(
+                    f"mm.jit({self.name}): arguments{_keystr(paths[k])} and{_keystr(paths[i])} are one array of shape "
+                    f"{x.shape}, and it is donated; donate neither, or pass a copy (jnp.copy) as one of them"
+                )
 
     def _report(self, record: Recording) -> None:
         if self.strict and record.findings:
@@ -218,6 +232,15 @@ def _users_level() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == here:
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _settings() -> tuple[Any, ...]:
+    """Settings of JAX that change what a trace gives."""
+    c = jax.config
+    return (
+        c.jax_enable_x64, c.jax_default_matmul_precision, c.jax_numpy_dtype_promotion, c.jax_numpy_rank_promotion,
+        c.jax_default_prng_impl,
+    )  # fmt: skip
 
 
 def _signature(x: Any) -> Any:
@@ -318,11 +341,11 @@ class Traced:
         if program is None:
             program = self._without_tasks()
         shift = len(program.consts)
-        donated = frozenset(shift + i for i in self._donated())
+        donated = frozenset(shift + i for i in _donated(given, j.donate_argnums, j.donate_argnames))
         plan = emit(program, donated)
         given_in = {i: s for i, x in enumerate(given.leaves) if (s := _arrival(x, program)) is not None}
         given_in.update(wanted_in)
-        return Lowered(self, program, plan, given_in, wanted_out, self._states(program), donated)
+        return Lowered(self, program, plan, given_in, wanted_out, self._states(program, donated), donated)
 
     def _without_tasks(self) -> Program:
         """The program where no task and no sharding says what runs where: everything is where its arguments are."""
@@ -339,21 +362,7 @@ class Traced:
             program = Program((default,), (), (), (), (), (), (), {}, {}, ())
         return program
 
-    def _donated(self) -> set[int]:
-        j = self._jitted
-        found = set()
-        paths = jax.tree_util.tree_leaves_with_path((self._given.dyn_args, self._given.dyn_kwargs))
-        count = len(self._given.dyn_args)
-        numbers = {k % count for k in j.donate_argnums if -count <= k < count} if count else set()
-        for i, (path, _) in enumerate(paths):
-            if path[0].idx == 0:
-                if path[1].idx in numbers:
-                    found.add(i)
-            elif path[1].key in j.donate_argnames:
-                found.add(i)
-        return found
-
-    def _states(self, program: Program) -> list[tuple[int, int]]:
+    def _states(self, program: Program, donated: frozenset[int]) -> list[tuple[int, int]]:
         """(input, result) pairs where the result is the next value of the input."""
         shift = len(program.consts)
         shapes = jax.tree.unflatten(self._out_tree, self._shapes)
@@ -365,12 +374,26 @@ class Traced:
         inputs = jax.tree_util.tree_leaves_with_path((self._given.dyn_args, self._given.dyn_kwargs))
         for i, (path, _) in enumerate(inputs):
             v = program.invars[shift + i]
+            if len(path) == 2 and shift + i not in donated:
+                continue  # a bare array and a result of its shape are not the same thing over time
             for o in results.get((path[2:], v.aval.shape, v.aval.dtype), ()):
                 if o not in taken and program.outputs[o][1] == program.home[v]:
                     pairs.append((shift + i, o))
                     taken.add(o)
                     break
         return pairs
+
+
+def _donated(given: _Arguments, argnums: tuple[int, ...], argnames: tuple[str, ...]) -> frozenset[int]:
+    """Positions of the leaves of donated arguments."""
+    count = len(given.dyn_args)
+    numbers = {k % count for k in argnums if -count <= k < count} if count else set()
+    paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+    return frozenset(
+        i
+        for i, ((which, head, *_), _) in enumerate(paths)
+        if (head.idx in numbers if which.idx == 0 else head.key in argnames)
+    )
 
 
 def _mesh_of(x: Any) -> Mesh | None:
@@ -409,7 +432,8 @@ def _expand(label: str, prefix: Any, tree: Any) -> dict[int, Any]:
     flat = jax.tree.leaves(expanded, is_leaf=is_leaf)
     for s in flat:
         if s is not None and not isinstance(s, NamedSharding):
-            raise ArgumentError(f"{label}: expected NamedSharding on a submesh or None, found {type(s).__name__} {s!r}")
+            hint = "; say on which submesh: NamedSharding(submesh, spec)" if isinstance(s, PartitionSpec) else ""
+            raise ArgumentError(f"{label}: expected NamedSharding on a submesh or None, found {s!r}{hint}")
     return {i: s for i, s in enumerate(flat) if s is not None}
 
 
@@ -440,15 +464,15 @@ class Lowered:
         jitted = self._traced._jitted
         shift = len(self.program.consts)
         before = (jitted._executables.compiled, jitted._executables.reused)
+        direct = self._made_in_place()
         lowered = lower(
             self.program, self.plan, jitted._executables,
-            given={shift + i: s for i, s in self._given.items()}, wanted=self._wanted, states=self._states,
+            given={shift + i: s for i, s in self._given.items()}, wanted=direct, states=self._states,
             compiler_options=jitted.compiler_options,
         )  # fmt: skip
         literals = {
             o: jax.device_put(
-                np.asarray(v.val, v.aval.dtype),
-                self._wanted.get(o, NamedSharding(self.program.submeshes[s], PartitionSpec())),
+                _host_value(v), self._wanted.get(o, NamedSharding(self.program.submeshes[s], PartitionSpec()))
             )
             for o, (v, s) in enumerate(self.program.outputs)
             if not _compat.is_var(v)
@@ -457,4 +481,24 @@ class Lowered:
         return Compiled(
             Executor(lowered, literals), self._traced._given.treedef, self._traced._out_tree,
             tuple(sorted(i - shift for i in self._donated)), made, jitted.name,
+            {o: s for o, s in self._wanted.items() if o not in direct and o not in literals},
         )  # fmt: skip
+
+    def _made_in_place(self) -> dict[int, Any]:
+        """The wanted shardings that a fragment can give its result; another task's submesh, or a second layout of one
+        value, is reached by moving the finished result."""
+        direct: dict[int, Any] = {}
+        made: dict[Any, int] = {}
+        for o, sharding in self._wanted.items():
+            v, s = self.program.outputs[o]
+            if _compat.is_var(v) and auto_mesh(sharding.mesh) == self.program.submeshes[s]:
+                first = made.setdefault(v, o)
+                if self._wanted[first].spec == sharding.spec:
+                    direct[o] = sharding
+        return direct
+
+
+def _host_value(literal: Any) -> Any:
+    """A literal result; a plain Python number stays weakly typed, as from jax.jit."""
+    value = np.asarray(literal.val, literal.aval.dtype)
+    return value.item() if literal.aval.weak_type else value

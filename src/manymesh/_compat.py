@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax._src import mesh as mesh_lib
 from jax._src import sharding_impls, source_info_util
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
@@ -125,9 +126,12 @@ def dce(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
     return out, list(used)
 
 
-def tracing_without_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Hides an ambient mesh while a program is traced on values without sharding."""
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """Hides an ambient mesh (``jax.set_mesh``) while a program is traced or a fragment compiled."""
+    empty = mesh_lib.empty_concrete_mesh
+    with sharding_impls._internal_use_concrete_mesh(empty), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        yield
 
 
 _recording_token = jax.make_user_context(default_value=None)

@@ -29,6 +29,7 @@ class Compiled:
         donated: tuple[int, ...],
         made: tuple[int, int],
         name: str,
+        moved: dict[int, Any],
     ) -> None:
         self._executor, self._in_tree, self._out_tree = executor, in_tree, out_tree
         self._donated, self._made, self.name = donated, made, name
@@ -41,8 +42,10 @@ class Compiled:
             for i, v in enumerate(program.invars[shift:])
         ]
         self.input_shardings: Any = jax.tree.unflatten(in_tree, homes)
+        made_with = [s or executor.literals[o].sharding for o, s in enumerate(executor.lowered.outputs)]
+        self._moved = tuple(moved.items())
         self.output_shardings: Any = jax.tree.unflatten(
-            out_tree, [s or executor.literals[o].sharding for o, s in enumerate(executor.lowered.outputs)]
+            out_tree, [moved.get(o, s) for o, s in enumerate(made_with)]
         )
         passed = {v for v, _ in program.outputs if _compat.is_var(v)}
         # A donated argument that is also a result is the result; it must outlive the call.
@@ -59,13 +62,11 @@ class Compiled:
                 "static arguments are left out of the call as None"
             )
         for i, (x, aval) in enumerate(zip(leaves, self._avals, strict=True)):
-            if (
-                tuple(jax.numpy.shape(x)) != aval.shape
-                or jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)) != aval.dtype
-            ):
+            found = jax.typeof(x)
+            if found.shape != aval.shape or found.dtype != aval.dtype:
                 raise ArgumentError(
                     f"{self.name}: argument {self._path(i)} was compiled as {aval.str_short()}, called with "
-                    f"{jax.numpy.result_type(x)}{list(jax.numpy.shape(x))}"
+                    f"{found.str_short()}; call the function that mm.jit returned, which compiles for each shape and dtype"
                 )
         return self.call_flat(leaves)
 
@@ -77,6 +78,8 @@ class Compiled:
         results = self._executor(leaves)
         for o in self._copied:
             results[o] = jax.device_put(results[o], results[o].sharding, may_alias=False)
+        for o, sharding in self._moved:
+            results[o] = self._executor.bring(results[o], sharding)
         for i in self._dies:
             x = leaves[i]
             if isinstance(x, jax.Array) and not x.is_deleted():

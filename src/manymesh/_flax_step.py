@@ -15,7 +15,7 @@ from ._api import jit
 from ._compiled import Compiled
 from ._errors import ArgumentError, MeshError
 from ._flax_task import task
-from ._mark import Recording, recording, transforms_ignored
+from ._mark import Recording, ignore_transforms, recording, transforms_ignored
 from ._microbatch import microbatch
 from ._task import mesh_devices
 
@@ -142,7 +142,7 @@ def parallelize_step(
     _check_loss(loss_of, abstract_state.params, batch, run_key if rngs else None)
     step = TrainStep(train_step, abstract_state, batch, strict)
     _check_devices(step.compiled, mesh)
-    state = jit(init, out_shardings=step.state_shardings)()
+    state = jit(_without_tasks(init), out_shardings=step.state_shardings)()
     if local_batch is None:
         return step, state, mesh
     return step, state, mesh, _make_prepare(step, batch)
@@ -160,6 +160,16 @@ def _make_loss(
         return loss_fn(params, batch) if streams is None else loss_fn(params, batch, streams)
 
     return loss_of
+
+
+def _without_tasks(init: Callable[[], TrainState]) -> Callable[[], TrainState]:
+    """The shardings of the state place everything, so that initializers need no task to say where."""
+
+    def plain_init() -> TrainState:
+        with ignore_transforms():
+            return init()
+
+    return plain_init
 
 
 def _abstract_batch(global_batch: Any, local_batch: Any) -> Any:

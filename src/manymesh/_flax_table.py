@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from flax.core import meta as flax_meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
@@ -166,11 +165,11 @@ def _row(path: str, value: Any, names: tuple[Any, ...] | None, sharding: Any) ->
     devices: tuple[int, ...] = ()
     shard = shape
     if isinstance(sharding, NamedSharding):
-        spec = sharding.spec
-        devices = tuple(int(d.id) for d in np.ravel(sharding.mesh.devices))
+        mesh: Any = sharding.mesh
+        spec, devices = sharding.spec, tuple(d.id for d in mesh.devices.flat)
         shard = tuple(sharding.shard_shape(shape))
     elif isinstance(sharding, jax.sharding.Sharding):
-        devices = tuple(sorted(d.id for d in sharding.device_set))
+        devices = tuple(sorted(int(d.id) for d in list[Any](sharding.device_set)))
         shard = tuple(sharding.shard_shape(shape))
         spec = PartitionSpec() if shard == shape else None
     return ParameterRow(path, shape, value.dtype.name, names, spec, devices, math.prod(shard) * value.dtype.itemsize)

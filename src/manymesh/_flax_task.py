@@ -14,7 +14,7 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -25,10 +25,11 @@ from flax.core import meta as flax_meta
 from flax.core.scope import in_filter
 from flax.linen import transforms
 
-from . import meta
-from ._errors import MetadataError, TaskError
+from . import _compat, meta
+from ._errors import TaskError
 from ._flax_meta import register_with_flax
-from ._mark import call_marked, current_recording
+from ._mark import call_marked, current_recording, ignore_transforms
+from ._scope import enter_scope
 from ._task import Task
 
 T = TypeVar("T")
@@ -89,47 +90,6 @@ def task(
     """
     described = _describe(name, task, mesh, devices, device_axes, logical_axes)
     return _wrap(model, described, tuple(methods))  # type: ignore[no-any-return]  # one kind in, the same kind out
-
-
-def shard_axes(*names: Any, init: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """An initializer that names the axes of the parameter it makes.
-
-    Args:
-      *names: one entry for each dimension: a logical name of the task, or a device axis; a tuple of them; or None
-        for a dimension that is not sharded.
-      init: the initializer of the value. By default zeros for a single name (a bias), else
-        `flax.linen.initializers.lecun_normal`, as Flax's own layers do.
-
-    Returns:
-      An initializer whose result is a `manymesh.meta.Partitioned` box.
-
-    Raises:
-      MetadataError: an entry is no name; when the parameter is made, the number of names is not that of its
-        dimensions.
-
-    Example:
-      >>> import jax, flax.linen as nn
-      >>> from manymesh.flax import shard_axes
-      >>> dense = nn.Dense(16, kernel_init=shard_axes("x", None), bias_init=shard_axes(None))
-      >>> params = dense.init(jax.random.key(0), jax.numpy.ones((4, 9)))["params"]
-      >>> params["kernel"].names
-      ('x', None)
-    """
-    if init is None:
-        init = nn.initializers.lecun_normal() if len(names) > 1 else nn.initializers.zeros
-    boxed = meta.with_partitioning(init, names)
-
-    @functools.wraps(boxed)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        box = boxed(*args, **kwargs)
-        if len(names) != len(box.value.shape):
-            raise MetadataError(
-                f"shard_axes{names} names {len(names)} dimensions, but the parameter has shape {box.value.shape}; "
-                "give one name for each dimension, None for one that is not sharded"
-            )
-        return box
-
-    return make
 
 
 def _describe(name: str | None, task: Task | None, mesh: Any, devices: Any, axes: Any, logical_axes: Any) -> Task:
@@ -195,21 +155,23 @@ def _lift(method: Callable[..., Any], described: Task) -> Callable[..., Any]:
         if current_recording() is None or module.scope is None:
             return method(module, *args, **kwargs)
         named = described.named(module.name or _plain_name(type(module).__name__))
-        transform = functools.partial(_mark_scopes, named)
+        transform = functools.partial(_mark_scopes, named, module.is_initializing())
         return transforms.lift_transform(transform, method)(module, *args, **kwargs)
 
     return call
 
 
-def _mark_scopes(described: Task, fun: Callable[..., Any]) -> Callable[..., Any]:
+def _mark_scopes(described: Task, initializing: bool, fun: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a function of scopes, by making their variables and random keys its arguments."""
 
     def mark(make_scopes: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def body(variables: Any, rngs: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
             with _task_rules(described):
-                scopes = make_scopes(_readable(variables, mutable), rngs)
-                out = fun(scopes, *args, **kwargs)
-                return out, repack(scopes)
+                with _unconstrained() if initializing else contextlib.nullcontext():
+                    scopes = make_scopes(_readable(variables, mutable), rngs)
+                    out = fun(scopes, *args, **kwargs)
+                made = repack(scopes)
+                return out, jax.tree.map(_constrained, made, is_leaf=_is_box) if initializing else made
 
         record = current_recording()
         assert record is not None, "modules are lifted in recordings only"
@@ -236,12 +198,20 @@ def _readable(variables: Any, mutable: list[Any]) -> Any:
     def convert(name: str, collection: Any) -> Any:
         if any(in_filter(m, name) for m in mutable):
             return collection
-        return jax.tree.map(_our_box, collection, is_leaf=lambda x: isinstance(x, flax_meta.Partitioned))
+        return jax.tree.map(_our_box, collection, is_leaf=_is_box)
 
     return tuple(
         tuple({name: convert(name, collection) for name, collection in group.items()} for group in groups)
         for groups in variables
     )
+
+
+def _is_box(x: Any) -> bool:
+    return isinstance(x, flax_meta.Partitioned)
+
+
+def _constrained(x: Any) -> Any:
+    return x.replace_boxed(_our_box(x).unbox()) if _is_box(x) else x
 
 
 def _our_box(x: Any) -> Any:
@@ -251,6 +221,17 @@ def _our_box(x: Any) -> Any:
         rules = x.rules or nn.get_logical_axis_rules() or None
         return meta.LogicallyPartitioned(_our_box(x.value), x.names, rules=rules)
     return x
+
+
+@contextlib.contextmanager
+def _unconstrained() -> Iterator[None]:
+    """Hides the task while parameters are created.
+
+    Flax reads a new box before it has its final shape (``nn.DenseGeneral``), and its own boxes know nothing of
+    the names that only the task knows. The parameters are constrained when they are complete.
+    """
+    with ignore_transforms(), enter_scope(None), _compat.without_mesh():
+        yield
 
 
 def _task_rules(described: Task) -> Any:

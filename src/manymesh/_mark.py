@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _compat
-from ._errors import TaskError
+from ._errors import ArgumentError, TaskError
 from ._scope import Scope, current_scope, enter_scope
 from ._task import Task
 
@@ -138,6 +138,8 @@ def task(
       >>> [sorted(d.id for d in g.devices()) for g in grads]
       [[0], [1]]
     """
+    if not callable(fun):
+        raise ArgumentError(f"task {name!r}: the first argument has to be a function, found {type(fun).__name__} {fun!r}")
     if task is not None:
         if any(a is not None for a in (mesh, devices, device_axes, logical_axes)):
             raise TaskError("task: task= is a complete description; give it alone, or mesh=, devices=, ... without it")
@@ -275,8 +277,8 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
       >>> def f(x):
       ...     return mm.with_sharding_constraint(2 * x, ("batch", None))
       >>> g = mm.task(f, devices=[[0, 1], [2, 3]], device_axes=("d", "m"), logical_axes=[("batch", "d")])
-      >>> mm.jit(g)(jnp.ones((4, 2))).sharding.spec
-      PartitionSpec('d',)
+      >>> mm.jit(g)(jnp.ones((4, 2))).sharding.spec[0]
+      'd'
     """
     if current_recording() is None:
         return x

@@ -121,7 +121,7 @@ def microbatch(
     if num_microbatches is None and size is None:
         raise MicrobatchError(f"microbatch({name}): give num_microbatches= or size=, the length of a piece")
     for label, number in (("num_microbatches", num_microbatches), ("size", size)):
-        if number is not None and (not isinstance(number, int) or number < 1):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise MicrobatchError(f"microbatch({name}): {label} has to be a positive int, found {number!r}")
     _check_reductions(name, reduce)
     if custom_schedule is not None and schedule not in (None, "custom"):
@@ -154,7 +154,7 @@ def _fold_in(key: Any, i: int) -> Any:
 
 
 def _check_reductions(name: str, reduce: Any) -> None:
-    for word in jax.tree.leaves(reduce, is_leaf=lambda r: isinstance(r, WeightedMean)):
+    for word in jax.tree.leaves(reduce, is_leaf=lambda r: r is reduce is None or isinstance(r, WeightedMean)):
         if isinstance(word, WeightedMean) and word is not reduce:
             raise MicrobatchError(
                 f"microbatch({name}): WeightedMean applies to the whole result; give it alone as reduce="

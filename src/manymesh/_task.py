@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from ._errors import AxisError, MeshError, TaskError
+from ._errors import ArgumentError, AxisError, MeshError, TaskError
 from ._topology import auto_mesh, resolve_devices
 
 AxisRule = tuple[str, str | tuple[str, ...] | None]
@@ -57,6 +57,8 @@ class Task:
         logical_axes: Iterable[Any] | None = None,
     ) -> None:
         where = f"task {name!r}" if name else "task"
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise ArgumentError(f"{where}: mesh has to be one jax.sharding.Mesh, found {type(mesh).__name__} {mesh!r}")
         if mesh is not None and (devices is not None or device_axes is not None):
             raise TaskError(
                 f"{where}: mesh already says which devices and axes to use; give either mesh, or devices and device_axes"
@@ -76,7 +78,7 @@ class Task:
             raise TaskError(f"{where}: device_axes {tuple(device_axes)} without devices to name the axes of")
         rules = None
         if logical_axes is not None:
-            rules = tuple((str(a), tuple(b) if isinstance(b, list) else b) for a, b in logical_axes)
+            rules = _pairs(where, logical_axes)
             if not named:
                 raise TaskError(
                     f"{where}: logical_axes were given, but no mesh or device_axes for them to refer to; "
@@ -136,6 +138,27 @@ class Task:
         while spec and spec[-1] is None:
             spec.pop()
         return PartitionSpec(*spec), tuple(unknown)
+
+
+def _pairs(where: str, rules: Any) -> tuple[AxisRule, ...]:
+    """Rules as pairs, from any iterable of pairs or from a mapping."""
+    pairs = []
+    for rule in rules.items() if isinstance(rules, Mapping) else rules:
+        if isinstance(rule, str) or not isinstance(rule, Iterable) or len(rule := tuple(rule)) != 2:
+            raise TaskError(
+                f"{where}: logical_axes holds {rule!r}; expected pairs (logical name, device axis, tuple of device axes "
+                "or None)"
+            )
+        logical, target = rule
+        target = tuple(target) if isinstance(target, list) else target
+        axes = target if isinstance(target, tuple) else () if target is None else (target,)
+        if not isinstance(logical, str) or not all(isinstance(a, str) for a in axes):
+            raise TaskError(
+                f"{where}: logical_axes holds {rule!r}; expected pairs of names (logical name, device axis, tuple of "
+                "device axes or None)"
+            )
+        pairs.append((logical, target))
+    return tuple(pairs)
 
 
 def _check_rules(where: str, rules: tuple[AxisRule, ...], mesh: Mesh | None) -> None:

@@ -207,6 +207,12 @@ def test_boxes_survive_pickle_and_copy(box: Any) -> None:
         np.testing.assert_array_equal(other.value, original.value)
 
 
+def test_vars_are_the_fields() -> None:
+    assert vars(meta.Partitioned(1, ("a",))) == {"value": 1, "names": ("a",), "mesh": None}
+    assert vars(meta.LogicallyPartitioned(1, ())) == {"value": 1, "names": (), "mesh": None, "rules": None}
+    assert vars(Noted(1, (), note="n")) == {"note": "n"}
+
+
 def test_abstract_boxes_cannot_be_made() -> None:
     with pytest.raises(TypeError, match="abstract"):
         meta.AxisMetadata()  # type: ignore[abstract]

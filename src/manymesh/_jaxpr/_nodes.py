@@ -93,8 +93,8 @@ class Flat:
 def nbytes(aval: Any) -> int:
     """Bytes of a value; a typed random key counts as its raw words."""
     dtype = aval.dtype
-    width = 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).itemsize
-    return math.prod(aval.shape) * int(width)
+    width: int = 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else int(np.dtype(dtype).itemsize)
+    return int(math.prod(aval.shape)) * width
 
 
 def trace_nodes(fun: Callable[..., Any], operands: Sequence[Any], **tags: Any) -> tuple[list[Node], list[Any]]:
@@ -104,7 +104,7 @@ def trace_nodes(fun: Callable[..., Any], operands: Sequence[Any], **tags: Any) -
       The nodes, and the variables (or literals) that hold the results.
     """
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
-    with _compat.tracing_without_mesh():
+    with _compat.without_mesh():
         parts = _compat.open_jaxpr(jax.make_jaxpr(fun)(*avals))
     assert not parts.consts, "internal functions close over nothing"
     env = dict(zip(parts.invars, operands, strict=True))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from .. import _compat
 from .._reshard._plan import Step, plan_transfer
 from ._instructions import Run
 from ._lower import Lowered
@@ -36,37 +38,50 @@ class Executor:
                 self.consts.append((slot, jax.device_put(lowered.program.consts[i], sharding)))
             else:
                 self.inputs.append((i - num_consts, sharding, slot))
+        # The very object last seen where a sharding was right: comparing shardings costs more than passing an array.
+        self.accepted: list[Any] = [sharding for _, sharding, _ in self.inputs]
         self.code = [self._decode(k, ins) for k, ins in enumerate(plan.instructions)]
 
     def _decode(self, k: int, ins: Any) -> tuple[Any, ...]:
+        """An instruction as the loop of a call wants it: what to call, what it reads, fills and frees."""
         if isinstance(ins, Run):
-            return (self.lowered.executables[ins.fragment], ins.inputs, ins.outputs, ins.free, None)
-        steps = self.lowered.transfers[k]
-        if all(len(s) == 1 and s[0].kind == "copy" for s in steps):
-            return (None, ins.inputs, ins.outputs, ins.free, [s[0].sharding for s in steps])
-        return (None, ins.inputs, ins.outputs, ins.free, steps)
+            call = self.lowered.executables[ins.fragment]
+        else:
+            call = self._mover(self.lowered.transfers[k])
+        return (call, _reader(ins.inputs), _run_or_tuple(ins.outputs), _runs(ins.free))
+
+    def _mover(self, transfers: tuple[tuple[Step, ...], ...]) -> Callable[..., Any]:
+        """The call that moves values, as one batch where each is a plain copy."""
+        if all(len(steps) == 1 and steps[0].kind == "copy" for steps in transfers):
+            shardings = [steps[0].sharding for steps in transfers]
+            return lambda *values: jax.device_put(list(values), shardings)
+        return lambda *values: [self.follow(x, steps) for x, steps in zip(values, transfers, strict=True)]
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Runs one step on arrays (or host values) in the order of the program's inputs."""
         slots: list[Any] = [None] * self.lowered.plan.num_slots
         for slot, value in self.consts:
             slots[slot] = value
-        for i, sharding, slot in self.inputs:
+        accepted = self.accepted
+        for n, (i, sharding, slot) in enumerate(self.inputs):
             x = args[i]
-            if not isinstance(x, jax.Array) or (x.sharding is not sharding and x.sharding != sharding):
-                x = self.bring(x, sharding)
+            found = getattr(x, "sharding", None)
+            if found is not accepted[n]:
+                if found == sharding and isinstance(x, jax.Array):
+                    accepted[n] = found
+                else:
+                    x = self.bring(x, sharding)
             slots[slot] = x
-        for executable, inputs, outputs, free, shardings in self.code:
-            if executable is not None:
-                results = executable(*[slots[k] for k in inputs])
-            elif type(shardings) is list:
-                results = jax.device_put([slots[k] for k in inputs], shardings)
+        # The hot loop: a task of 300 arrays spends its time in `call`, not in Python statements for each array.
+        for call, read, outputs, free in self.code:
+            results = call(*read(slots))
+            if type(outputs) is slice:
+                slots[outputs] = results
             else:
-                results = [self.follow(slots[k], steps) for k, steps in zip(inputs, shardings, strict=True)]
-            for k, value in zip(outputs, results, strict=True):
-                slots[k] = value
-            for k in free:
-                slots[k] = None
+                for k, value in zip(outputs, results, strict=True):
+                    slots[k] = value
+            for run, nothing in free:
+                slots[run] = nothing
         self.calls += 1
         return [slots[k] if k is not None else self.literals[o] for o, k in enumerate(self.lowered.plan.outputs)]
 
@@ -88,5 +103,31 @@ class Executor:
         key = (x.shape, x.dtype, x.sharding, sharding)
         if key not in self.relayouts:
             aval = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-            self.relayouts[key] = jax.jit(lambda a: a, out_shardings=sharding).lower(aval).compile()
+            with _compat.without_mesh():
+                self.relayouts[key] = jax.jit(lambda a: a, out_shardings=sharding).lower(aval).compile()
         return self.relayouts[key](x)
+
+
+def _reader(slots: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """What reads those slots from the list of all."""
+    if len(slots) > 1:
+        return itemgetter(*slots)
+    return lambda values: tuple(values[k] for k in slots)
+
+
+def _run_or_tuple(slots: tuple[int, ...]) -> slice | tuple[int, ...]:
+    """Consecutive slots as a slice, others as they are."""
+    if slots and slots == tuple(range(slots[0], slots[0] + len(slots))):
+        return slice(slots[0], slots[0] + len(slots))
+    return slots
+
+
+def _runs(slots: tuple[int, ...]) -> tuple[tuple[slice, tuple[None, ...]], ...]:
+    """Slots as consecutive runs, each with as many Nones."""
+    runs: list[list[int]] = []
+    for k in sorted(slots):
+        if runs and runs[-1][1] == k:
+            runs[-1][1] += 1
+        else:
+            runs.append([k, k + 1])
+    return tuple((slice(a, b), (None,) * (b - a)) for a, b in runs)

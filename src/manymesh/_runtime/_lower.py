@@ -223,7 +223,7 @@ class _Lowerer:
             return jax.core.eval_jaxpr(f.jaxpr, [], *args)
 
         fragment.__name__ = fragment.__qualname__ = f.name
-        with _compat.tracing_without_mesh(), _compat.unusable_donation_is_fine():
+        with _compat.without_mesh(), _compat.unusable_donation_is_fine():
             jitted = jax.jit(fragment, in_shardings=ins, out_shardings=outs, donate_argnums=donated, keep_unused=True)
             return jitted.lower(*avals).compile(self.options)
 

@@ -96,7 +96,7 @@ def make_axes(
     return axes
 
 
-def check_names(names: Any, where: str) -> Names:
+def check_names(names: Any, where: object) -> Names:
     """Names as a tuple with one entry a dimension.
 
     Args:
@@ -122,7 +122,7 @@ def check_names(names: Any, where: str) -> Names:
     return names  # type: ignore[no-any-return]
 
 
-def _check_name(name: Any, where: str) -> Any:
+def _check_name(name: Any, where: object) -> Any:
     if name is None or isinstance(name, str) or name is PartitionSpec.UNCONSTRAINED:
         return name
     if isinstance(name, (tuple, list)) and all(isinstance(part, str) for part in name):
@@ -138,7 +138,7 @@ def axis_name(params: Mapping[Any, Any] | None) -> Any:
     return None if params is None else params.get(PARTITION_NAME)
 
 
-def with_axis(axes: Axes, index: int, name: Any, rank: int | None, where: str) -> Axes:
+def with_axis(axes: Axes, index: int, name: Any, rank: int | None, where: object) -> Axes:
     """Inserts an axis.
 
     Args:
@@ -170,7 +170,7 @@ def with_axis(axes: Axes, index: int, name: Any, rank: int | None, where: str) -
     return make_axes(names, axes.mesh, axes.rules, axes.logical, padded)
 
 
-def without_axis(axes: Axes, index: int, name: Any, rank: int | None, where: str) -> Axes:
+def without_axis(axes: Axes, index: int, name: Any, rank: int | None, where: object) -> Axes:
     """Removes an axis; the inverse of `with_axis` with the same arguments.
 
     Args:

@@ -19,8 +19,8 @@ from .._errors import MetadataError
 from ._axes import PARTITION_NAME as PARTITION_NAME
 from ._axes import Axes, axis_name, with_axis, without_axis
 from ._constrain import is_active
-from ._paths import format_path
-from ._walk import BOX, KINDS, LEAF, walk, walk_children, walk_pair
+from ._paths import format_path, rank_of
+from ._walk import BOX, DICT, KINDS, LEAF, OTHER, TUPLE, open_node, walk, walk_pair
 
 A = TypeVar("A")
 Self = TypeVar("Self", bound="AxisMetadata[Any]")
@@ -84,6 +84,7 @@ class AxisMetadata(Generic[A], metaclass=abc.ABCMeta):
 # Exactly these types keep all they have in `_value` and `_axes`, so that copies can be made without a call:
 # a tree of ten thousand boxes is renamed in the time of a few microseconds a box.
 COMPACT: set[type] = set()
+_new: Callable[[type], Any] = object.__new__
 
 
 def is_axis_metadata(val: Any) -> bool:
@@ -165,28 +166,31 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any] | None = None) 
 def _rename(
     tree: Any,
     method: str,
-    rename: Callable[[Axes, int, Any, int | None, str], Axes],
+    rename: Callable[[Axes, int, Any, int | None, object], Axes],
     index: int,
     params: Mapping[Any, Any] | None,
 ) -> Any:
     given = {} if params is None else params
+    name, memo = axis_name(given), dict[Any, Axes]()
+
+    def renamed(axes: Axes) -> Axes:
+        new = memo[id(axes)] = rename(axes, index, name, None, "a box")
+        return new
+
+    def on_box(box: Any) -> Any:
+        if type(box) not in COMPACT:
+            return getattr(box, method)(index, given)
+        axes, rank = box._axes, rank_of(box._value)
+        found = memo.get((id(axes), rank))
+        if found is None:
+            found = memo[id(axes), rank] = rename(axes, index, name, rank, box)
+        new = _new(type(box))
+        new._value, new._axes = box._value, found
+        return new
+
     try:
-        if index < 0:  # depends on the rank of each value
-            return walk(tree, lambda box: getattr(box, method)(index, given))
-        name, memo = axis_name(given), dict[int, Axes]()
-
-        def renamed(axes: Axes) -> Axes:
-            new = memo[id(axes)] = rename(axes, index, name, None, "a box")
-            return new
-
-        def on_box(box: Any) -> Any:
-            if type(box) not in COMPACT:
-                return getattr(box, method)(index, given)
-            new = object.__new__(type(box))
-            new._value, new._axes = box._value, memo.get(id(box._axes)) or renamed(box._axes)
-            return new
-
-        return _rename_compact(tree, memo, renamed, on_box)
+        # Counted from the end, an index depends on the rank of each value; counted from the start it does not.
+        return walk(tree, on_box) if index < 0 else _rename_compact(tree, memo, renamed, on_box)
     except MetadataError:
         # Seldom, so the place is looked for only now.
         for path, box in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_axis_metadata):
@@ -199,16 +203,26 @@ def _rename(
 
 
 def _rename_compact(
-    tree: Any, memo: dict[int, Axes], renamed: Callable[[Axes], Axes], on_box: Callable[[Any], Any]
+    tree: Any, memo: dict[Any, Axes], renamed: Callable[[Axes], Axes], on_box: Callable[[Any], Any]
 ) -> Any:
     """Renames every box of a tree; equal metadata are one object, renamed once and remembered by identity."""
-    if type(tree) is not dict:
-        return walk_children(tree, lambda node: _rename_compact(node, memo, renamed, on_box), on_box)
-    new, result = object.__new__, {}
-    for key, node in tree.items():
+    if type(tree) is dict:
+        result: Any = {}
+        items: Any = tree.items()
+    else:
+        kind = KINDS[type(tree)]
+        if kind < DICT:
+            if kind != OTHER:
+                return on_box(tree) if kind == BOX else tree
+            children, structure = open_node(tree)
+            if len(children) == 1 and children[0] is tree:
+                return tree
+            return structure.unflatten([_rename_compact(child, memo, renamed, on_box) for child in children])
+        result, items = [None] * len(tree), enumerate(tree)
+    for key, node in items:
         cls = type(node)
         if cls in COMPACT:  # written out, not called: a call for each box would double the time
-            box = new(cls)
+            box = _new(cls)
             box._value = node._value
             axes = node._axes
             try:
@@ -218,7 +232,7 @@ def _rename_compact(
             result[key] = box
         else:
             result[key] = _rename_compact(node, memo, renamed, on_box)
-    return result
+    return tuple(result) if type(tree) is tuple else result
 
 
 def unbox(tree: Any, apply_constraint: bool = True) -> Any:
@@ -245,15 +259,29 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
         return walk(tree, lambda box: unbox(content_of(box), False))
     if is_active():
         return walk(tree, lambda box: unbox(box.unbox()))
-    return walk(tree, _unbox_idle)
+    return _unbox_idle(tree)
 
 
-def _unbox_idle(box: Any) -> Any:
+def _unbox_idle(tree: Any) -> Any:
     """Unboxes where nothing around asks for a constraint."""
+    kind = KINDS[type(tree)]
+    if kind < DICT:
+        return tree if kind == LEAF else walk(tree, _unbox_one)
+    result: Any = {} if kind == DICT else [None] * len(tree)
+    for key, node in tree.items() if kind == DICT else enumerate(tree):
+        if type(node) in COMPACT and node._axes.mesh is None:  # written out, as in _rename_compact
+            value = node._value
+            result[key] = value if KINDS[type(value)] == LEAF else _unbox_idle(value)
+        else:
+            result[key] = _unbox_idle(node)
+    return tuple(result) if kind == TUPLE else result
+
+
+def _unbox_one(box: Any) -> Any:
     if type(box) in COMPACT and box._axes.mesh is None:
         value = box._value
-        return value if KINDS[type(value)] == LEAF else walk(value, _unbox_idle)
-    return walk(box.unbox(), _unbox_idle)
+        return value if KINDS[type(value)] == LEAF else walk(value, _unbox_one)
+    return walk(box.unbox(), _unbox_one)
 
 
 def replace_boxed(tree: Any, updates: Any) -> Any:
@@ -282,7 +310,7 @@ def _replace_one(box: Any, value: Any) -> Any:
     cls = type(box)
     if cls in COMPACT:
         inner = box._value
-        new = object.__new__(cls)
+        new = _new(cls)
         new._value = value if KINDS[type(inner)] == LEAF else walk_pair(inner, value, _replace_one, "replace_boxed")
         new._axes = box._axes
         return new

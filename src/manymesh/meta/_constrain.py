@@ -34,7 +34,7 @@ def is_constrainable(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
-def constrain(value: Any, names: Names, mesh: AnyMesh | None, where: str, rules: Rules = ()) -> Any:
+def constrain(value: Any, names: Names, mesh: AnyMesh | None, where: object, rules: Rules = ()) -> Any:
     """Constrains the arrays of a value.
 
     Args:
@@ -56,7 +56,7 @@ def constrain(value: Any, names: Names, mesh: AnyMesh | None, where: str, rules:
     return constrain_to_axes(value, axes, mesh, where)
 
 
-def constrain_to_axes(value: Any, axes: Names, mesh: AnyMesh | None, where: str) -> Any:
+def constrain_to_axes(value: Any, axes: Names, mesh: AnyMesh | None, where: object) -> Any:
     """Constrains the arrays of a value outside every task; ``axes`` are device axes."""
     ambient = jax.sharding.get_abstract_mesh()
     if mesh is None and ambient.empty:
@@ -64,7 +64,7 @@ def constrain_to_axes(value: Any, axes: Names, mesh: AnyMesh | None, where: str)
     return jax.tree.map(lambda leaf: _on_mesh(leaf, axes, mesh, ambient, where), value)
 
 
-def check_rank(value: Any, names: Names, where: str) -> None:
+def check_rank(value: Any, names: Names, where: object) -> None:
     """Raises if there are more names than dimensions."""
     if len(names) > value.ndim:
         raise MetadataError(
@@ -73,7 +73,7 @@ def check_rank(value: Any, names: Names, where: str) -> None:
         )
 
 
-def _in_task(value: Any, names: Names, scope: Scope, where: str, rules: Rules) -> Any:
+def _in_task(value: Any, names: Names, scope: Scope, where: object, rules: Rules) -> Any:
     if scope.mesh is None or not is_constrainable(value):
         return value
     check_rank(value, names, where)
@@ -102,7 +102,7 @@ def _translate(names: Names, rules: Rules, known: set[str], axes: tuple[str, ...
     return tuple(result)
 
 
-def _on_mesh(value: Any, axes: Names, mesh: AnyMesh | None, ambient: AbstractMesh, where: str) -> Any:
+def _on_mesh(value: Any, axes: Names, mesh: AnyMesh | None, ambient: AbstractMesh, where: object) -> Any:
     if not is_constrainable(value):
         return value
     check_rank(value, axes, where)
@@ -118,7 +118,7 @@ def _on_mesh(value: Any, axes: Names, mesh: AnyMesh | None, ambient: AbstractMes
     return _apply(value, axes, mesh, mesh if isinstance(mesh, Mesh) else None)
 
 
-def check_axes(axes: Names, mesh: AnyMesh, where: str) -> None:
+def check_axes(axes: Names, mesh: AnyMesh, where: object) -> None:
     """Raises an `AxisError` if a spec names a device axis that the mesh does not have, or one twice."""
     seen = set()
     for part in (part for entry in axes for part in parts_of(entry)):

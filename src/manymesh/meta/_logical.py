@@ -67,6 +67,9 @@ class LogicallyPartitioned(Partitioned[A]):
         self._value = value
         self._axes = make_axes(check_names(names, type(self).__name__), mesh, as_rules(rules), True)
 
+    def _fields(self) -> dict[str, Any]:
+        return {**super()._fields(), "rules": self._axes.rules}
+
     def _rules_of(self, updates: dict[str, Any]) -> Any:
         return as_rules(updates.pop("rules", self._axes.rules))
 
@@ -75,7 +78,7 @@ class LogicallyPartitioned(Partitioned[A]):
         rules = get_logical_axis_rules() if axes.rules is None else axes.rules
         if not rules and current_scope() is None:
             return self._value
-        return constrain(self._value, axes.names, axes.mesh, repr(self), rules)
+        return constrain(self._value, axes.names, axes.mesh, self, rules)
 
     def get_sharding(self, mesh: AnyMesh) -> NamedSharding:
         """A `NamedSharding` in the device axes that the box's rules, or those of the surroundings, give.

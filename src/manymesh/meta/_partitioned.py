@@ -71,6 +71,8 @@ class Partitioned(AxisMetadata[A]):
     value = property(operator.attrgetter("_value"), doc="What is in the box.")
     names = property(operator.attrgetter("_axes.names"), doc="One entry for each leading dimension.")
     mesh = property(operator.attrgetter("_axes.mesh"), doc="The mesh of the box itself, or None.")
+    # Flax's bridge to NNX calls vars() on every box before it asks for anything else.
+    __dict__ = property(lambda self: self._fields())
 
     def unbox(self, apply_constraint: bool = True) -> A:
         """The value, constrained to its sharding where a mesh is known.
@@ -91,7 +93,10 @@ class Partitioned(AxisMetadata[A]):
         return cast(A, self._value)
 
     def _constrained(self) -> Any:
-        return constrain(self._value, self._axes.names, self._axes.mesh, repr(self))
+        return constrain(self._value, self._axes.names, self._axes.mesh, self)
+
+    def _fields(self) -> dict[str, Any]:
+        return {"value": self._value, "names": self._axes.names, "mesh": self._axes.mesh}
 
     def replace_boxed(self, val: Any) -> Any:
         """These names around another value."""
@@ -124,7 +129,7 @@ class Partitioned(AxisMetadata[A]):
         Raises:
           MetadataError: a negative index before the first dimension.
         """
-        axes = with_axis(self._axes, index, axis_name(params), rank_of(self._value), repr(self))
+        axes = with_axis(self._axes, index, axis_name(params), rank_of(self._value), self)
         return self._with(self._value, axes)
 
     def remove_axis(self: Self, index: int, params: Mapping[Any, Any] | None = None) -> Self:
@@ -137,7 +142,7 @@ class Partitioned(AxisMetadata[A]):
         Raises:
           MetadataError: the axis has another name or does not exist.
         """
-        axes = without_axis(self._axes, index, axis_name(params), rank_of(self._value), repr(self))
+        axes = without_axis(self._axes, index, axis_name(params), rank_of(self._value), self)
         return self._with(self._value, axes)
 
     def get_partition_spec(self) -> PartitionSpec:
@@ -211,7 +216,7 @@ def own_state(box: Any) -> tuple[tuple[str, Any], ...]:
     """The attributes that a subclass keeps besides value and metadata, by name."""
     if type(box) in COMPACT:
         return ()
-    state = dict(getattr(box, "__dict__", {}))
+    state = dict(vars(box)) if type(box).__dictoffset__ else {}
     for cls in type(box).__mro__:
         if issubclass(cls, Partitioned) and cls not in COMPACT:
             slots = cls.__dict__.get("__slots__", ())

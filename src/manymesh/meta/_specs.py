@@ -17,7 +17,7 @@ from ._fit import fit_names, is_suspect
 from ._named import axes_of, axes_of_box, axes_of_variable, is_named_node, leaves_of, named_leaves, shape_of, spec_of
 from ._paths import format_path
 from ._rules import Rules, RulesLike, as_rules, get_logical_axis_rules
-from ._walk import is_variable, walk
+from ._walk import KINDS, LEAF, is_variable, walk
 
 
 class _Suspect(Exception):
@@ -33,9 +33,8 @@ def get_partition_spec(tree: Any) -> Any:
 
     Returns:
       The tree with one `PartitionSpec` for each box (in its names, whatever is in the box), ``PartitionSpec()`` for
-      each array outside boxes and None for what is no array. A value with fewer dimensions than names (a factored
-      optimizer state) gets the names of the dimensions it has kept, found by its parameter in the same tree; where
-      that is impossible, ``PartitionSpec()`` and a warning.
+      each array outside boxes and None for what is no array. A factored optimizer state, which has fewer dimensions
+      than its box has names, gets the names of the dimensions it has kept, if its parameter is in the same tree.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -71,7 +70,7 @@ def get_partition_spec(tree: Any) -> Any:
     try:
         return walk(tree, on_box, on_leaf, on_variable)
     except _Suspect:
-        return _slowly(tree, lambda path, axes, names, shape: PartitionSpec(*names), stacklevel=3)
+        return _slowly(tree, lambda path, axes, names, shape: PartitionSpec(*(axes.names if names is None else names)))
 
 
 def get_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None = None, *, strict: bool = False) -> Any:
@@ -86,7 +85,9 @@ def get_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None = None, *, st
 
     Returns:
       The tree with one `NamedSharding` for each box and each array outside boxes, None for what is no array:
-      ready to be ``out_shardings`` of a jitted initialization.
+      ready to be ``out_shardings`` of a jitted initialization. A factored optimizer state gets the names of the
+      dimensions it has kept, if its parameter is in the same tree; what has more names than dimensions for no
+      known reason is replicated, with a warning.
 
     Raises:
       AxisError: a device axis that the mesh does not have, or a dimension that does not divide over its device
@@ -122,6 +123,23 @@ def shard_tree(
         check_divides(path, shape if shape is not None else (0,) * len(spec), spec, mesh)
         return NamedSharding(mesh, spec)
 
+    def of_fitted(path: str, axes: Axes, names: Names | None, shape: tuple[int, ...] | None) -> NamedSharding:
+        if names is None:
+            assert shape is not None, "names are surplus only beside a shape"
+            # From here over _slowly, shard_tree and get_sharding to the caller.
+            warnings.warn(f"{too_many_text(path, axes.names, shape)}; it is left replicated", stacklevel=5)
+            return replicated
+        return sharding_of(axes, names, shape, path)
+
+    def on_box(box: Any) -> NamedSharding:
+        if type(box) in COMPACT:
+            value = box._value
+            if KINDS[type(value)] == LEAF:  # the common case, without a call
+                found = by_identity.get((id(box._axes), getattr(value, "shape", None)))
+                if found is not None:
+                    return found
+        return of_node(axes_of_box(box), box)
+
     def of_node(axes: Axes, node: Any) -> NamedSharding:
         shape = shape_of(node)
         found = by_identity.get((id(axes), shape))
@@ -143,13 +161,13 @@ def shard_tree(
     try:
         return walk(
             tree,
-            lambda box: of_node(axes_of_box(box), box),
+            on_box,
             on_leaf,
             lambda variable: variable.replace(of_node(axes_of_variable(variable), variable)),
         )
     except (AxisError, _Suspect):
         # Seldom; now with paths, which the errors name and by which parameters are found.
-        return _slowly(tree, lambda path, axes, names, shape: sharding_of(axes, names, shape, path), stacklevel=4)
+        return _slowly(tree, of_fitted)
 
 
 def _check_suspect(node: Any, axes: Axes) -> None:
@@ -158,19 +176,13 @@ def _check_suspect(node: Any, axes: Axes) -> None:
         raise _Suspect
 
 
-def _slowly(tree: Any, convert: Callable[[str, Axes, Names, tuple[int, ...] | None], Any], stacklevel: int) -> Any:
-    """Converts leaf by leaf with paths, names fitted to shapes."""
+def _slowly(tree: Any, convert: Callable[[str, Axes, Names | None, tuple[int, ...] | None], Any]) -> Any:
+    """Converts leaf by leaf with paths and with names fitted to shapes; None for names that cannot be fitted."""
     leaves, structure = leaves_of(tree)
     result = []
     for (path, node), names in zip(leaves, fit_names(named_leaves(leaves)), strict=True):
-        axes, shape, place = axes_of(node), shape_of(node), format_path(path)
-        if names is None:
-            assert shape is not None, "names are surplus only beside a shape"
-            warnings.warn(f"{too_many_text(place, axes.names, shape)}; it is left replicated", stacklevel=stacklevel)
-            names = ()
-        if shape is None and not is_named_node(node):
-            converted = None
-        else:
-            converted = convert(place, axes, names, shape)
+        shape = shape_of(node)
+        plain = shape is None and not is_named_node(node)
+        converted = None if plain else convert(format_path(path), axes_of(node), names, shape)
         result.append(node.replace(converted) if is_variable(node) else converted)
     return structure.unflatten(result)

@@ -16,7 +16,7 @@ import numpy as np
 
 from .._errors import MetadataError
 
-LEAF, BOX, DICT, LIST, TUPLE, NONE, OTHER = range(7)
+LEAF, BOX, NONE, OTHER, DICT, LIST, TUPLE = range(7)  # the containers last
 
 _BOX_METHODS = ("unbox", "replace_boxed", "add_axis", "remove_axis")
 _VARIABLE_METHODS = ("get_metadata", "get_value", "replace")
@@ -92,19 +92,19 @@ def walk(
       The tree of what the functions gave. Nothing that they return is walked again.
     """
     kind = KINDS[type(tree)]
-    if kind == DICT:
-        return {
-            key: on_box(node) if KINDS[type(node)] == BOX else walk(node, on_box, on_leaf, on_variable)
-            for key, node in tree.items()
-        }
+    if kind >= DICT:
+        result: Any = {} if kind == DICT else [None] * len(tree)
+        for key, node in tree.items() if kind == DICT else enumerate(tree):
+            kind_of_node = KINDS[type(node)]
+            if kind_of_node == BOX:
+                result[key] = on_box(node)
+            elif kind_of_node == LEAF:
+                result[key] = on_leaf(node)
+            else:
+                result[key] = walk(node, on_box, on_leaf, on_variable)
+        return tuple(result) if kind == TUPLE else result
     if kind == LEAF:
         return on_leaf(tree)
-    if kind == LIST:
-        return [on_box(node) if KINDS[type(node)] == BOX else walk(node, on_box, on_leaf, on_variable) for node in tree]
-    if kind == TUPLE:
-        return tuple(
-            on_box(node) if KINDS[type(node)] == BOX else walk(node, on_box, on_leaf, on_variable) for node in tree
-        )
     if kind == BOX:
         return on_box(tree)
     if kind == NONE:
@@ -115,19 +115,6 @@ def walk(
     if len(children) == 1 and children[0] is tree:
         return on_leaf(tree)
     return structure.unflatten([walk(child, on_box, on_leaf, on_variable) for child in children])
-
-
-def walk_children(tree: Any, on_child: Callable[[Any], Any], on_box: Callable[[Any], Any]) -> Any:
-    """Maps the children of a node that is no dictionary; a box goes to ``on_box``, a leaf stays as it is."""
-    kind = KINDS[type(tree)]
-    if kind in (LEAF, NONE):
-        return tree
-    if kind == BOX:
-        return on_box(tree)
-    children, structure = open_node(tree)
-    if len(children) == 1 and children[0] is tree:
-        return tree
-    return structure.unflatten([on_child(child) for child in children])
 
 
 class _Mismatch(Exception):
@@ -173,16 +160,8 @@ def _walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any]) -> Any:
         if other is not None:
             raise _Mismatch("None", type(other).__name__)
         return None
-    if kind == DICT and type(other) is dict:
-        if tree.keys() != other.keys():
-            raise _Mismatch(f"the keys {list(tree)}", f"{list(other)}")
-        result = {}
-        for key, child in tree.items():
-            if KINDS[type(child)] == BOX:
-                result[key] = on_box(child, other[key])
-            else:
-                result[key] = _walk_child(key, child, other[key], on_box)
-        return result
+    if kind >= DICT and type(other) is type(tree):
+        return _walk_containers(kind, tree, other, on_box)
     children, structure = open_node(tree)
     if len(children) == 1 and children[0] is tree:
         return other
@@ -191,6 +170,25 @@ def _walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any]) -> Any:
         raise _Mismatch(_node(tree, children), _node(other, others))
     pairs = enumerate(zip(children, others, strict=True))
     return structure.unflatten([_walk_child(i, child, part, on_box) for i, (child, part) in pairs])
+
+
+def _walk_containers(kind: int, tree: Any, other: Any, on_box: Callable[[Any, Any], Any]) -> Any:
+    """Two dictionaries, two lists or two tuples."""
+    if kind == DICT:
+        if tree.keys() != other.keys():
+            raise _Mismatch(f"the keys {list(tree)}", f"{list(other)}")
+        result: Any = {}
+        items = tree.items()
+    else:
+        if len(tree) != len(other):
+            raise _Mismatch(_node(tree, list(tree)), _node(other, list(other)))
+        result, items = [None] * len(tree), enumerate(tree)
+    for key, child in items:
+        if KINDS[type(child)] == BOX:
+            result[key] = on_box(child, other[key])
+        else:
+            result[key] = _walk_child(key, child, other[key], on_box)
+    return tuple(result) if kind == TUPLE else result
 
 
 def _walk_child(key: Any, child: Any, other: Any, on_box: Callable[[Any, Any], Any]) -> Any:

@@ -1,0 +1,179 @@
+"""Trains a small language model as a pipeline on eight simulated devices, and checks it against one device.
+
+    python examples/train_transformer.py --stages 2 --schedule 1f1b --microbatches 8 --steps 40
+
+The text is the reference documentation that comes with Python. The exit code is 1 if the pipeline and plain JAX
+on one device disagree, or if the model did not learn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+# JAX reads these when it starts.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+
+import jax
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from pydoc_data import topics
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformer import RULES, Decoder, next_byte_loss
+
+import manymesh as mm
+from manymesh import schedules
+from manymesh.flax import tabulate
+
+BATCH, LENGTH = 32, 128  # sequences in a batch, bytes in a sequence
+DATA_SHARDS = 2  # devices that share a batch, on every stage
+TOLERANCE = 1e-4  # relative difference between the two loss curves
+
+
+def train(stages: int, schedule: str, microbatches: int, steps: int, console: Console) -> bool:
+    """Trains twice and compares; returns whether all is well."""
+    # 1. Devices: a mesh with an axis for stages, cut along it.
+    mesh = jax.make_mesh((stages, DATA_SHARDS, 8 // (stages * DATA_SHARDS)), ("stage", "data", "model"))
+    tasks = [mm.Task(mesh=submesh, logical_axes=RULES) for submesh in mm.submeshes(mesh, "stage")]
+
+    # 2. Model and optimizer: Flax and Optax as ever.
+    model = Decoder(tasks, length=LENGTH)
+    warmup = optax.schedules.warmup_constant_schedule(0.0, 2e-3, 10)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(warmup, weight_decay=0.01))
+
+    def init(key: jax.Array) -> TrainState:
+        params = model.init(key, np.zeros((1, LENGTH), np.int32))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+
+    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+        return next_byte_loss(model.apply({"params": params}, tokens), tokens)
+
+    # 3. The step: one line says that the batch goes through in pieces, under which schedule.
+    def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
+        grad = mm.microbatch(
+            jax.value_and_grad(loss_fn), argnum=1, num_microbatches=microbatches, schedule=schedule, reduce="mean"
+        )
+        loss, grads = grad(state.params, tokens)
+        return state.apply_gradients(grads=grads), loss
+
+    step = mm.jit(step, donate_argnums=0)
+
+    # 4. Compile on shapes alone, then create the state where the step wants it: no device ever holds all of it.
+    key = jax.random.key(0)
+    with console.status("compiling"):
+        compiled = step.lower(jax.eval_shape(init, key), jax.ShapeDtypeStruct((BATCH, LENGTH), np.int32)).compile()
+        (state_shardings, _), _ = compiled.input_shardings
+        state = mm.jit(init, out_shardings=state_shardings)(key)
+    initial = jax.device_get(state)  # a copy, for the comparison below
+
+    console.print(tabulate(state.params, title="Parameters"))
+    placement = compiled.program.loops[0].placement if microbatches > 1 else tuple(range(stages))
+    order = schedules.get(schedule).order(placement, microbatches)
+    console.print(
+        f"\nSchedule {schedule}: {microbatches} microbatches on {stages} submeshes (a backward costs 2 forwards)"
+    )
+    console.print(schedules.picture(order), highlight=False, soft_wrap=True)
+
+    # 5. Train: as a pipeline, then the same steps in reference mode, which is plain JAX on one device.
+    pipeline = run(compiled, state, steps, console, "pipeline  ")
+    with mm.ignore_transforms():
+        reference = run(step, initial, steps, console, "one device")
+    return compare(pipeline, reference, console)
+
+
+def batches(steps: int) -> Iterator[np.ndarray[Any, Any]]:
+    """``int32[BATCH, LENGTH]``: random windows of the text, the same ones on every call."""
+    text = np.frombuffer("\n".join(topics.topics.values()).encode(), np.uint8)
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        starts = rng.integers(0, len(text) - LENGTH, BATCH)
+        yield text[starts[:, None] + np.arange(LENGTH)].astype(np.int32)
+
+
+def run(step: Any, state: Any, steps: int, console: Console, name: str) -> list[float]:
+    """Trains and returns the loss before each step."""
+    losses: list[float] = []
+    columns = (
+        TextColumn(f"{name} {{task.description}}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[rate]}"),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("loss  ...  ", total=steps, rate="")
+        began = 0.0
+        for tokens in batches(steps):
+            state, loss = step(state, tokens)
+            losses.append(float(loss))
+            began = began or time.perf_counter()  # the first step may compile
+            rate = BATCH * LENGTH * (len(losses) - 1) / max(time.perf_counter() - began, 1e-9)
+            progress.update(bar, advance=1, description=f"loss {losses[-1]:.4f}", rate=f"{rate:,.0f} tokens/s")
+    return losses
+
+
+def compare(pipeline: list[float], reference: list[float], console: Console) -> bool:
+    """Prints both loss curves side by side and the verdict."""
+    difference = [abs(a - b) / abs(b) for a, b in zip(pipeline, reference, strict=True)]
+    table = Table("step", "pipeline", "one device", "difference", title="Loss in nats per byte")
+    scale = 40 / max(reference)
+    for i in sorted({*range(0, len(pipeline), max(1, len(pipeline) // 10)), len(pipeline) - 1}):
+        curves = (f"{loss[i]:.6f} {'█' * round(loss[i] * scale / 2)}" for loss in (pipeline, reference))
+        table.add_row(str(i), *curves, f"{difference[i]:.1e}")
+    console.print(table)
+    agree, fell = max(difference) <= TOLERANCE, pipeline[-1] < pipeline[0]
+    console.print(
+        f"largest relative difference {max(difference):.1e}: {'agrees' if agree else f'over {TOLERANCE:.0e}'}"
+    )
+    console.print(f"loss {pipeline[0]:.3f} -> {pipeline[-1]:.3f}: {'fell' if fell else 'did not fall'}")
+    return agree and fell
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def positive(word: str) -> int:
+    """A whole number of at least one."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {word!r}")
+    return int(word)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the options; a wrong value ends the program with exit code 2."""
+    parser = OneLineParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--stages", type=positive, choices=(2, 4), default=2, help="pipeline stages")
+    parser.add_argument("--schedule", choices=("gpipe", "1f1b"), default="1f1b", help="order of the microbatches")
+    parser.add_argument("--microbatches", type=positive, default=8, help="pieces of a batch")
+    parser.add_argument("--steps", type=positive, default=40, help="training steps")
+    options = parser.parse_args(argv)
+    fitting = [n for n in range(1, BATCH + 1) if BATCH % n == 0 and BATCH // n % DATA_SHARDS == 0]
+    if options.microbatches not in fitting:
+        parser.error(
+            f"argument --microbatches: {options.microbatches} does not cut a batch of {BATCH} sequences into pieces for "
+            f"{DATA_SHARDS} data shards; use one of {', '.join(map(str, fitting))}"
+        )
+    if options.steps < 2:
+        parser.error("argument --steps: one step cannot show that the loss falls; use at least 2")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the demonstration; returns the exit code."""
+    options = parse(argv)
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    return 0 if train(options.stages, options.schedule, options.microbatches, options.steps, console) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""What a compiled step does, counted: devices, compilations, transfers, buffers."""
+
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from stages import WIDTH, assert_same, back, dense, front, loss, microbatched, parameters, rows
+
+import manymesh as mm
+
+JAX_VERSION = tuple(int(n) for n in jax.__version__.split(".")[:2])
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def update(loss_and_grads, state, x):
+    p, opt = state
+    value, grads = loss_and_grads(p, x)
+    updates, opt = OPTIMIZER.update(grads, opt, p)
+    return (optax.apply_updates(p, updates), opt), value
+
+
+def wide_stages():
+    """The two layers on unequal submeshes of 4 and 2 devices, with sharded weights and activations."""
+    devices = np.array(jax.devices())
+    meshes = Mesh(devices[:4].reshape(2, 2), ("data", "model")), Mesh(devices[4:6].reshape(2, 1), ("data", "model"))
+    rules = (("batch", "data"), ("hidden", "model"))
+
+    def layer(w, x):
+        w = mm.with_sharding_constraint(w, (None, "hidden"))
+        return mm.with_sharding_constraint(dense(w, x), ("batch", "hidden"))
+
+    one, two = (mm.task(layer, n, mesh=m, logical_axes=rules) for n, m in zip(("one", "two"), meshes, strict=True))
+    return meshes, lambda p, x: jnp.mean(two(p["back"], one(p["front"], x)) ** 2)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A training step on the wide stages, compiled, with the state it starts from."""
+    meshes, f = wide_stages()
+    step = mm.jit(functools.partial(update, microbatched(jax.value_and_grad(f))), donate_argnums=0)
+    state = parameters(), OPTIMIZER.init(parameters())
+    return meshes, step, step.lower(state, rows()).compile()
+
+
+def fresh_state():
+    return parameters(), OPTIMIZER.init(parameters())
+
+
+def test_every_executable_spans_exactly_its_submesh(wide):
+    """No fragment touches a device that is not its own."""
+    _, _, compiled = wide
+    lowered = compiled._executor.lowered
+    assert {f.submesh for f in compiled.program.fragments} == {0, 1}
+    for fragment, executable in zip(compiled.program.fragments, lowered.executables, strict=True):
+        submesh = set(compiled.program.submeshes[fragment.submesh].devices.flat)
+        shardings = [*executable.input_shardings[0], *executable.output_shardings]
+        assert shardings
+        for sharding in shardings:
+            assert set(sharding.device_set) == submesh, fragment
+
+
+def test_results_lie_where_their_state_and_their_tasks_are(wide):
+    """Updated parameters and moments on the submesh of their stage, as the reported shardings say."""
+    meshes, step, compiled = wide
+    state, value = step(fresh_state(), rows())
+    moments = state[1][1][0]
+    for tree in (state[0], moments.mu, moments.nu):
+        assert tree["front"].sharding.is_equivalent_to(NamedSharding(meshes[0], P(None, "model")), 2)
+        assert tree["back"].sharding.device_set == set(meshes[1].devices.flat)
+    jax.tree.map(
+        lambda x, s: np.testing.assert_(x.sharding == s and isinstance(s, NamedSharding)),
+        (state, value),
+        compiled.output_shardings,
+    )
+
+
+def test_step_two_moves_no_state(wide):
+    """Input and output shardings of the state are equal, and a second step compiles nothing."""
+    _, step, compiled = wide
+    assert compiled.input_shardings[0][0] == compiled.output_shardings[0]
+    step = mm.jit(step.fun, donate_argnums=0)
+    state, _ = step(fresh_state(), rows())
+    (made,) = step._compiled.values()
+    brought = []
+    made._executor.bring = lambda x, sharding: brought.append(np.asarray(x)) or jax.device_put(x, sharding)
+    state, _ = step(state, rows())
+    assert len(step._compiled) == 1
+    # The batch, and the optimizer's step counter, which both submeshes read.
+    assert all(x.shape == () or x.shape == rows().shape for x in brought)
+
+
+def test_transfers_in_one_call_are_those_of_the_report():
+    """Two stages, four microbatches: an activation forward and a gradient back in each, and nothing else in the loop."""
+    report = mm.jit(microbatched()).lower(parameters(), rows()).compile().report()
+    lines = {(e.source, e.target): e for e in report.edges}
+    assert lines[0, 1].transfers == 4 and lines[0, 1].nbytes == 4 * 2 * WIDTH * 4
+    assert lines[1, 0].transfers == 4 and lines[1, 0].nbytes == 4 * 2 * WIDTH * 4
+
+
+def test_a_tied_gradient_crosses_once_a_call():
+    """Each stage accumulates its own part; the parts are added once after the loop."""
+
+    def tied(w, x):
+        return jnp.mean(back(w.T, front(w, x)) ** 2)
+
+    step = microbatched(jax.value_and_grad(tied), num_microbatches=8)
+    program = mm.jit(step).lower(parameters()["front"], rows()).program
+    weights = [e for e in program.edges if e.var.aval.shape == (WIDTH, WIDTH)]
+    assert [e.loop for e in weights] == [None]
+
+
+def test_a_global_norm_crosses_as_one_scalar_a_submesh():
+    """Ten parameters a stage are summed where they are."""
+
+    def f(p, x):
+        for w in p["front"]:
+            x = front(w, x)
+        for w in p["back"]:
+            x = back(w, x)
+        return jnp.mean(x**2)
+
+    def step(p, x):
+        grads = jax.grad(f)(p, x)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda w, g: w - g / norm, p, grads)
+
+    p = {k: [w] * 4 for k, w in parameters().items()}
+    program = mm.jit(step).lower(p, rows()).program
+    assert sum(e.var.aval.shape == () for e in program.edges) <= 2
+
+
+def test_compilations_do_not_grow_with_microbatches():
+    """4, 8 and 16 microbatches of the same size take equally many."""
+    made = set()
+    for count in (4, 8, 16):
+        step = mm.jit(microbatched(num_microbatches=count))
+        made.add(step.lower(parameters(), rows(2 * count)).compile().report().compiled)
+    assert len(made) == 1, made
+
+
+def test_identical_layers_share_executables():
+    """Eight layers on two submeshes compile as few fragments as four."""
+
+    def compiled(layers):
+        def f(ws, x):
+            for i in range(layers):
+                x = mm.task(dense, f"layer{i}", devices=[i * 2 // layers])(ws[i], x)
+            return jnp.mean(x**2)
+
+        ws = [parameters(i)["front"] for i in range(layers)]
+        return mm.jit(f).lower(ws, rows()).compile().report()
+
+    four, eight = compiled(4), compiled(8)
+    assert len(eight.fragments) >= len(four.fragments)
+    assert eight.compiled <= four.compiled + 1
+
+
+def test_equal_tasks_on_equal_submeshes_of_a_ring_share_executables():
+    """A stage visited again runs the executable of the first visit."""
+
+    def f(w, x):
+        for i in range(6):
+            x = mm.task(dense, f"s{i}", devices=[i % 2])(w, x)
+        return x
+
+    report = mm.jit(f).lower(parameters()["front"], rows()).compile().report()
+    assert len(report.fragments) == 6
+    assert report.compiled <= 4  # the first visit neither donates what it reads, nor knows where the weight will lie
+
+
+def test_a_second_call_compiles_nothing():
+    """Same shapes, other values: no tracing and no compilation, neither by us nor by JAX."""
+    step = mm.jit(microbatched())
+    jax.block_until_ready(step(parameters(), rows()))
+    seen = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, secs, **_: seen.append(name))
+    try:
+        args = parameters(1), rows(8, 2)
+        jax.block_until_ready(args)
+        seen.clear()
+        jax.block_until_ready(step(*args))
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not [name for name in seen if "compile" in name or "trace" in name], seen
+
+
+def test_no_device_value_goes_through_the_host_inside_a_step(wide):
+    """The transfer guard forbids it. JAX 0.10 does not check copies between devices on CPU; 0.12 does."""
+    _, step, compiled = wide
+    state, _ = compiled(fresh_state(), rows())
+    with jax.transfer_guard_device_to_host("disallow"):
+        state, value = compiled(state, rows())
+        jax.block_until_ready((state, value))
+
+
+@pytest.mark.skipif(JAX_VERSION < (0, 12), reason="the guard does not see copies between CPU devices before JAX 0.12")
+def test_the_guard_of_the_test_above_can_fail():
+    """A copy that needs the host is caught."""
+    meshes, _ = wide_stages()
+    x = jax.device_put(jnp.ones((4, 4)), NamedSharding(meshes[0], P("data", "model")))
+    with jax.transfer_guard_device_to_host("disallow"), pytest.raises(Exception, match="[Dd]isallowed"):
+        jax.block_until_ready(jax.device_put(x, NamedSharding(meshes[1], P(None, None))))
+
+
+def test_live_arrays_are_constant_over_fifty_steps(wide):
+    """Nothing is kept from step to step, on any device."""
+    _, step, compiled = wide
+    state, x = fresh_state(), rows()
+    counts = set()
+    for i in range(50):
+        state, value = compiled(state, x)
+        if i >= 2:
+            counts.add((len(jax.live_arrays()), sum(a.nbytes for a in jax.live_arrays())))
+    gc.collect()
+    jax.block_until_ready(state)
+    assert len(counts) == 1, counts
+
+
+def test_accumulators_are_donated():
+    """Each backward fragment of a loop reuses the buffers of its gradients' accumulators, in every microbatch."""
+    compiled = mm.jit(microbatched()).lower(parameters(), rows()).compile()
+    lowered, program = compiled._executor.lowered, compiled.program
+    accumulators = {inner: out for loop in program.loops for inner, out, _, _ in loop.carries}
+    assert sum(v.aval.shape == (WIDTH, WIDTH) for v in accumulators) == 2
+    for fragment in program.fragments:
+        for k, v in enumerate(fragment.invars):
+            if v in accumulators and v.aval.shape:
+                assert k in lowered.plan.donated[fragment.index], fragment
+                text = lowered.executables[fragment.index].as_text()
+                assert "input_output_alias" in text.splitlines()[0]
+
+
+def test_donated_state_is_updated_in_place(wide):
+    """Parameters and moments take over old buffers: every matrix that an update makes is aliased to one it reads."""
+    _, _, compiled = wide
+    updates = [f for f in compiled.program.fragments if f.loop is None and f.name.startswith("after")]
+    matrices = [sum(v.aval.ndim == 2 for v in f.outvars) for f in updates]
+    assert sum(matrices) >= 6
+    for fragment, count in zip(updates, matrices, strict=True):
+        head = compiled._executor.lowered.executables[fragment.index].as_text().splitlines()[0]
+        assert head.count("may-alias") + head.count("must-alias") >= count, fragment
+
+
+def test_arguments_that_are_not_donated_are_not_copied_home_again():
+    """Parameters that already lie at home are used as they are."""
+    step = mm.jit(loss)
+    placed = {k: jax.device_put(w, jax.devices()[i]) for i, (k, w) in enumerate(parameters().items())}
+    compiled = step.lower(placed, rows()).compile()
+    placed = jax.tree.map(jax.device_put, placed, compiled.input_shardings[0][0])
+    moved = []
+    compiled._executor.bring = lambda x, sharding: moved.append(x.shape) or jax.device_put(x, sharding)
+    compiled(placed, rows())
+    assert moved == [(8, WIDTH)]
+
+
+def test_results_that_are_arguments_are_copies_on_every_shard():
+    """Also where an array has several shards."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    x = jax.device_put(rows(), NamedSharding(mesh, P("d")))
+    f = mm.jit(lambda x: (mm.task(jnp.sum, mesh=mesh)(x), x))
+    y = f(x)[1]
+    assert y.sharding == x.sharding
+    pointers = [{s.data.unsafe_buffer_pointer() for s in a.addressable_shards} for a in (x, y)]
+    assert not pointers[0] & pointers[1]
+    assert_same(y, x)
+
+
+def test_memory_of_each_device():
+    """Peak bytes are at least the arguments', and every device of the program is listed."""
+    compiled = mm.jit(microbatched()).lower(parameters(), rows()).compile()
+    memory = compiled.memory_analysis()
+    assert set(memory) == set(jax.devices()[:2])
+    for record in memory.values():
+        assert record.peak_bytes >= record.argument_bytes >= WIDTH * WIDTH * 4
+
+
+def test_live_bytes_of_gpipe_grow_with_microbatches_and_those_of_1f1b_do_not():
+    """What each schedule is for, seen in the report."""
+
+    def peak(schedule, count):
+        step = mm.jit(microbatched(schedule=schedule, num_microbatches=count))
+        memory = step.lower(parameters(), rows(64 * count)).compile().memory_analysis()
+        return max(m.peak_bytes - m.argument_bytes for m in memory.values())
+
+    assert peak("gpipe", 8) > 1.5 * peak("gpipe", 4)
+    assert peak("1f1b", 8) < 1.6 * peak("1f1b", 4)
+
+
+def test_the_report_and_the_program_name_every_task(wide):
+    """They print without a device being touched."""
+    _, _, compiled = wide
+    for text in (str(compiled.report()), repr(compiled.program), compiled.as_text()):
+        assert "one" in text and "two" in text and "one_bwd" in text
+    assert set(compiled.cost_analysis()) == {f.name for f in compiled.program.fragments}

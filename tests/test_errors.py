@@ -1,0 +1,403 @@
+"""Every error says where, what was expected, what was found and what to do."""
+
+import functools
+import inspect
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from stages import WIDTH, back, front, loss, microbatched, parameters, rows
+
+import manymesh as mm
+from manymesh import errors
+
+
+def mesh(shape=(2, 2), axes=("data", "model"), start=0):
+    count = int(np.prod(shape))
+    return Mesh(np.array(jax.devices()[start : start + count]).reshape(shape), axes)
+
+
+def raises(kind, *parts):
+    """Expects an error of a type (and of its ManyMesh class) whose text has every part, in order."""
+    return pytest.raises(kind, match="(?s)" + ".*".join(re.escape(p) for p in parts))
+
+
+def test_every_error_class_is_a_built_in_error_too():
+    """A caller can catch ValueError, TypeError or RuntimeError."""
+    classes = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, Exception)]
+    assert len(classes) > 5
+    for c in classes:
+        if c is not errors.ManyMeshError:
+            assert issubclass(c, errors.ManyMeshError)
+            assert issubclass(c, (ValueError, TypeError, KeyError, RuntimeError))
+
+
+# Tasks
+
+
+def test_logical_axes_without_a_mesh():
+    """There is nothing for the rules to refer to."""
+    with raises(ValueError, "task 'a'", "logical_axes", "no mesh or device_axes", "give mesh="):
+        mm.Task("a", logical_axes=[("batch", "data")])
+    with raises(errors.TaskError, "logical_axes", "no mesh or device_axes"):
+        mm.task(loss, devices=[0, 1], logical_axes=[("batch", "data")])
+
+
+def test_a_mesh_together_with_devices():
+    """A mesh says both."""
+    for extra in ({"devices": [0]}, {"device_axes": ("data",)}):
+        with raises(ValueError, "task 'a'", "mesh already says", "either mesh, or devices"):
+            mm.Task("a", mesh=mesh(), **extra)
+
+
+def test_a_ready_task_together_with_a_description():
+    """task= is complete."""
+    with raises(ValueError, "task= is a complete description"):
+        mm.task(loss, task=mm.Task("a", devices=[0]), devices=[1])
+
+
+def test_a_wrong_number_of_device_axes():
+    """One name for each dimension."""
+    with raises(ValueError, "task 'a'", "('x', 'y') names 2 axes", "shape (2,)", "one name for each"):
+        mm.Task("a", devices=[0, 1], device_axes=("x", "y"))
+    with raises(errors.TaskError, "device_axes ('x',) without devices"):
+        mm.Task("a", device_axes=("x",))
+
+
+def test_an_unknown_device_axis_in_a_rule():
+    """The rule, the axis and the axes that exist."""
+    with raises(ValueError, "task 'a'", "('hidden', 'modle')", "'modle'", "('data', 'model')"):
+        mm.Task("a", mesh=mesh(), logical_axes=[("hidden", "modle")])
+
+
+@pytest.mark.parametrize("rules", [["batch"], [("batch",)], [("a", "b", "c")], "batch", [("batch", 1)], {"batch": "data"}])
+def test_rules_that_are_no_pairs(rules):
+    """The form that is expected, and what was found; a mapping is a fair way to say it."""
+    if isinstance(rules, dict):
+        assert mm.Task("a", mesh=mesh(), logical_axes=rules).logical_axes == (("batch", "data"),)
+        return
+    with raises(ValueError, "task 'a'", "logical_axes", "pairs"):
+        mm.Task("a", mesh=mesh(), logical_axes=rules)
+
+
+def test_a_task_on_devices_that_do_not_exist():
+    """The id, and the ids that exist."""
+    with raises(ValueError, "no device with id 99", "ids 0 to 7"):
+        mm.task(loss, "a", devices=[0, 99])
+    with raises(errors.MeshError, "[3] are named more than once"):
+        mm.Task("a", devices=[3, 3])
+    with raises(errors.MeshError, "empty"):
+        mm.Task("a", devices=[])
+    with raises(errors.MeshError, "expected jax devices or their integer ids", "str 'cpu'"):
+        mm.Task("a", devices=["cpu"])
+
+
+def test_a_mesh_that_is_no_mesh():
+    """A common slip: the tuple of submeshes instead of one."""
+    with raises(TypeError, "task 'a'", "mesh", "Mesh", "tuple"):
+        mm.Task("a", mesh=(mesh(),))
+
+
+def test_a_task_that_is_no_function():
+    """Found type, and what to give."""
+    with raises(TypeError, "task", "function", "int"):
+        mm.task(3, devices=[0])
+
+
+def test_nested_tasks_on_different_submeshes():
+    """Both names, both device lists."""
+    outer = mm.task(lambda p, x: back(p["back"], x), "outer", devices=[0])
+    with raises(ValueError, "task 'back' on devices [1]", "inside task 'outer' on devices [0]", "call one after the other"):
+        mm.jit(outer)(parameters(), rows())
+
+
+def test_tasks_on_overlapping_unequal_submeshes():
+    """Which devices are shared, and between which."""
+    a, b = mm.task(jnp.sin, "a", devices=[0, 1]), mm.task(jnp.cos, "b", devices=[1, 2])
+    with raises(ValueError, "share devices [1]", "[0, 1] and [1, 2]", "equal or have no device in common"):
+        mm.jit(lambda x: b(a(x)))(rows())
+
+
+def test_an_error_inside_a_task_carries_the_name_of_the_task():
+    """The user's own exception, with a note."""
+
+    def broken(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError) as caught:
+        mm.jit(mm.task(broken, "stage_3", devices=[0]))(rows())
+    assert any("stage_3" in note for note in caught.value.__notes__)
+
+
+def test_errors_of_jax_pass_through():
+    """A boolean of a tracer and a shape error stay what they are."""
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        mm.jit(mm.task(lambda x: x if x.sum() > 0 else -x, "a", devices=[0]))(rows())
+    with pytest.raises(TypeError, match="dot_general"):
+        mm.jit(loss)(parameters(), jnp.ones((2, 3)))
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        mm.jit(loss)(parameters())
+
+
+# Control flow
+
+
+def test_a_task_in_a_while_loop():
+    """The construct, its tasks, and what to do instead."""
+
+    def step(x):
+        return jax.lax.while_loop(lambda v: jnp.sum(v) < 100, lambda v: front(jnp.eye(WIDTH), v) + 1, x)
+
+    with raises(ValueError, "lax.while_loop", "test_errors.py", "'front'", "fixed length"):
+        mm.jit(step)(rows())
+
+
+def test_a_task_in_a_conditional():
+    """Likewise."""
+
+    def step(x):
+        return jax.lax.cond(jnp.sum(x) > 0, lambda v: front(jnp.eye(WIDTH), v), lambda v: v, x)
+
+    with raises(errors.PlacementError, "lax.cond", "test_errors.py", "'front'", "jnp.where"):
+        mm.jit(step)(rows())
+
+
+# Microbatches
+
+
+def test_a_batch_that_does_not_divide():
+    """The leaf, its shape, and the numbers that would work."""
+    batch = {"x": rows(8), "y": jnp.ones((8, 2))}
+    step = microbatched(lambda p, b: loss(p, b["x"]), num_microbatches=3)
+    with raises(ValueError, "args[1]['x'] of shape (8, 4)", "length 8", "3 microbatches", "1, 2, 4, 8"):
+        mm.jit(step)(parameters(), batch)
+    with raises(errors.MicrobatchError, "(6, 4)", "pieces of size 4", "size that would work: 1, 2, 3, 6"):
+        microbatched(num_microbatches=None, size=4)(parameters(), rows(6))
+    with raises(errors.MicrobatchError, "num_microbatches=4 times size=4 is 16", "length 8"):
+        microbatched(size=4)(parameters(), rows(8))
+    with raises(errors.MicrobatchError, "(0, 4)", "length 0"):
+        microbatched()(parameters(), rows(0))
+
+
+def test_leaves_of_a_batch_that_do_not_agree():
+    """Pieces of one size, different lengths."""
+    step = microbatched(lambda p, b: loss(p, b["x"]), num_microbatches=None, size=2)
+    with raises(ValueError, "different numbers", "['x']: 4", "['y']: 3"):
+        step(parameters(), {"x": rows(8), "y": rows(6)})
+
+
+def test_a_batch_without_the_dimension():
+    """A scalar among the leaves, or too large a dim."""
+    with raises(ValueError, "args[1]['n'] of shape ()", "no dimension 0"):
+        microbatched(lambda p, b: loss(p, b["x"]))(parameters(), {"n": jnp.int32(3), "x": rows()})
+    with raises(ValueError, "(8, 4)", "no dimension 2"):
+        microbatched(dim=2)(parameters(), rows())
+
+
+def test_a_batch_that_is_no_argument_or_holds_no_array():
+    """Wrong argnum, batch by keyword, empty batch."""
+    with raises(ValueError, "argnum 1", "1 positional argument", "by position"):
+        microbatched()(parameters(), x=rows())
+    with raises(ValueError, "no array to cut"):
+        microbatched(lambda p, b: loss(p, rows()))(parameters(), {"x": None})
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, "4", True])
+def test_a_number_of_microbatches_that_is_none(number):
+    """A positive int."""
+    with raises(ValueError, "num_microbatches", "positive int", repr(number)):
+        microbatched(num_microbatches=number)
+
+
+def test_no_number_of_microbatches():
+    """One of the two has to be said."""
+    with raises(ValueError, "microbatch(loss)", "num_microbatches= or size="):
+        mm.microbatch(loss)
+
+
+def test_an_unknown_schedule():
+    """The names that exist, the likely one first."""
+    with raises(ValueError, "1f1bb", "1f1b"):
+        microbatched(schedule="1f1bb")
+    with raises(errors.ScheduleError, "3"):
+        microbatched(schedule=3)
+
+
+def test_an_unknown_reduction():
+    """In the tree, with a guess."""
+    with raises(ValueError, "unknown reduction 'men'", "did you mean 'mean'?", "sum, mean, max"):
+        microbatched(reduce=("sum", "men"))
+    with raises(errors.MicrobatchError, "unknown reduction None"):
+        mm.microbatch(loss, num_microbatches=2, reduce=None)
+    with raises(errors.MicrobatchError, "unknown reduction 3"):
+        microbatched(reduce=3)
+
+
+def test_a_reduction_that_does_not_fit_the_result():
+    """Prefix errors, scalars that cannot be concatenated, a count that is not there."""
+    for run in (lambda f: f, mm.jit):
+        with raises(ValueError, "('mean', 'sum', 'sum')", "prefix"):
+            run(microbatched(reduce=("mean", "sum", "sum")))(parameters(), rows())
+        with raises(ValueError, "scalar", "concatenated", "'stack'"):
+            run(microbatched(reduce="concat"))(parameters(), rows())
+        with raises(ValueError, "WeightedMean('tokens')", "front", "has_aux"):
+            run(microbatched(reduce=mm.WeightedMean("tokens")))(parameters(), rows())
+    with raises(ValueError, "WeightedMean applies to the whole result"):
+        microbatched(reduce=("mean", mm.WeightedMean("tokens")))
+
+
+def test_random_keys_that_are_no_argument():
+    """rng_argnum past the arguments."""
+    with raises(ValueError, "rng_argnum 2", "2 positional arguments"):
+        microbatched(rng_argnum=2)(parameters(), rows())
+
+
+def test_stages_that_contradict_the_program():
+    """num_stages and interleave are statements."""
+    with raises(ValueError, "num_stages", "3", "2"):
+        mm.jit(microbatched(num_stages=3))(parameters(), rows())
+    with raises(ValueError, "interleave", "2", "1"):
+        mm.jit(microbatched(interleave=2))(parameters(), rows())
+    mm.jit(microbatched(num_stages=2, interleave=1))(parameters(), rows())
+
+
+# Axes
+
+
+def constrained(names, rules=(("batch", "data"), ("hidden", "model")), name="decoder"):
+    def layer(w, x):
+        return mm.with_sharding_constraint(w, names).sum() + x.sum()
+
+    return mm.task(layer, name, mesh=mesh(), logical_axes=rules)
+
+
+def test_a_dimension_that_does_not_divide():
+    """Task, parameter path, shape, axis, size, and sizes that would do."""
+    layer = constrained((None, "hidden"))
+    params = {"block": {"kernel": jnp.ones((4, 5)), "bias": jnp.ones(3)}}
+    with raises(
+        ValueError, "args[0]['block']['kernel']", "task 'decoder'", "dimension 1 ('hidden')", "(4, 5)", "axis 'model'",
+        "2 devices", "4 or 6", "map 'hidden' to None",
+    ):  # fmt: skip
+        mm.jit(lambda p, x: layer(p["block"]["kernel"], x))(params, rows())
+
+
+def test_a_dimension_that_does_not_divide_over_two_axes():
+    """The product of the sizes counts."""
+    layer = constrained(("hidden",), rules=[("hidden", ("data", "model"))])
+    with raises(errors.AxisError, "(6,)", "('data', 'model')", "4 devices", "4 or 8"):
+        mm.jit(layer)(jnp.ones(6), rows())
+
+
+def test_more_names_than_dimensions():
+    """Names, shape."""
+    with raises(ValueError, "task 'decoder'", "3 axis names", "('batch', None, 'hidden')", "(4, 4)", "2 dimensions"):
+        mm.jit(constrained(("batch", None, "hidden")))(jnp.ones((4, 4)), rows())
+
+
+def test_an_unknown_logical_name_warns_once():
+    """The name, what the rules know, and what to do; the second program with the same slip stays silent."""
+    step = mm.jit(constrained((None, "hiden")))
+    with pytest.warns(UserWarning, match="(?s)'decoder'.*'hiden'.*'hidden'.*replication.*correct the name") as seen:
+        step(jnp.ones((4, 4)), rows())
+    assert len(seen) == 1 and seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(jnp.ones((4, 4)), rows())
+        step(jnp.ones((8, 4)), rows())
+
+
+def test_an_unknown_logical_name_is_an_error_under_strict():
+    """strict=True stops before anything runs."""
+    step = mm.jit(constrained((None, "hiden")), strict=True)
+    with raises(ValueError, "strict=True", "'hiden'", "add a rule"):
+        step(jnp.ones((4, 4)), rows())
+
+
+def test_submeshes_of_an_unknown_axis():
+    """The axes that the mesh has."""
+    with raises(ValueError, "('data', 'model')", "'stage'"):
+        mm.submeshes(mesh(), "stage")
+
+
+# Calls
+
+
+def test_a_donated_array_used_again():
+    """Which argument, and why it is gone."""
+    step = mm.jit(lambda s, x: ({"w": s["w"] + 1}, front(s["w"], x)), donate_argnums=0)
+    state = {"w": parameters()["front"]}
+    step(state, rows())
+    with raises(RuntimeError, "args[0]['w']", "(4, 4)", "deleted", "donated"):
+        step(state, rows())
+    with raises(RuntimeError, "args[0]['w']", "deleted", "donated"):
+        step.lower(state, rows())
+
+
+def test_unhashable_static_arguments():
+    """As in JAX, a ValueError."""
+    with raises(ValueError, "static argument 1", "hashable", "list"):
+        mm.jit(lambda x, n: x, static_argnums=1)(rows(), [1])
+    with raises(ValueError, "static argument 'n'", "hashable"):
+        mm.jit(lambda x, n: x, static_argnames="n")(rows(), n={})
+
+
+def test_an_argument_that_is_no_array():
+    """Where it is, what it is, and what to do."""
+    with raises(TypeError, "args[1]['mode']", "str 'fast'", "static"):
+        mm.jit(lambda x, options: x)(rows(), {"mode": "fast"})
+    with raises(TypeError, "kwargs['f']", "function", "static"):
+        mm.jit(lambda x, f: x)(rows(), f=loss)
+
+
+def test_not_a_function():
+    """Found type."""
+    with raises(TypeError, "mm.jit", "function", "int"):
+        mm.jit(3)
+
+
+@pytest.mark.parametrize(
+    "transform", [jax.grad, jax.jit, jax.vmap, lambda f: functools.partial(jax.eval_shape, f)], ids=str
+)
+def test_a_transformation_around_a_step(transform):
+    """It belongs inside; also when the step is compiled already."""
+    step = mm.jit(lambda x: jnp.sum(front(jnp.eye(WIDTH), jnp.atleast_2d(x))))
+    for _ in range(2):
+        with raises(TypeError, "tracer", "jax.grad", "inside the function that mm.jit wraps"):
+            transform(step)(jnp.ones((2, WIDTH)))
+        step(jnp.ones((2, WIDTH)))
+        step(jnp.ones(WIDTH))
+
+
+def test_out_shardings_of_the_wrong_structure():
+    """The label, and that it is no prefix."""
+    s = NamedSharding(mesh((1,), ("d",)), P())
+    with raises(TypeError, "out_shardings", "prefix of the result"):
+        mm.jit(loss, out_shardings=(s, s))(parameters(), rows())
+    with raises(TypeError, "in_shardings", "prefix of the arguments"):
+        mm.jit(loss, in_shardings=(s, s, s))(parameters(), rows())
+
+
+def test_shardings_that_are_none():
+    """Only NamedSharding says which submesh."""
+    with raises(TypeError, "out_shardings", "NamedSharding", "P()", "NamedSharding(submesh, spec)"):
+        mm.jit(loss, out_shardings=P())(parameters(), rows())
+    single = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with raises(TypeError, "in_shardings", "NamedSharding", "SingleDeviceSharding"):
+        mm.jit(loss, in_shardings=single)(parameters(), rows())
+
+
+def test_a_compiled_step_called_with_other_arguments():
+    """Structure, shape and dtype are fixed."""
+    compiled = mm.jit(loss).lower(parameters(), rows()).compile()
+    with raises(TypeError, "loss", "structure"):
+        compiled(parameters())
+    with raises(TypeError, "args[1]", "float32[8,4]", "float32[4,4]"):
+        compiled(parameters(), rows(4))
+    with raises(TypeError, "args[0]['front']", "float32[4,4]", "int32[4,4]"):
+        compiled({**parameters(), "front": jnp.ones((4, 4), jnp.int32)}, rows())

@@ -1,0 +1,221 @@
+"""`microbatch` is the plain loop over the same pieces, whatever they are made of."""
+
+
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from stages import WIDTH, assert_agrees, assert_same, back, dense, front, loss, microbatched, on_host, parameters, rows
+
+import manymesh as mm
+
+
+# Microbatch loops
+
+
+def test_forward_only_programs():
+    """A loop without a backward pass, and an evaluation with several metrics."""
+
+    def evaluate(p, x):
+        y = back(p["back"], front(p["front"], x))
+        return {"y": y, "max": jnp.max(y), "n": jnp.int32(len(x))}
+
+    assert_agrees(evaluate, parameters(), rows())
+    reduce = {"y": "concat", "max": "max", "n": "sum"}
+    assert_agrees(microbatched(evaluate, reduce=reduce), parameters(), rows())
+    assert_agrees(microbatched(evaluate, reduce=reduce, schedule="gpipe"), parameters(), rows())
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max", "concat", "stack", "last"])
+def test_every_reduction_over_floats_integers_and_keys(reduce):
+    """Each reduction gives what the plain loop gives, dtypes included."""
+
+    def f(p, x):
+        y = back(p["back"], front(p["front"], x))
+        return y, jnp.argmax(y, -1), -jnp.abs(y.astype(jnp.bfloat16))
+
+    assert_agrees(microbatched(f, reduce=reduce), parameters(), rows(), tolerance=2e-2)
+
+
+def test_booleans_reduce_as_in_the_plain_loop():
+    """Sum, max and last of truth values."""
+    f = lambda p, x: (front(p["front"], x) > 0.9,) * 3  # noqa: E731
+    assert_agrees(microbatched(f, reduce=("sum", "max", "last")), parameters(), rows())
+
+
+def test_weighted_mean_of_masked_tokens_equals_the_full_batch():
+    """Uneven counts in the pieces; value and gradients are those of the whole batch."""
+
+    def masked(p, batch):
+        y = back(p["back"], front(p["front"], batch["x"]))
+        count = jnp.sum(batch["mask"])
+        return jnp.sum(jnp.mean(y**2, -1) * batch["mask"]) / count, {"tokens": count}
+
+    both = jax.value_and_grad(masked, has_aux=True)
+    batch = {"x": rows(), "mask": jnp.array([1.0, 0, 1, 1, 1, 1, 0, 1])}
+    step = microbatched(both, reduce=mm.WeightedMean("tokens"))
+    result = assert_agrees(step, parameters(), batch)
+    assert_same(result, both(parameters(), batch))
+
+
+def test_batches_cut_along_another_dimension():
+    """dim=1 and dim=-1, also for a tree of leaves with different ranks."""
+
+    def f(p, batch):
+        return jnp.sum(back(p["back"], front(p["front"], batch["x"].T)) * batch["y"][0, :, None])
+
+    batch = {"x": rows().T, "y": jnp.arange(24.0).reshape(3, 8)}
+    assert_agrees(microbatched(jax.value_and_grad(f), dim=1), parameters(), batch)
+    assert_agrees(microbatched(jax.value_and_grad(f), dim=-1), parameters(), batch)
+
+
+def test_several_batch_arguments():
+    """argnum as a tuple, the batch before the parameters, and keyword arguments beside it."""
+
+    def f(x, p, y, scale=1.0):
+        return jnp.mean((back(p["back"], front(p["front"], x)) - y) ** 2) * scale
+
+    step = microbatched(jax.value_and_grad(f, argnums=1), argnum=(0, 2))
+    assert_agrees(step, rows(), parameters(), rows(8, 5))
+    assert_agrees(step, rows(), parameters(), rows(8, 5), scale=jnp.float32(2))
+    assert_agrees(lambda x, p, y: step(x, p, y, scale=3.0), rows(), parameters(), rows(8, 5))
+
+
+def test_size_instead_of_a_number():
+    """size=2 of 8 rows is 4 microbatches; the number follows the batch."""
+    step = mm.jit(microbatched(num_microbatches=None, size=2))
+    for count in (8, 12):
+        assert_same(step(parameters(), rows(count)), reference(step, parameters(), rows(count)))
+    assert step.lower(parameters(), rows(12)).program.loops[0].num_microbatches == 6
+
+
+def test_one_microbatch_is_the_plain_call():
+    """No loop is left in the program."""
+    step = microbatched(num_microbatches=1)
+    assert_agrees(step, parameters(), rows())
+    assert not mm.jit(step).lower(parameters(), rows()).program.loops
+
+
+def test_dropout_differs_between_microbatches():
+    """Microbatch i sees fold_in(key, i): the masks differ from each other, and from those of another key."""
+
+    def f(p, x, key):
+        y = front(p["front"], x)
+        drop = mm.task(lambda k, y: jnp.where(jax.random.bernoulli(k, 0.5, y.shape), y, 0), "drop", devices=[0])
+        return back(p["back"], drop(key, y)), jax.random.bernoulli(key, 0.5, (64,))
+
+    step = microbatched(f, reduce="stack", rng_argnum=2)
+    _, masks = assert_agrees(step, parameters(), rows(), jax.random.key(0))
+    expected = [jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), i), 0.5, (64,)) for i in range(4)]
+    np.testing.assert_array_equal(np.asarray(masks), np.asarray(expected))
+    assert len({m.tobytes() for m in np.asarray(masks)}) == 4
+    other = mm.jit(step)(parameters(), rows(), jax.random.key(1))[1]
+    assert (np.asarray(other) != np.asarray(masks)).any()
+
+
+def test_rng_argnum_folds_a_tree_of_keys():
+    """Old-style and typed keys, in a dictionary as Flax takes them."""
+
+    def f(p, x, keys):
+        return jax.random.normal(keys["dropout"], ()) + jax.random.uniform(keys["noise"]) + jnp.sum(front(p["front"], x))
+
+    step = microbatched(f, reduce="stack", rng_argnum=2)
+    assert_agrees(step, parameters(), rows(), {"dropout": jax.random.key(0), "noise": jax.random.PRNGKey(1)})
+
+
+def test_without_rng_argnum_a_key_is_the_same_in_every_microbatch():
+    """Nothing is folded in that the user did not ask for."""
+    f = lambda p, x, key: (jnp.sum(front(p["front"], x)), jax.random.normal(key, (4,)))  # noqa: E731
+    _, noise = assert_agrees(microbatched(f, reduce="stack"), parameters(), rows(), jax.random.key(0))
+    assert (np.asarray(noise) == np.asarray(noise)[0]).all()
+
+
+def test_two_microbatch_loops_in_one_step():
+    """The second may depend on the first."""
+
+    def step(p, x):
+        value, grads = microbatched()(p, x)
+        p = jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
+        again = microbatched(loss, num_microbatches=2, schedule="gpipe")(p, x)
+        return p, value, again
+
+    assert_agrees(step, parameters(), rows())
+
+
+def test_two_independent_loops_over_the_same_parameters():
+    """Gradients of two batches, accumulated apart and added."""
+
+    def step(p, x, y):
+        a, b = microbatched()(p, x), microbatched(num_microbatches=2)(p, y)
+        return jax.tree.map(jnp.add, a, b)
+
+    assert_agrees(step, parameters(), rows(), rows(6, 3))
+
+
+def test_a_loop_whose_parameters_are_computed_in_the_step():
+    """What enters the loop may come from a task or from unmarked equations."""
+
+    def step(p, x):
+        cast = jax.tree.map(lambda w: w * 2, p)
+        cast["back"] = mm.task(lambda w: w + 1, "prepare", devices=[1])(cast["back"])
+        return microbatched()(cast, jnp.flip(x, 0))
+
+    assert_agrees(step, parameters(), rows())
+
+
+def test_the_same_stage_used_twice():
+    """A chain that returns to its first submesh (0, 1, 0) has three stages."""
+
+    def f(p, x):
+        return jnp.mean(front(p["front"], back(p["back"], front(p["front"], x))) ** 2)
+
+    for schedule in ("gpipe", "1f1b"):
+        assert_agrees(microbatched(jax.value_and_grad(f), schedule=schedule), parameters(), rows())
+
+
+def test_a_skip_over_a_stage():
+    """A value made by stage 0 is read by stage 2."""
+
+    def f(p, x):
+        a = front(p["front"], x)
+        c = mm.task(lambda w, h, skip: dense(w, h) + skip, "third", devices=[2])(p["front"], back(p["back"], a), a)
+        return jnp.mean(c**2)
+
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
+
+
+def test_the_batch_is_read_by_first_and_last_stage():
+    """Labels go straight to the last stage."""
+
+    def f(p, batch):
+        y = front(p["front"], batch["x"])
+        return mm.task(lambda w, y, t: jnp.mean((dense(w, y) - t) ** 2), "last", devices=[1])(p["back"], y, batch["t"])
+
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), {"x": rows(), "t": rows(8, 3)})
+
+
+def test_integer_batches():
+    """Token ids go through an embedding, whose gradient is accumulated."""
+
+    def f(p, ids):
+        y = mm.task(lambda w, i: w[i], "embed", devices=[0])(p["front"], ids)
+        logits = mm.task(lambda w, y: y @ w.T, "head", devices=[1])(p["front"], y)
+        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, ids).mean()
+
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), jnp.arange(8) % WIDTH)
+
+
+def test_a_result_that_no_microbatch_changes():
+    """Results of the body that depend on parameters only, or on nothing."""
+
+    def f(p, x):
+        return loss(p, x), jnp.sum(p["front"]), 3.0, jnp.int32(2)
+
+    for reduce in ("sum", "mean", "max", "stack", "last"):
+        assert_agrees(microbatched(f, reduce=reduce), parameters(), rows())

@@ -1,0 +1,304 @@
+"""JAX transformations in and around tasks change nothing but where things run."""
+
+
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from stages import WIDTH, assert_agrees, assert_same, back, dense, front, loss, microbatched, on_host, parameters, rows
+
+import manymesh as mm
+
+
+# Differentiation and gradients
+
+
+def test_gradients_of_bf16_compute_on_float32_parameters_are_float32():
+    """Gradient dtypes are those of the parameters, whatever the tasks compute in."""
+    cast = lambda w, x: dense(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16))  # noqa: E731
+    one, two = mm.task(cast, "one", devices=[0]), mm.task(cast, "two", devices=[1])
+
+    def half_loss(p, x):
+        return jnp.mean(two(p["back"], one(p["front"], x)).astype(jnp.float32) ** 2)
+
+    _, grads = assert_agrees(microbatched(jax.value_and_grad(half_loss)), parameters(), rows(), tolerance=2e-2)
+    assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
+
+
+def test_gradients_of_bf16_parameters_are_bf16():
+    """Nothing is promoted on the way through accumulators."""
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), parameters())
+    x = rows().astype(jnp.bfloat16)
+    _, grads = assert_agrees(microbatched(), params, x, tolerance=5e-2)
+    assert all(g.dtype == jnp.bfloat16 for g in jax.tree.leaves(grads))
+    assert_agrees(jax.grad(loss), params, x, tolerance=5e-2)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("looped", [False, True])
+def test_a_tied_parameter_gets_its_whole_gradient(stages, looped):
+    """A parameter that several stages use sums the gradient of each."""
+
+    def tied(w, x):
+        for i in range(stages):
+            x = mm.task(dense, f"s{i}", devices=[i])(w if i % 2 == 0 else w.T, x)
+        return jnp.mean(x**2)
+
+    step = microbatched(jax.value_and_grad(tied)) if looped else jax.value_and_grad(tied)
+    _, grad = assert_agrees(step, parameters()["front"], rows())
+    assert_same(grad, jax.grad(tied)(parameters()["front"], rows()))
+
+
+def test_a_sum_is_not_scaled_and_a_mean_is_divided_once():
+    """Sum over 4 pieces of a sum is the sum over the batch."""
+    total = lambda p, x: jnp.sum(back(p["back"], front(p["front"], x)))  # noqa: E731
+    whole = jax.value_and_grad(total)(parameters(), rows())
+    assert_same(mm.jit(microbatched(jax.value_and_grad(total), reduce="sum"))(parameters(), rows()), whole)
+    quarter = jax.tree.map(lambda v: v / 4, whole)
+    assert_same(mm.jit(microbatched(jax.value_and_grad(total)))(parameters(), rows()), quarter)
+
+
+def test_has_aux():
+    """Auxiliary results come out beside the gradient, each reduced as asked."""
+
+    def with_aux(p, x):
+        y = back(p["back"], front(p["front"], x))
+        return jnp.mean(y**2), {"y": y, "count": jnp.int32(x.shape[0]), "first": y[0]}
+
+    both = jax.value_and_grad(with_aux, has_aux=True)
+    assert_agrees(both, parameters(), rows())
+    assert_agrees(
+        microbatched(both, reduce=(("mean", {"y": "concat", "count": "sum", "first": "last"}), "mean")),
+        parameters(), rows(),
+    )  # fmt: skip
+
+
+def test_several_argnums_of_the_gradient():
+    """Gradients with respect to parameters and batch; the latter are collected."""
+    both = jax.value_and_grad(loss, argnums=(0, 1))
+    assert_agrees(both, parameters(), rows())
+    assert_agrees(microbatched(both, reduce=("mean", ("mean", "concat"))), parameters(), rows())
+
+
+def test_forward_mode_and_second_derivatives():
+    """jvp, linearize and a Hessian-vector product through tasks."""
+    p, x = parameters(), rows()
+    assert_agrees(lambda p, x: jax.jvp(lambda q: loss(q, x), (p,), (p,)), p, x)
+    assert_agrees(lambda p, x: jax.jvp(jax.grad(loss), (p, x), (p, x))[1], p, x)
+    assert_agrees(lambda p, x: jax.vjp(lambda q: loss(q, x), p)[1](2.0), p, x)
+
+
+def test_stop_gradient_between_tasks():
+    """A cut path gives zeros, not errors."""
+    cut = lambda p, x: jnp.sum(back(p["back"], jax.lax.stop_gradient(front(p["front"], x))))  # noqa: E731
+    _, grads = assert_agrees(microbatched(jax.value_and_grad(cut)), parameters(), rows())
+    assert not on_host(grads["front"]).any()
+
+
+def test_an_unused_parameter_gets_a_zero_gradient():
+    """Symbolic zeros become arrays."""
+    assert_agrees(microbatched(), {**parameters(), "unused": jnp.ones(3)}, rows())
+    assert_agrees(jax.grad(loss), {**parameters(), "unused": jnp.ones(3)}, rows())
+
+
+# JAX transformations in and around tasks
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_checkpoint_in_and_around_tasks(policy):
+    """Rematerialisation changes nothing but memory."""
+    inside = mm.task(jax.checkpoint(dense, policy=policy), "inside", devices=[0])
+    around = jax.checkpoint(mm.task(dense, "around", devices=[1]), policy=policy)
+
+    def f(p, x):
+        return jnp.mean(around(p["back"], inside(p["front"], x)) ** 2)
+
+    assert_agrees(jax.value_and_grad(f), parameters(), rows())
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
+    assert_agrees(microbatched(jax.value_and_grad(jax.checkpoint(f, policy=policy))), parameters(), rows())
+
+
+def test_checkpoint_around_several_tasks():
+    """One checkpoint over a stage boundary recomputes each task where it ran."""
+    both = jax.checkpoint(lambda p, x: back(p["back"], front(p["front"], x)))
+    f = lambda p, x: jnp.mean(both(p, x) ** 2)  # noqa: E731
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
+
+
+def test_vmap_in_and_around_tasks():
+    """Also over the gradient, and with an axis that is not the first."""
+    one = mm.task(jax.vmap(dense, (None, 0)), "one", devices=[0])
+
+    def f(p, x):
+        y = one(p["front"], x)
+        y = jax.vmap(back, (None, 1), 1)(p["back"], y)
+        return jnp.mean(y**2)
+
+    assert_agrees(lambda p, x: jax.vmap(front, (None, 0))(p["front"], x), parameters(), rows())
+    assert_agrees(jax.value_and_grad(f), parameters(), rows().reshape(2, 4, WIDTH))
+    per_row = lambda p, x: jax.vmap(jax.grad(loss), (None, 0))(p, x[:, None])  # noqa: E731
+    assert_agrees(per_row, parameters(), rows())
+
+
+@jax.custom_vjp
+def halved_gradient(x):
+    return jnp.sin(x)
+
+
+halved_gradient.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda cos, g: (g * cos / 2,))
+
+
+@jax.custom_jvp
+def tripled_tangent(x):
+    return jnp.sin(x)
+
+
+tripled_tangent.defjvp(lambda primals, tangents: (jnp.sin(primals[0]), 3 * jnp.cos(primals[0]) * tangents[0]))
+
+
+@pytest.mark.parametrize("custom", [halved_gradient, tripled_tangent])
+def test_custom_derivatives_in_and_around_tasks(custom):
+    """A custom rule holds inside a task, between tasks, and around a whole task."""
+    inside = mm.task(lambda w, x: custom(x @ w), "inside", devices=[0])
+
+    def f(p, x):
+        return jnp.mean(back(p["back"], custom(inside(p["front"], x))) ** 2)
+
+    assert_agrees(jax.value_and_grad(f), parameters(), rows())
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
+
+
+def test_a_task_inside_a_custom_vjp():
+    """The rule's own forward and backward may call tasks."""
+
+    @jax.custom_vjp
+    def layer(w, x):
+        return front(w, x)
+
+    def forward(w, x):
+        y = front(w, x)
+        return y, (w, x, y)
+
+    def backward(saved, g):
+        w, x, y = saved
+        return mm.task(lambda w, x, y, g: (x.T @ (g * (1 - y**2)), (g * (1 - y**2)) @ w.T), "mine", devices=[0])(
+            w, x, y, g
+        )
+
+    layer.defvjp(forward, backward)
+    f = lambda p, x: jnp.mean(back(p["back"], layer(p["front"], x)) ** 2)  # noqa: E731
+    assert_agrees(f, parameters(), rows())
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
+
+
+def test_a_task_inside_a_custom_jvp():
+    """The rule may call tasks."""
+
+    @jax.custom_jvp
+    def layer(w, x):
+        return front(w, x)
+
+    layer.defjvp(lambda p, t: (front(*p), 2 * jax.jvp(front, p, t)[1]))
+    f = lambda p, x: jnp.mean(back(p["back"], layer(p["front"], x)) ** 2)  # noqa: E731
+    assert_agrees(f, parameters(), rows())
+    assert_agrees(jax.value_and_grad(f), parameters(), rows())
+
+
+def test_nested_jit_in_and_around_tasks():
+    """A jit is transparent."""
+    inside = mm.task(jax.jit(dense), "inside", devices=[0])
+    around = jax.jit(lambda p, x: jax.jit(back)(p["back"], inside(p["front"], x)))
+    f = jax.jit(lambda p, x: jnp.mean(around(p, x) ** 2))
+    assert_agrees(f, parameters(), rows())
+    assert_agrees(microbatched(jax.jit(jax.value_and_grad(f))), parameters(), rows())
+
+
+def test_a_jitted_function_called_twice_is_two_tasks_with_two_values():
+    """JAX hands one cached jaxpr to both calls; they must not be confused."""
+    layer = jax.jit(front)
+
+    def f(p, x):
+        return jnp.mean(back(p["back"], layer(p["back"], layer(p["front"], x))) ** 2)
+
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
+
+
+def test_a_function_that_was_jitted_and_called_before_still_has_its_tasks():
+    """The jaxpr that JAX cached outside, without marks, is not used inside; nor the other way round."""
+    user = jax.jit(loss)
+    eager = user(parameters(), rows())
+    step = mm.jit(jax.value_and_grad(user))
+    value, _ = step(parameters(), rows())
+    assert_same(value, eager)
+    tasks = {t for f in step.lower(parameters(), rows()).program.fragments for t in f.tasks}
+    assert tasks == {"front", "back"}
+    assert_same(user(parameters(), rows()), eager)
+    assert_same(reference(step, parameters(), rows())[0], eager)
+
+
+def test_a_scan_within_a_task():
+    """It stays a scan, forward and backward."""
+
+    def layers(ws, x):
+        return jax.lax.scan(lambda h, w: (dense(w, h), jnp.sum(h)), x, ws)
+
+    deep = mm.task(layers, "deep", devices=[0])
+
+    def f(p, x):
+        y, sums = deep(p["deep"], x)
+        return jnp.mean(back(p["back"], y) ** 2) + jnp.sum(sums)
+
+    params = {"deep": jnp.stack([parameters(i)["front"] for i in range(3)]), "back": parameters()["back"]}
+    assert_agrees(microbatched(jax.value_and_grad(f)), params, rows())
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_tasks_in_a_scan(reverse):
+    """The scan is unrolled, with carries, stacked inputs and outputs, and its gradient."""
+
+    def f(ws, x):
+        def layer(h, w):
+            h = back(w[1], front(w[0], h))
+            return h, jnp.sum(h)
+
+        h, sums = jax.lax.scan(layer, x, ws, reverse=reverse)
+        return jnp.mean(h**2) + jnp.sum(sums * jnp.arange(3.0))
+
+    ws = jnp.stack([jnp.stack([parameters(i)["front"], parameters(i)["back"]]) for i in range(3)])
+    assert_agrees(f, ws, rows())
+    assert_agrees(jax.value_and_grad(f), ws, rows())
+    assert_agrees(microbatched(jax.value_and_grad(f)), ws, rows())
+
+
+def test_control_flow_in_a_task_and_between_tasks():
+    """cond and while_loop without tasks in them are opaque."""
+
+    def body(w, x):
+        x = jax.lax.cond(jnp.sum(x) > 0, lambda v: v @ w, lambda v: -v, x)
+        return jax.lax.fori_loop(0, 3, lambda i, v: v * 0.5 + i, x)
+
+    one = mm.task(body, "one", devices=[0])
+
+    def f(p, x):
+        y = one(p["front"], x)
+        y = jax.lax.switch(jnp.argmax(y[0]), [jnp.sin, jnp.cos, jnp.tanh, lambda v: v], y)
+        return jnp.mean(back(p["back"], y) ** 2)
+
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
+
+
+def test_sorting_and_random_bits_between_tasks():
+    """Unmarked equations of any kind are placed somewhere and computed once or alike."""
+
+    def f(p, x, key):
+        y = front(p["front"], jnp.sort(x, 0) + jax.random.normal(key, x.shape))
+        y = jnp.take(y, jax.random.permutation(key, y.shape[0]), 0)
+        return back(p["back"], y), jax.random.uniform(key, (3,))
+
+    assert_agrees(f, parameters(), rows(), jax.random.key(0))
