@@ -115,9 +115,7 @@ class WithManyMesh:
 
         def train(state: Any, batch: Any) -> Any:
             grad = jax.value_and_grad(loss)
-            run = mm.microbatch(
-                grad, argnum=1, num_microbatches=size.microbatches, schedule=schedule, reduce="mean"
-            )
+            run = mm.microbatch(grad, argnum=1, num_microbatches=size.microbatches, schedule=schedule, reduce="mean")
             value, grads = run(state[0], batch)
             return adam(state, grads), value
 

@@ -47,7 +47,7 @@ def train(stages: int, schedule: str, microbatches: int, steps: int, console: Co
 
     # 2. Model and optimizer: Flax and Optax as ever.
     model = Decoder(tasks, length=LENGTH)
-    warmup = optax.schedules.warmup_constant_schedule(0.0, 2e-3, 10)
+    warmup = optax.schedules.warmup_constant_schedule(2e-4, 2e-3, 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(warmup, weight_decay=0.01))
 
     def init(key: jax.Array) -> TrainState:
@@ -171,7 +171,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demonstration; returns the exit code."""
     options = parse(argv)
-    console = Console(width=None if sys.stdout.isatty() else 110)
+    console = Console(width=None if sys.stdout.isatty() else 120)
     return 0 if train(options.stages, options.schedule, options.microbatches, options.steps, console) else 1
 
 

@@ -1,20 +1,33 @@
 """Nothing is silently wrong: whatever plain JAX computes, the compiled step computes."""
 
-
+import collections
+import dataclasses
 import functools
 import gc
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from stages import WIDTH, assert_agrees, assert_same, back, dense, front, loss, microbatched, on_host, parameters, rows
 
 import manymesh as mm
-
+from stages import (
+    WIDTH,
+    assert_agrees,
+    assert_same,
+    back,
+    dense,
+    front,
+    loss,
+    microbatched,
+    parameters,
+    reference,
+    rows,
+)
 
 # Arguments
 
@@ -185,6 +198,60 @@ def test_typed_random_keys_are_arguments_and_results():
     assert_agrees(step, jax.random.PRNGKey(3), rows())
 
 
+def test_registered_dataclasses_and_named_tuples():
+    """Any pytree node, with static fields of its own."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class State:
+        w: jax.Array
+        name: str = dataclasses.field(metadata={"static": True}, default="x")
+
+    pair = collections.namedtuple("pair", "w rest")
+    assert_agrees(lambda s, x: State(front(s.w, x), s.name + "y"), State(parameters()["front"]), rows())
+    assert_agrees(lambda t, x: pair(front(t.w, x), None), pair(parameters()["front"], None), rows())
+
+
+def test_a_step_as_a_method():
+    """The instance is an argument, as with jax.jit."""
+
+    class Model:
+        w = 2 * jnp.eye(WIDTH)
+
+        @functools.partial(mm.jit, static_argnums=0)
+        def step(self, x):
+            """Says something."""
+            return front(self.w, x)
+
+    assert_same(Model().step(rows()), dense(2 * jnp.eye(WIDTH), rows()))
+    assert (Model.step.__name__, Model.step.__doc__) == ("step", "Says something.")
+
+
+def test_settings_of_jax_that_change_a_program_make_another_one():
+    """Numbers are 64 bits wide where the user says so, also after a call where they were not."""
+    step = mm.jit(lambda n: (jnp.arange(3) * n, front(jnp.eye(2), jnp.ones((2, 2)))))
+    assert step(2)[0].dtype == jnp.int32
+    with jax.enable_x64(True):
+        assert step(2)[0].dtype == jnp.int64
+    product = mm.jit(lambda x: mm.task(jnp.matmul, "product", devices=[0])(x, x))
+    product(jnp.eye(2))
+    with jax.default_matmul_precision("highest"):
+        product(jnp.eye(2))
+    assert len(product._compiled) == 2
+
+
+def test_calls_from_several_threads():
+    """Three threads that share a step get their own results."""
+    step, results = mm.jit(microbatched()), {}
+    threads = [threading.Thread(target=lambda i=i: results.update({i: step(parameters(i), rows())})) for i in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for i in range(3):
+        assert_same(results[i], reference(step, parameters(i), rows()))
+
+
 # Results
 
 
@@ -262,6 +329,100 @@ def test_empty_arrays():
     assert_agrees(lambda w, x: back(w, front(w, x)), jnp.eye(WIDTH), jnp.zeros((0, WIDTH)))
 
 
+def test_weak_types_are_those_of_jax():
+    """So that feeding a result back compiles no second program."""
+
+    def step(x, n):
+        return front(jnp.eye(WIDTH), x), n + 1, n * 2.0, 3, 2.5, True, jnp.sum(x) * n
+
+    actual, expected = mm.jit(step)(rows(), 2), reference(jax.jit(step), rows(), 2)
+    assert [v.weak_type for v in actual] == [v.weak_type for v in expected]
+
+
+def test_in_and_out_shardings_say_where():
+    """A sharding by name of a submesh, for what no task computes; static arguments are not counted."""
+    s = NamedSharding(Mesh(np.array(jax.devices()[2:4]), ("d",)), P("d"))
+    f = mm.jit(
+        lambda n, x, y: (x * n, back(jnp.eye(WIDTH), y)),
+        static_argnums=0, in_shardings=(s, None), out_shardings=(s, None),
+    )  # fmt: skip
+    doubled, y = f(2, rows(), rows())
+    assert doubled.sharding == s and y.devices() == {jax.devices()[1]}
+    assert_same(doubled, rows() * 2)
+    assert f.lower(2, rows(), rows()).compile().output_shardings[0] == s
+
+
+def test_out_shardings_on_another_submesh_than_the_task():
+    """The result of a task, an argument, literals and results of a loop are brought where they are wanted."""
+    mesh = Mesh(np.array(jax.devices()[4:8]), ("d",))
+    s, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+
+    def step(p, x):
+        value, grads = microbatched()(p, x)
+        return front(p["front"], x), x, 3, jnp.zeros(4), value, grads
+
+    compiled = mm.jit(step, out_shardings=(s, s, whole, s, whole, s)).lower(parameters(), rows()).compile()
+    out = compiled(parameters(), rows())
+    jax.tree.map(lambda v, t: np.testing.assert_(v.sharding == t), out, compiled.output_shardings)
+    assert [v.sharding for v in out[:5]] == [s, s, whole, s, whole]
+    assert_same(out, reference(jax.jit(step), parameters(), rows()))
+
+
+def test_out_shardings_of_one_value_in_several_places():
+    """Each copy lies where it was asked for."""
+    one, two = (Mesh(np.array(jax.devices()[i : i + 2]), ("d",)) for i in (4, 6))
+    wanted = NamedSharding(one, P("d")), NamedSharding(one, P()), NamedSharding(two, P()), None
+    f = mm.jit(lambda p, x: (lambda y: (y, y, y, y))(front(p, x)), out_shardings=wanted)
+    out = f(parameters()["front"], rows())
+    assert tuple(v.sharding for v in out[:3]) == wanted[:3]
+    assert_same(out, (dense(parameters()["front"], rows()),) * 4)
+
+
+def test_effects_happen_once_for_each_microbatch(capfd):
+    """Prints in and between tasks, also where nothing reads what they print."""
+
+    def f(p, x):
+        y = front(p["front"], x)
+        jax.debug.print("between {}", y.sum())
+        loud = mm.task(lambda w, y: (jax.debug.print("inside {}", y.sum()), dense(w, y))[1], "loud", devices=[1])
+        return jnp.mean(loud(p["back"], y))
+
+    mm.jit(microbatched(jax.value_and_grad(f)))(parameters(), rows())
+    jax.effects_barrier()
+    printed = capfd.readouterr().out
+    assert (printed.count("between"), printed.count("inside")) == (4, 4)
+
+    def dead(p, x):
+        mm.task(lambda y: jax.debug.print("inside {}", y.sum()), "dead", devices=[1])(x)
+        jax.debug.print("outside {}", x.sum())
+        return front(p["front"], x)
+
+    mm.jit(dead)(parameters(), rows())
+    jax.effects_barrier()
+    printed = capfd.readouterr().out
+    assert (printed.count("outside"), printed.count("inside")) == (1, 1)
+
+
+def test_callbacks():
+    """Pure ones compute, ordered ones happen."""
+    seen = []
+
+    def f(p, x):
+        y = front(p["front"], x)
+        y = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(y.shape, y.dtype), y, vmap_method="sequential")
+        return back(p["back"], y)
+
+    def g(p, x):
+        y = front(p["front"], x)
+        jax.experimental.io_callback(lambda v: seen.append(float(v)), None, y.sum(), ordered=True)
+        return back(p["back"], y)
+
+    assert_agrees(microbatched(f, reduce="concat"), parameters(), rows())
+    mm.jit(g)(parameters(), rows())
+    jax.effects_barrier()
+    assert len(seen) == 1
+
+
 # Training steps
 
 
@@ -312,7 +473,10 @@ def test_donated_state_is_used_again():
 
 def test_donation_by_name_and_of_nested_state():
     """donate_argnames means the same."""
-    step = mm.jit(lambda state, x: ({"p": jax.tree.map(jnp.add, state["p"], jax.grad(loss)(state["p"], x))}), donate_argnames="state")
+    step = mm.jit(
+        lambda state, x: ({"p": jax.tree.map(jnp.add, state["p"], jax.grad(loss)(state["p"], x))}),
+        donate_argnames="state",
+    )
     state = {"p": parameters()}
     expected = reference(step, {"p": parameters()}, rows())
     assert_same(step(state=state, x=rows()), expected)
@@ -346,11 +510,25 @@ def test_the_same_array_as_two_arguments():
     assert_agrees(microbatched(), {"front": w, "back": w}, rows())
 
 
+def test_donated_arrays_from_another_device():
+    """They are brought home, and are gone afterwards."""
+    step = mm.jit(lambda p, x: jax.tree.map(jnp.subtract, p, jax.grad(loss)(p, x)), donate_argnums=0)
+    elsewhere = jax.device_put(parameters(), jax.devices()[5])
+    expected = reference(jax.jit(step.fun), parameters(), rows())
+    assert_same(step(elsewhere, rows()), expected)
+    assert elsewhere["front"].is_deleted()
+    host = {k: np.array(v) for k, v in parameters().items()}
+    assert_same(step(host, rows()), expected)
+    assert_same(jax.tree.map(jnp.asarray, host), parameters())
+
+
 # Meshes around the step
 
 
 def mesh_of(axis_type, shape=(2, 2)):
-    return jax.make_mesh(shape, ("stage", "data"), axis_types=(axis_type,) * 2, devices=jax.devices()[: shape[0] * shape[1]])
+    return jax.make_mesh(
+        shape, ("stage", "data"), axis_types=(axis_type,) * 2, devices=jax.devices()[: shape[0] * shape[1]]
+    )
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -372,11 +550,17 @@ def test_stages_on_the_submeshes_of_a_mesh_of_any_kind(axis_type):
         return dense(w, mm.with_sharding_constraint(x, ("batch", None)))
 
     one, two = (mm.task(layer, n, mesh=m, logical_axes=rules) for n, m in zip("ab", meshes, strict=True))
-    f = lambda p, x: jnp.mean(two(p["back"], one(p["front"], x)) ** 2)  # noqa: E731
+
+    def f(p, x):
+        return jnp.mean(two(p["back"], one(p["front"], x)) ** 2)
+
     step = mm.jit(microbatched(jax.value_and_grad(f)))
     expected = reference(step, parameters(), rows())
     assert_same(step(parameters(), rows()), expected)
-    p = {k: jax.device_put(v, NamedSharding(m, P("data"))) for (k, v), m in zip(parameters().items(), meshes, strict=True)}
+    p = {
+        k: jax.device_put(v, NamedSharding(m, P("data")))
+        for (k, v), m in zip(parameters().items(), meshes, strict=True)
+    }
     assert_same(step(p, rows()), expected)
     with jax.set_mesh(whole):
         everywhere = jax.device_put(rows(), NamedSharding(whole, P("data")))
@@ -394,7 +578,9 @@ def test_arguments_sharded_over_the_explicit_whole_mesh():
 
 def test_a_task_called_outside_the_compiler_is_the_plain_function():
     """Eagerly, under jax.jit, grad and vmap."""
-    expected = jax.value_and_grad(lambda p, x: jnp.mean(dense(p["back"], dense(p["front"], x)) ** 2))(parameters(), rows())
+    expected = jax.value_and_grad(lambda p, x: jnp.mean(dense(p["back"], dense(p["front"], x)) ** 2))(
+        parameters(), rows()
+    )
     assert_same(jax.value_and_grad(loss)(parameters(), rows()), expected)
     assert_same(jax.jit(jax.value_and_grad(loss))(parameters(), rows()), expected)
     assert_same(jax.vmap(front, (None, 0))(parameters()["front"], rows()), dense(parameters()["front"], rows()))

@@ -10,9 +10,9 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from stages import WIDTH, assert_same, back, dense, front, loss, microbatched, parameters, rows
 
 import manymesh as mm
+from stages import WIDTH, assert_same, back, dense, front, loss, microbatched, parameters, rows
 
 JAX_VERSION = tuple(int(n) for n in jax.__version__.split(".")[:2])
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))

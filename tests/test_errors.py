@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from stages import WIDTH, back, front, loss, microbatched, parameters, rows
 
 import manymesh as mm
 from manymesh import errors
+from stages import WIDTH, back, front, loss, microbatched, parameters, rows
 
 
 def mesh(shape=(2, 2), axes=("data", "model"), start=0):
@@ -75,7 +75,9 @@ def test_an_unknown_device_axis_in_a_rule():
         mm.Task("a", mesh=mesh(), logical_axes=[("hidden", "modle")])
 
 
-@pytest.mark.parametrize("rules", [["batch"], [("batch",)], [("a", "b", "c")], "batch", [("batch", 1)], {"batch": "data"}])
+@pytest.mark.parametrize(
+    "rules", [["batch"], [("batch",)], [("a", "b", "c")], "batch", [("batch", 1)], {"batch": "data"}]
+)
 def test_rules_that_are_no_pairs(rules):
     """The form that is expected, and what was found; a mapping is a fair way to say it."""
     if isinstance(rules, dict):
@@ -112,7 +114,9 @@ def test_a_task_that_is_no_function():
 def test_nested_tasks_on_different_submeshes():
     """Both names, both device lists."""
     outer = mm.task(lambda p, x: back(p["back"], x), "outer", devices=[0])
-    with raises(ValueError, "task 'back' on devices [1]", "inside task 'outer' on devices [0]", "call one after the other"):
+    with raises(
+        ValueError, "task 'back' on devices [1]", "inside task 'outer' on devices [0]", "call one after the other"
+    ):
         mm.jit(outer)(parameters(), rows())
 
 

@@ -1,20 +1,27 @@
 """`microbatch` is the plain loop over the same pieces, whatever they are made of."""
 
-
-import functools
-import gc
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from stages import WIDTH, assert_agrees, assert_same, back, dense, front, loss, microbatched, on_host, parameters, rows
 
 import manymesh as mm
-
+from stages import (
+    WIDTH,
+    assert_agrees,
+    assert_same,
+    back,
+    dense,
+    front,
+    loss,
+    microbatched,
+    parameters,
+    reference,
+    rows,
+)
 
 # Microbatch loops
 
@@ -45,7 +52,10 @@ def test_every_reduction_over_floats_integers_and_keys(reduce):
 
 def test_booleans_reduce_as_in_the_plain_loop():
     """Sum, max and last of truth values."""
-    f = lambda p, x: (front(p["front"], x) > 0.9,) * 3  # noqa: E731
+
+    def f(p, x):
+        return (front(p["front"], x) > 0.9,) * 3
+
     assert_agrees(microbatched(f, reduce=("sum", "max", "last")), parameters(), rows())
 
 
@@ -123,7 +133,9 @@ def test_rng_argnum_folds_a_tree_of_keys():
     """Old-style and typed keys, in a dictionary as Flax takes them."""
 
     def f(p, x, keys):
-        return jax.random.normal(keys["dropout"], ()) + jax.random.uniform(keys["noise"]) + jnp.sum(front(p["front"], x))
+        return (
+            jax.random.normal(keys["dropout"], ()) + jax.random.uniform(keys["noise"]) + jnp.sum(front(p["front"], x))
+        )
 
     step = microbatched(f, reduce="stack", rng_argnum=2)
     assert_agrees(step, parameters(), rows(), {"dropout": jax.random.key(0), "noise": jax.random.PRNGKey(1)})
@@ -131,7 +143,10 @@ def test_rng_argnum_folds_a_tree_of_keys():
 
 def test_without_rng_argnum_a_key_is_the_same_in_every_microbatch():
     """Nothing is folded in that the user did not ask for."""
-    f = lambda p, x, key: (jnp.sum(front(p["front"], x)), jax.random.normal(key, (4,)))  # noqa: E731
+
+    def f(p, x, key):
+        return (jnp.sum(front(p["front"], x)), jax.random.normal(key, (4,)))
+
     _, noise = assert_agrees(microbatched(f, reduce="stack"), parameters(), rows(), jax.random.key(0))
     assert (np.asarray(noise) == np.asarray(noise)[0]).all()
 
@@ -219,3 +234,131 @@ def test_a_result_that_no_microbatch_changes():
 
     for reduce in ("sum", "mean", "max", "stack", "last"):
         assert_agrees(microbatched(f, reduce=reduce), parameters(), rows())
+
+
+def test_typed_keys_in_a_batch_and_in_results():
+    """Keys are cut like rows; they can be stacked, collected, and kept."""
+
+    def f(p, keys, x):
+        noise = jax.vmap(lambda k: jax.random.normal(k, (WIDTH,)))(keys)
+        return front(p["front"], x + noise), jax.random.fold_in(keys[0], 3)
+
+    keys = jax.random.split(jax.random.key(0), 8)
+    assert_agrees(microbatched(f, argnum=(1, 2), reduce=("concat", "stack")), parameters(), keys, rows())
+    assert_agrees(microbatched(f, argnum=(1, 2), reduce=("sum", "last")), parameters(), keys, rows())
+
+
+def test_a_loop_in_a_scan_over_batches():
+    """Several steps in one program."""
+
+    def f(p, xs):
+        def body(p, x):
+            value, grads = microbatched(num_microbatches=2)(p, x)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads), value
+
+        return jax.lax.scan(body, p, xs)
+
+    assert_agrees(f, parameters(), rows(16).reshape(2, 8, WIDTH))
+
+
+def test_a_loop_in_a_loop_and_in_a_task():
+    """The inner loop is part of what the outer one repeats."""
+    inner = microbatched(loss, num_microbatches=2)
+    assert_agrees(microbatched(inner, num_microbatches=2), parameters(), rows())
+    inside = microbatched(lambda p, x: dense(p["front"], x), reduce="concat")
+    assert_agrees(mm.task(inside, "inside", devices=[1]), parameters(), rows())
+
+
+def test_vmap_over_a_loop():
+    """Each example of the outer batch has its own loop."""
+    inner = microbatched(loss, num_microbatches=2)
+    assert_agrees(lambda p, x: jax.vmap(inner, (None, 0))(p, x), parameters(), rows(16).reshape(2, 8, WIDTH))
+
+
+def test_the_gradient_of_a_loop():
+    """Differentiation around microbatch, instead of inside it."""
+    assert_agrees(jax.value_and_grad(microbatched(loss, num_microbatches=2)), parameters(), rows())
+
+
+def test_a_loop_without_tasks():
+    """It is the plain loop on one device."""
+    f = microbatched(jax.value_and_grad(lambda p, x: jnp.mean(dense(p["front"], x))))
+    assert_agrees(f, parameters(), rows())
+
+
+def test_results_that_are_the_batch_or_the_parameters():
+    """Handed through unchanged, for each reduction."""
+
+    def f(p, x):
+        return {"loss": loss(p, x), "p": p, "x": x}
+
+    for word in ("sum", "max", "stack", "last"):
+        reduce = {"loss": "sum", "p": word, "x": word}
+        assert_agrees(microbatched(f, reduce=reduce, num_microbatches=2), parameters(), rows())
+
+
+def test_reductions_of_extreme_values():
+    """Accumulators start from what changes nothing: -inf, the least integer, zero."""
+
+    def f(p, x):
+        least = jnp.full((2,), -128, jnp.int8) + (0 * x[0, 0]).astype(jnp.int8)
+        return jnp.abs(front(p["front"], x)) * -jnp.inf, least, (x[0] * 0 + 3).astype(jnp.uint8)
+
+    assert_agrees(microbatched(f, reduce="max"), parameters(), rows())
+
+
+def test_complex_and_float8_results():
+    """Dtypes that fewer operations know."""
+
+    def spectrum(p, x):
+        return jnp.fft.fft(front(p["front"], x))
+
+    def small(p, x):
+        return front(p["front"], x).astype(jnp.float8_e4m3fn)
+
+    for word in ("mean", "last"):
+        assert_agrees(microbatched(spectrum, reduce=word), parameters(), rows())
+    for word in ("concat", "last"):
+        assert_agrees(microbatched(small, reduce=word), parameters(), rows())
+
+
+def test_weighted_mean_with_a_piece_that_counts_nothing():
+    """A whole microbatch behind the mask, an integer count, and a function that picks it."""
+
+    def masked(p, batch):
+        y, count = back(p["back"], front(p["front"], batch["x"])), batch["mask"].sum()
+        return (y.mean(-1) * batch["mask"]).sum() / jnp.maximum(count, 1), count.astype(jnp.int32)
+
+    both = jax.value_and_grad(masked, has_aux=True)
+    batch = {"x": rows(), "mask": jnp.array([0.0, 0, 1, 1, 1, 0, 1, 1])}
+    result = assert_agrees(microbatched(both, reduce=mm.WeightedMean(lambda out: out[0][1])), parameters(), batch)
+    assert_same(result, both(parameters(), batch))
+
+
+def test_the_sharding_of_a_piece():
+    """arg_shardings holds for every piece, also where there is only one."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    layer = mm.task(dense, "layer", mesh=mesh)
+    for count in (1, 2):
+        f = microbatched(layer, num_microbatches=count, reduce="concat", arg_shardings=("d", None))
+        compiled = mm.jit(f).lower(parameters()["front"], rows()).compile()
+        fragment = next(i for i, f in enumerate(compiled.program.fragments) if "layer" in f.name)
+        specs = [s.spec for s in compiled._executor.lowered.executables[fragment].input_shardings[0]]
+        assert P("d") in specs or P("d", None) in specs
+        assert_same(compiled(parameters()["front"], rows()), reference(f, parameters()["front"], rows()))
+
+
+def test_many_microbatches():
+    """More than JAX lets a device queue."""
+    assert_agrees(microbatched(num_microbatches=48), parameters(), rows(96))
+
+
+def test_branches_in_both_directions():
+    """Two chains that cross: each stage sends to the other."""
+
+    def f(p, x):
+        a, b = front(p["front"], x), back(p["back"], x)
+        return jnp.mean(front(p["front"], b) * back(p["back"], a))
+
+    for schedule in ("gpipe", "1f1b"):
+        assert_agrees(microbatched(jax.value_and_grad(f), schedule=schedule), parameters(), rows())

@@ -1,27 +1,39 @@
 """JAX transformations in and around tasks change nothing but where things run."""
 
-
-import functools
 import gc
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from stages import WIDTH, assert_agrees, assert_same, back, dense, front, loss, microbatched, on_host, parameters, rows
 
 import manymesh as mm
-
+from stages import (
+    WIDTH,
+    assert_agrees,
+    assert_same,
+    back,
+    dense,
+    front,
+    loss,
+    microbatched,
+    on_host,
+    parameters,
+    reference,
+    rows,
+)
 
 # Differentiation and gradients
 
 
 def test_gradients_of_bf16_compute_on_float32_parameters_are_float32():
     """Gradient dtypes are those of the parameters, whatever the tasks compute in."""
-    cast = lambda w, x: dense(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16))  # noqa: E731
+
+    def cast(w, x):
+        return dense(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16))
+
     one, two = mm.task(cast, "one", devices=[0]), mm.task(cast, "two", devices=[1])
 
     def half_loss(p, x):
@@ -57,7 +69,10 @@ def test_a_tied_parameter_gets_its_whole_gradient(stages, looped):
 
 def test_a_sum_is_not_scaled_and_a_mean_is_divided_once():
     """Sum over 4 pieces of a sum is the sum over the batch."""
-    total = lambda p, x: jnp.sum(back(p["back"], front(p["front"], x)))  # noqa: E731
+
+    def total(p, x):
+        return jnp.sum(back(p["back"], front(p["front"], x)))
+
     whole = jax.value_and_grad(total)(parameters(), rows())
     assert_same(mm.jit(microbatched(jax.value_and_grad(total), reduce="sum"))(parameters(), rows()), whole)
     quarter = jax.tree.map(lambda v: v / 4, whole)
@@ -96,7 +111,10 @@ def test_forward_mode_and_second_derivatives():
 
 def test_stop_gradient_between_tasks():
     """A cut path gives zeros, not errors."""
-    cut = lambda p, x: jnp.sum(back(p["back"], jax.lax.stop_gradient(front(p["front"], x))))  # noqa: E731
+
+    def cut(p, x):
+        return jnp.sum(back(p["back"], jax.lax.stop_gradient(front(p["front"], x))))
+
     _, grads = assert_agrees(microbatched(jax.value_and_grad(cut)), parameters(), rows())
     assert not on_host(grads["front"]).any()
 
@@ -105,6 +123,17 @@ def test_an_unused_parameter_gets_a_zero_gradient():
     """Symbolic zeros become arrays."""
     assert_agrees(microbatched(), {**parameters(), "unused": jnp.ones(3)}, rows())
     assert_agrees(jax.grad(loss), {**parameters(), "unused": jnp.ones(3)}, rows())
+
+
+def test_jacobians_and_a_hessian():
+    """vmap of forward and reverse mode."""
+
+    def f(w, x):
+        return back(jnp.eye(WIDTH), front(w, x))[0]
+
+    w = parameters()["front"]
+    assert_agrees(lambda w, x: (jax.jacrev(f)(w, x), jax.jacfwd(f)(w, x)), w, rows())
+    assert_agrees(lambda w, x: jax.hessian(lambda v: loss({"front": v, "back": v}, x))(w), w, rows(2))
 
 
 # JAX transformations in and around tasks
@@ -127,7 +156,10 @@ def test_checkpoint_in_and_around_tasks(policy):
 def test_checkpoint_around_several_tasks():
     """One checkpoint over a stage boundary recomputes each task where it ran."""
     both = jax.checkpoint(lambda p, x: back(p["back"], front(p["front"], x)))
-    f = lambda p, x: jnp.mean(both(p, x) ** 2)  # noqa: E731
+
+    def f(p, x):
+        return jnp.mean(both(p, x) ** 2)
+
     assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
 
 
@@ -142,7 +174,10 @@ def test_vmap_in_and_around_tasks():
 
     assert_agrees(lambda p, x: jax.vmap(front, (None, 0))(p["front"], x), parameters(), rows())
     assert_agrees(jax.value_and_grad(f), parameters(), rows().reshape(2, 4, WIDTH))
-    per_row = lambda p, x: jax.vmap(jax.grad(loss), (None, 0))(p, x[:, None])  # noqa: E731
+
+    def per_row(p, x):
+        return jax.vmap(jax.grad(loss), (None, 0))(p, x[:, None])
+
     assert_agrees(per_row, parameters(), rows())
 
 
@@ -192,7 +227,10 @@ def test_a_task_inside_a_custom_vjp():
         )
 
     layer.defvjp(forward, backward)
-    f = lambda p, x: jnp.mean(back(p["back"], layer(p["front"], x)) ** 2)  # noqa: E731
+
+    def f(p, x):
+        return jnp.mean(back(p["back"], layer(p["front"], x)) ** 2)
+
     assert_agrees(f, parameters(), rows())
     assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
 
@@ -205,7 +243,10 @@ def test_a_task_inside_a_custom_jvp():
         return front(w, x)
 
     layer.defjvp(lambda p, t: (front(*p), 2 * jax.jvp(front, p, t)[1]))
-    f = lambda p, x: jnp.mean(back(p["back"], layer(p["front"], x)) ** 2)  # noqa: E731
+
+    def f(p, x):
+        return jnp.mean(back(p["back"], layer(p["front"], x)) ** 2)
+
     assert_agrees(f, parameters(), rows())
     assert_agrees(jax.value_and_grad(f), parameters(), rows())
 
@@ -302,3 +343,32 @@ def test_sorting_and_random_bits_between_tasks():
         return back(p["back"], y), jax.random.uniform(key, (3,))
 
     assert_agrees(f, parameters(), rows(), jax.random.key(0))
+
+
+def test_a_jitted_function_in_many_programs_keeps_its_tasks():
+    """JAX caches its jaxpr for each program apart, also when a program that is gone had the same address."""
+    layer = jax.jit(front)
+
+    def program(before):
+        def step(x):
+            for i in range(before):
+                x = mm.task(jnp.sin, f"t{i}", devices=[2])(x)
+            return layer(jnp.eye(WIDTH), x)
+
+        return mm.jit(step).lower(rows()).program
+
+    for k in range(12):
+        tasks = [t for f in program(k % 4).fragments for t in f.tasks]
+        assert sorted(tasks) == ["front", *(f"t{i}" for i in range(k % 4))]
+        gc.collect()
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_shard_map_in_a_task(context):
+    """With its own mesh, or with that of the task around it; psum adds over the submesh."""
+    mesh = Mesh(np.array(jax.devices()[2:4]), ("d",))
+    given = {} if context else {"mesh": mesh}
+    total = jax.shard_map(lambda v: jax.lax.psum(v, "d"), in_specs=P("d"), out_specs=P(), **given)
+    y = mm.jit(mm.task(total, "total", mesh=mesh))(rows())
+    assert_same(y, rows()[:4] + rows()[4:])
+    assert y.devices() == set(mesh.devices.flat)

@@ -63,14 +63,14 @@ class ParameterTable:
 
     def __rich__(self) -> Table:
         count = sum(math.prod(row.shape) for row in self.rows)
-        held = sorted({format_bytes(b) for b in self.bytes_on.values()})
+        held = max(self.bytes_on.values(), default=0)
         table = Table(title=self.title, show_footer=True)
-        table.add_column("path", footer=f"{len(self.rows)} arrays", overflow="fold")
-        table.add_column("shape", footer=f"{count:,} values")
-        table.add_column("logical names")
-        table.add_column("spec")
-        table.add_column("submesh", footer=f"{len(self.bytes_on)} devices")
-        table.add_column("per device", justify="right", footer=" to ".join(held[:: max(1, len(held) - 1)]))
+        table.add_column("path", footer=f"{len(self.rows)} arrays", no_wrap=True)
+        table.add_column("shape", footer=f"{count:,} values", no_wrap=True)
+        table.add_column("logical names", overflow="fold")
+        table.add_column("spec", overflow="fold")
+        table.add_column("submesh", footer=f"{len(self.bytes_on)} devices" if held else "", no_wrap=True)
+        table.add_column("per device", footer=f"max {format_bytes(held)}" if held else "", justify="right", no_wrap=True)
         before = None
         for row in self.rows:
             if before not in (None, row.devices):

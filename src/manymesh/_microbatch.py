@@ -65,6 +65,14 @@ class LoopSpec:
     custom_schedule: Any = None
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """Stands for the custom schedule until the program's tasks are known."""
+
+    splits_backward: bool
+    name: str = "custom"
+
+
 def microbatch(
     fun: Callable[..., Any],
     dim: int = 0,
@@ -127,7 +135,8 @@ def microbatch(
     if custom_schedule is not None and schedule not in (None, "custom"):
         raise ScheduleError(f"microbatch({name}): custom_schedule goes with schedule='custom', found {schedule!r}")
     if custom_schedule is not None:
-        chosen: Any = "custom"
+        splits = any("_wgt" in str(entry) for row in custom_schedule for entry in row)
+        chosen: Any = _Rows(splits)
     else:
         chosen = schedules.get("1f1b" if schedule is None else schedule)
 

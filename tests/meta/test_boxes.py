@@ -338,10 +338,12 @@ def test_replaced_values_may_be_trees() -> None:
 @pytest.mark.parametrize(
     ("updates", "place", "expected", "found"),
     [
-        ({"a": {"w": 1}}, "tree", "the keys ['a', 'b']", "['a']"),
-        ({"a": {"v": 1}, "b": (1, 2)}, "tree['a']", "the keys ['w']", "['v']"),
+        ({"a": {"w": 1}}, "tree", "the keys ['a', 'b']", "the keys ['a']"),
+        ({"a": {"v": 1}, "b": (1, 2)}, "tree['a']", "the keys ['w']", "the keys ['v']"),
         ({"a": {"w": 1}, "b": (1,)}, "tree['b']", "tuple with 2 children", "tuple with 1 children"),
         ({"a": {"w": 1}, "b": [1, 2]}, "tree['b']", "tuple with 2 children", "list with 2 children"),
+        ({"a": {"w": 1}, "b": (1, None), "c": 1}, "tree", "the keys ['a', 'b']", "the keys ['a', 'b', 'c']"),
+        ({"a": [1], "b": (1, None)}, "tree['a']", "dict with 1 children", "list with 1 children"),
         ({"a": {"w": 1}, "b": 5}, "tree['b']", "tuple with 2 children", "a leaf of type int"),
         ({"a": {"w": 1}, "b": (1, 5)}, "tree['b'][1]", "None", "int"),
     ],

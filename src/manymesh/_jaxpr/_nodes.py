@@ -25,6 +25,7 @@ class Node:
       loop: the loop whose body it is in, or None.
       deferred: whether it only prepares what a loop takes in (a piece of a batch, a zero accumulator); its
         sharding follows the loop's.
+      weight: whether it is the half of a backward task that only makes weight gradients.
     """
 
     eqn: Any
@@ -32,6 +33,12 @@ class Node:
     backward: bool = False
     loop: Loop | None = None
     deferred: bool = False
+    weight: bool = False
+
+    @property
+    def phase(self) -> int:
+        """0 forward, 1 backward, 2 the weight-gradient half of a split backward."""
+        return 2 if self.weight else int(self.backward)
 
     @property
     def inputs(self) -> list[Any]:

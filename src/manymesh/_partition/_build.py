@@ -13,10 +13,11 @@ from .._jaxpr._flatten import flatten
 from .._jaxpr._invariant import settle_constants
 from .._jaxpr._nodes import Flat, Loop, nbytes
 from .._mark import Recording
-from .._program import Edge, Fragment, LoopPlan, Program
+from .._program import Edge, Fragment, Kind, LoopPlan, Program
 from ._cluster import Cluster, cluster
 from ._place import Placement, place
-from ._stages import number_stages
+from ._schedule import fit_schedule
+from ._split import split_weights
 from ._sums import regroup_sums
 
 
@@ -38,6 +39,7 @@ def build(closed: Any, record: Recording, pinned_in: dict[int, Mesh], pinned_out
     """
     flat = flatten(closed, record)
     remove_dead(flat)
+    split_weights(flat)
     settle_constants(flat)
     inputs = flat.invars[len(flat.consts) :]
     pins = {inputs[i]: mesh for i, mesh in pinned_in.items()}
@@ -50,6 +52,9 @@ def build(closed: Any, record: Recording, pinned_in: dict[int, Mesh], pinned_out
     program = _Builder(flat, where, record).run()
     check(program)
     return program
+
+
+_KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
 
 class _Builder:
@@ -106,13 +111,14 @@ class _Builder:
         return read
 
     def _loop(self, loop: Loop, index: int, order: list[Cluster], preds: dict[Cluster, set[Cluster]]) -> LoopPlan:
-        stage, placement, in_order = number_stages(order, preds)
+        fit = fit_schedule(loop.spec, order, preds, lambda c: self.record.tasks[c.task].name if c.task else None)
+        stage, placement, in_order = fit.stage, fit.placement, fit.in_order
         for c in order:
             self._fragment(c, index, stage[c], "body")
         return LoopPlan(
             loop.spec.name,
             loop.spec.num_microbatches,
-            loop.spec.schedule,
+            fit.schedule,
             placement,
             tuple((c.inner, c.out, c.init, c.final) for c in loop.carries),
             tuple((p.inner, p.outer) for p in loop.cut),
@@ -127,12 +133,12 @@ class _Builder:
         invars = [v for v in dict.fromkeys(v for n in nodes for v in n.inputs) if v not in made]
         outvars = [v for n in nodes for v in n.outputs if self._leaves(v, c)]
         tasks = tuple(self.record.tasks[n.task].name or "task" for n in nodes if n.task is not None)
-        name = "_".join(tasks) + ("_bwd" if c.backward else "") if tasks else f"{fallback}_{c.submesh}"
+        name = "_".join(tasks) + ("", "_bwd", "_wgt")[c.phase] if tasks else f"{fallback}_{c.submesh}"
         self.names[name] += 1
         if self.names[name] > 1:
             name = f"{name}_{self.names[name]}"
         fragment = Fragment(
-            len(self.fragments), name, c.submesh, loop, "B" if c.backward else "F", stage,
+            len(self.fragments), name, c.submesh, loop, _KINDS[c.phase], stage,
             _compat.new_jaxpr(invars, outvars, [n.eqn for n in nodes]), tasks, c.deferred,
         )  # fmt: skip
         self.fragments.append(fragment)

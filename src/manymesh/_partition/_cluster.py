@@ -23,7 +23,7 @@ class Cluster:
 
     Attributes:
       submesh: where it runs; None for a loop seen from outside.
-      backward: phase.
+      phase: 0 forward, 1 backward, 2 weight gradients.
       task: mark of the task it was seeded by, or None.
       deferred: only prepares what a loop takes in.
       nodes: its equations, unordered until the fragment is made.
@@ -31,11 +31,16 @@ class Cluster:
     """
 
     submesh: int | None
-    backward: bool = False
+    phase: int = 0
     task: str | None = None
     deferred: bool = False
     nodes: list[Node] = field(default_factory=list)
     loop: Loop | None = None
+
+    @property
+    def backward(self) -> bool:
+        """Whether it belongs to a backward pass, split or not."""
+        return self.phase > 0
 
 
 def cluster(flat: Flat, where: Placement, scope: Loop | None) -> tuple[list[Cluster], dict[Cluster, set[Cluster]]]:
@@ -79,15 +84,15 @@ class _Clusterer:
                 finals = [k.final for k in loop.carries] + [v for p in loop.collected for v in p.outer]
                 self.loop_of_result.update({v: c for v in finals})
         read = {v for n in self.nodes for v in n.inputs}
-        backward: dict[Any, bool] = {}
+        phases: dict[Any, int] = {}
         deferred: dict[tuple[int, int], Cluster] = {}
         target = {}
         for i, loop in enumerate(self.flat.loops):
             target.update({v: i for p in loop.cut for v in p.outer if _compat.is_var(v)})
             target.update({k.init: i for k in loop.carries if _compat.is_var(k.init)})
         for n in self.nodes:
-            phase = n.backward or any(backward.get(v, False) for v in n.inputs)
-            backward.update({v: phase for v in n.outputs})
+            phase = max([n.phase, *(phases.get(v, 0) for v in n.inputs)])
+            phases.update({v: phase for v in n.outputs})
             goes_to = {target.get(v) for v in n.outputs}
             only_loop = (
                 n.deferred and len(goes_to) == 1 and None not in goes_to and not any(v in read for v in n.outputs)
@@ -118,7 +123,7 @@ class _Clusterer:
                         (r,) = found
                         if (
                             r.submesh == s
-                            and r.backward == c.backward
+                            and r.phase == c.phase
                             and not r.deferred
                             or r.deferred
                             and len(self.where.node[n]) == 1
@@ -205,7 +210,7 @@ class _Clusterer:
             feeders = self.preds[c]
             if len(feeders) == 1:
                 (f,) = feeders
-                if f.task is not None and f.submesh == c.submesh and f.backward == c.backward:
+                if f.task is not None and f.submesh == c.submesh and f.phase == c.phase:
                     self._merge(f, c)
 
     def _join_levels(self) -> None:
@@ -219,7 +224,7 @@ class _Clusterer:
         for c in self._sorted():
             level[c] = max((level[p] + (0 if _alike(p, c) else 1) for p in self.preds[c]), default=0)
             if c.task is None and c.loop is None and not c.deferred:
-                groups[c.submesh, c.backward, level[c]].append(c)
+                groups[c.submesh, c.phase, level[c]].append(c)
         for group in groups.values():
             for c in group[1:]:
                 self._merge(group[0], c)
@@ -231,7 +236,7 @@ class _Clusterer:
                 continue
             order = {k: i for i, k in enumerate(self._sorted())}
             near = [p for p in self.preds[c] if p.task is not None] + [q for q in self.succs[c] if q.task is not None]
-            near = [t for t in near if t.submesh == c.submesh and t.backward == c.backward]
+            near = [t for t in near if t.submesh == c.submesh and t.phase == c.phase]
             for t in sorted(near, key=lambda t: (t not in self.preds[c], -order[t])):
                 if not self._path_around(t, c):
                     self._merge(t, c)
@@ -277,5 +282,5 @@ class _Clusterer:
 def _alike(a: Cluster, b: Cluster) -> bool:
     return (
         a.task is None and b.task is None and a.loop is None and b.loop is None and a.submesh == b.submesh
-        and a.backward == b.backward and not a.deferred and not b.deferred
+        and a.phase == b.phase and not a.deferred and not b.deferred
     )  # fmt: skip

@@ -8,7 +8,7 @@ from ._cluster import Cluster
 
 
 def number_stages(
-    order: list[Cluster], preds: dict[Cluster, set[Cluster]]
+    order: list[Cluster], preds: dict[Cluster, set[Cluster]], *, each_task: bool = False
 ) -> tuple[dict[Cluster, int], tuple[int, ...], bool]:
     """Stage of each cluster of a loop's body.
 
@@ -18,6 +18,7 @@ def number_stages(
     Args:
       order: clusters of the body, topological.
       preds: what each depends on.
+      each_task: whether every task is a stage of its own, also where the next one runs on the same submesh.
 
     Returns:
       The stage of each cluster, the submesh of each stage, and whether every dependency goes up the stages
@@ -27,7 +28,10 @@ def number_stages(
     main = forward or order  # a body that is all backward is scheduled like a forward one
     hops: dict[Cluster, int] = {}
     for c in main:
-        hops[c] = max((hops[p] + (p.submesh != c.submesh) for p in preds[c] if p in hops), default=0)
+        hops[c] = max(
+            (hops[p] + (p.submesh != c.submesh or (each_task and c.task is not None)) for p in preds[c] if p in hops),
+            default=0,
+        )
     keys = sorted({(hops[c], c.submesh or 0) for c in main})
     number = {k: i for i, k in enumerate(keys)}
     stage = {c: number[hops[c], c.submesh or 0] for c in main}
@@ -57,6 +61,6 @@ def number_stages(
         (stage[p] <= stage[c]) if not c.backward or not forward else (stage[p] >= stage[c])
         for c in order
         for p in preds[c]
-        if p.backward == c.backward
+        if p.phase == c.phase
     )
     return stage, placement, in_order

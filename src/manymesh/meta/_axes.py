@@ -35,9 +35,10 @@ class Axes:
       padded: lengths that `names` had before `with_axis` filled a gap with None, innermost last.
         `without_axis` needs them to be an exact inverse; they are no part of equality.
       spec: the names as a `PartitionSpec`, unresolved.
+      last: scratch space of a walk that renames: its token and what it made of these metadata.
     """
 
-    __slots__ = ("__weakref__", "_hash", "logical", "mesh", "names", "padded", "rules", "spec")
+    __slots__ = ("__weakref__", "_hash", "last", "logical", "mesh", "names", "padded", "rules", "spec")
 
     names: Names
     mesh: AnyMesh | None
@@ -45,6 +46,7 @@ class Axes:
     logical: bool
     padded: tuple[int, ...]
     spec: PartitionSpec
+    last: tuple[object, Any]
     _hash: int
 
     def __eq__(self, other: object) -> bool:
@@ -91,6 +93,7 @@ def make_axes(
         axes = Axes()
         axes.names, axes.mesh, axes.rules, axes.logical, axes.padded = key
         axes.spec = PartitionSpec(*names)
+        axes.last = (None, None)
         axes._hash = hash(key[:-1])
         axes = _shared.setdefault(key, axes)
     return axes

@@ -171,11 +171,8 @@ def _rename(
     params: Mapping[Any, Any] | None,
 ) -> Any:
     given = {} if params is None else params
-    name, memo = axis_name(given), dict[Any, Axes]()
-
-    def renamed(axes: Axes) -> Axes:
-        new = memo[id(axes)] = rename(axes, index, name, None, "a box")
-        return new
+    name = axis_name(given)
+    memo: dict[tuple[int, int | None], Axes] = {}
 
     def on_box(box: Any) -> Any:
         if type(box) not in COMPACT:
@@ -189,8 +186,9 @@ def _rename(
         return new
 
     try:
-        # Counted from the end, an index depends on the rank of each value; counted from the start it does not.
-        return walk(tree, on_box) if index < 0 else _rename_compact(tree, memo, renamed, on_box)
+        if index < 0:  # counted from the end, so that it depends on the rank of each value
+            return walk(tree, on_box)
+        return _rename_compact(tree, object(), lambda axes: rename(axes, index, name, None, "a box"), on_box)
     except MetadataError:
         # Seldom, so the place is looked for only now.
         for path, box in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_axis_metadata):
@@ -202,37 +200,41 @@ def _rename(
         raise
 
 
-def _rename_compact(
-    tree: Any, memo: dict[Any, Axes], renamed: Callable[[Axes], Axes], on_box: Callable[[Any], Any]
-) -> Any:
-    """Renames every box of a tree; equal metadata are one object, renamed once and remembered by identity."""
-    if type(tree) is dict:
-        result: Any = {}
-        items: Any = tree.items()
-    else:
-        kind = KINDS[type(tree)]
-        if kind < DICT:
-            if kind != OTHER:
-                return on_box(tree) if kind == BOX else tree
-            children, structure = open_node(tree)
-            if len(children) == 1 and children[0] is tree:
-                return tree
-            return structure.unflatten([_rename_compact(child, memo, renamed, on_box) for child in children])
-        result, items = [None] * len(tree), enumerate(tree)
-    for key, node in items:
-        cls = type(node)
-        if cls in COMPACT:  # written out, not called: a call for each box would double the time
-            box = _new(cls)
-            box._value = node._value
-            axes = node._axes
-            try:
-                box._axes = memo[id(axes)]
-            except KeyError:
-                box._axes = renamed(axes)
-            result[key] = box
-        else:
-            result[key] = _rename_compact(node, memo, renamed, on_box)
-    return tuple(result) if type(tree) is tuple else result
+def _rename_compact(tree: Any, token: object, renamed: Callable[[Axes], Axes], on_box: Callable[[Any], Any]) -> Any:
+    """Renames every box of a tree. As `walk`, with the work on a box written out: a call would double the time.
+
+    Equal metadata are one object, renamed once: it remembers the result beside the token of this walk.
+    """
+    kind = KINDS[type(tree)]
+    if kind < DICT:
+        if kind != OTHER and kind != TUPLE:
+            return on_box(tree) if kind == BOX else tree
+        children, structure = open_node(tree)
+        if len(children) == 1 and children[0] is tree:
+            return tree
+        return structure.unflatten(_rename_compact(children, token, renamed, on_box))
+    root = tree.copy()
+    pending = [root]
+    while pending:
+        result = pending.pop()
+        for key, node in result.items() if type(result) is dict else enumerate(result):
+            cls = type(node)
+            if cls in COMPACT:
+                result[key] = box = _new(cls)
+                box._value = node._value
+                axes = node._axes
+                last = axes.last
+                if last[0] is token:
+                    box._axes = last[1]
+                else:
+                    box._axes = new = renamed(axes)
+                    axes.last = (token, new)
+            elif (kind := KINDS[cls]) >= DICT:
+                result[key] = below = node.copy()
+                pending.append(below)
+            elif kind != LEAF:
+                result[key] = _rename_compact(node, token, renamed, on_box)
+    return root
 
 
 def unbox(tree: Any, apply_constraint: bool = True) -> Any:
@@ -259,29 +261,15 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
         return walk(tree, lambda box: unbox(content_of(box), False))
     if is_active():
         return walk(tree, lambda box: unbox(box.unbox()))
-    return _unbox_idle(tree)
+    return walk(tree, _unbox_idle)
 
 
-def _unbox_idle(tree: Any) -> Any:
+def _unbox_idle(box: Any) -> Any:
     """Unboxes where nothing around asks for a constraint."""
-    kind = KINDS[type(tree)]
-    if kind < DICT:
-        return tree if kind == LEAF else walk(tree, _unbox_one)
-    result: Any = {} if kind == DICT else [None] * len(tree)
-    for key, node in tree.items() if kind == DICT else enumerate(tree):
-        if type(node) in COMPACT and node._axes.mesh is None:  # written out, as in _rename_compact
-            value = node._value
-            result[key] = value if KINDS[type(value)] == LEAF else _unbox_idle(value)
-        else:
-            result[key] = _unbox_idle(node)
-    return tuple(result) if kind == TUPLE else result
-
-
-def _unbox_one(box: Any) -> Any:
     if type(box) in COMPACT and box._axes.mesh is None:
         value = box._value
-        return value if KINDS[type(value)] == LEAF else walk(value, _unbox_one)
-    return walk(box.unbox(), _unbox_one)
+        return value if KINDS[type(value)] == LEAF else walk(value, _unbox_idle)
+    return walk(box.unbox(), _unbox_idle)
 
 
 def replace_boxed(tree: Any, updates: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from .._errors import MetadataError
 
-LEAF, BOX, NONE, OTHER, DICT, LIST, TUPLE = range(7)  # the containers last
+LEAF, BOX, NONE, OTHER, TUPLE, DICT, LIST = range(7)  # what can be copied and filled last
 
 _BOX_METHODS = ("unbox", "replace_boxed", "add_axis", "remove_axis")
 _VARIABLE_METHODS = ("get_metadata", "get_value", "replace")
@@ -92,37 +92,57 @@ def walk(
       The tree of what the functions gave. Nothing that they return is walked again.
     """
     kind = KINDS[type(tree)]
-    if kind >= DICT:
-        result: Any = {} if kind == DICT else [None] * len(tree)
-        for key, node in tree.items() if kind == DICT else enumerate(tree):
-            kind_of_node = KINDS[type(node)]
-            if kind_of_node == BOX:
+    if kind < DICT:
+        return _walk_other(kind, tree, on_box, on_leaf, on_variable)
+    # A copy that is filled in place: copying a small dictionary is much cheaper than growing one, and a list of
+    # what is pending is cheaper than a call for each node.
+    root = tree.copy()
+    pending = [root]
+    while pending:
+        result = pending.pop()
+        for key, node in result.items() if type(result) is dict else enumerate(result):
+            kind = KINDS[type(node)]
+            if kind == BOX:
                 result[key] = on_box(node)
-            elif kind_of_node == LEAF:
+            elif kind == LEAF:
                 result[key] = on_leaf(node)
+            elif kind >= DICT:
+                result[key] = below = node.copy()
+                pending.append(below)
             else:
-                result[key] = walk(node, on_box, on_leaf, on_variable)
-        return tuple(result) if kind == TUPLE else result
+                result[key] = _walk_other(kind, node, on_box, on_leaf, on_variable)
+    return root
+
+
+def _walk_other(
+    kind: int,
+    tree: Any,
+    on_box: Callable[[Any], Any],
+    on_leaf: Callable[[Any], Any],
+    on_variable: Callable[[Any], Any] | None,
+) -> Any:
     if kind == LEAF:
         return on_leaf(tree)
     if kind == BOX:
         return on_box(tree)
     if kind == NONE:
         return None
+    if kind == TUPLE:
+        return tuple(walk(list(tree), on_box, on_leaf, on_variable))
     if on_variable is not None and is_variable(tree):
         return on_variable(tree)
     children, structure = open_node(tree)
     if len(children) == 1 and children[0] is tree:
         return on_leaf(tree)
-    return structure.unflatten([walk(child, on_box, on_leaf, on_variable) for child in children])
+    return structure.unflatten(walk(children, on_box, on_leaf, on_variable))
 
 
 class _Mismatch(Exception):
-    """Two trees differ; the keys from the root are collected while the exception rises."""
+    """Two trees differ."""
 
-    def __init__(self, expected: str, found: str) -> None:
-        super().__init__(expected, found)
-        self.expected, self.found, self.keys = expected, found, list[str]()
+    def __init__(self, path: Any, expected: str, found: str) -> None:
+        super().__init__(path, expected, found)
+        self.path, self.expected, self.found = path, expected, found
 
 
 def walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any], what: str) -> Any:
@@ -141,16 +161,21 @@ def walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any], what: st
       MetadataError: the structures differ; the message has the path of the first difference.
     """
     try:
-        return _walk_pair(tree, other, on_box)
+        return _walk_pair(tree, other, on_box, None)
     except _Mismatch as error:
-        place = "tree" + "".join(reversed(error.keys))
+        keys, path = [], error.path
+        while path is not None:
+            path, key = path
+            keys.append(f"[{key!r}]")
+        place = "tree" + "".join(reversed(keys))
         raise MetadataError(
             f"{what}: the trees differ at {place}: expected {error.expected}, found {error.found}; "
             "give updates with the structure of the boxed tree"
         ) from None
 
 
-def _walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any]) -> Any:
+# A path is None at the root, else a pair of the path of the parent and the key in it.
+def _walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any], path: Any) -> Any:
     kind = KINDS[type(tree)]
     if kind == BOX:
         return on_box(tree, other)
@@ -158,45 +183,46 @@ def _walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any]) -> Any:
         return other
     if kind == NONE:
         if other is not None:
-            raise _Mismatch("None", type(other).__name__)
+            raise _Mismatch(path, "None", type(other).__name__)
         return None
     if kind >= DICT and type(other) is type(tree):
-        return _walk_containers(kind, tree, other, on_box)
+        return _walk_containers(tree, other, on_box, path)
     children, structure = open_node(tree)
     if len(children) == 1 and children[0] is tree:
         return other
     others, other_structure = open_node(other)
     if structure != other_structure:
-        raise _Mismatch(_node(tree, children), _node(other, others))
-    pairs = enumerate(zip(children, others, strict=True))
-    return structure.unflatten([_walk_child(i, child, part, on_box) for i, (child, part) in pairs])
+        raise _Mismatch(path, _node(tree, children), _node(other, others))
+    return structure.unflatten(_walk_containers(children, others, on_box, path))
 
 
-def _walk_containers(kind: int, tree: Any, other: Any, on_box: Callable[[Any, Any], Any]) -> Any:
-    """Two dictionaries, two lists or two tuples."""
-    if kind == DICT:
-        if tree.keys() != other.keys():
-            raise _Mismatch(f"the keys {list(tree)}", f"{list(other)}")
-        result: Any = {}
-        items = tree.items()
-    else:
-        if len(tree) != len(other):
-            raise _Mismatch(_node(tree, list(tree)), _node(other, list(other)))
-        result, items = [None] * len(tree), enumerate(tree)
-    for key, child in items:
-        if KINDS[type(child)] == BOX:
-            result[key] = on_box(child, other[key])
-        else:
-            result[key] = _walk_child(key, child, other[key], on_box)
-    return tuple(result) if kind == TUPLE else result
+def _walk_containers(tree: Any, other: Any, on_box: Callable[[Any, Any], Any], path: Any) -> Any:
+    """Two dictionaries or two lists; as in `walk`."""
+    root = tree.copy()
+    pending = [(root, other, path)]
+    while pending:
+        result, other, path = pending.pop()
+        if len(result) != len(other):
+            raise _Mismatch(path, _children(result), _children(other))
+        for key, node in result.items() if type(result) is dict else enumerate(result):
+            try:
+                part = other[key]
+            except KeyError:
+                raise _Mismatch(path, _children(result), _children(other)) from None
+            cls = type(node)
+            kind = KINDS[cls]
+            if kind == BOX:
+                result[key] = on_box(node, part)
+            elif kind >= DICT and type(part) is cls:
+                result[key] = below = node.copy()
+                pending.append((below, part, (path, key)))
+            else:
+                result[key] = _walk_pair(node, part, on_box, (path, key))
+    return root
 
 
-def _walk_child(key: Any, child: Any, other: Any, on_box: Callable[[Any, Any], Any]) -> Any:
-    try:
-        return _walk_pair(child, other, on_box)
-    except _Mismatch as error:
-        error.keys.append(f"[{key!r}]")
-        raise
+def _children(node: Any) -> str:
+    return f"the keys {list(node)}" if type(node) is dict else f"{type(node).__name__} with {len(node)} children"
 
 
 def _node(node: Any, children: list[Any]) -> str:
