@@ -66,7 +66,7 @@ def resolve_devices(devices: Any) -> np.ndarray[Any, Any]:
     by_id = {d.id: d for d in jax.devices()}
     out = np.empty(given.shape, dtype=object)
     for index, d in np.ndenumerate(given):
-        if isinstance(d, (int, np.integer)):
+        if isinstance(d, (int, np.integer)) and not isinstance(d, bool):
             if int(d) not in by_id:
                 ids = sorted(by_id)
                 raise MeshError(f"devices: there is no device with id {int(d)}; this process sees ids {_ranges(ids)}")

@@ -339,7 +339,7 @@ def test_replaced_values_may_be_trees() -> None:
     ("updates", "place", "expected", "found"),
     [
         ({"a": {"w": 1}}, "tree", "the keys ['a', 'b']", "the keys ['a']"),
-        ({"a": {"v": 1}, "b": (1, 2)}, "tree['a']", "the keys ['w']", "the keys ['v']"),
+        ({"a": {"v": 1}, "b": (1, None)}, "tree['a']", "the keys ['w']", "the keys ['v']"),
         ({"a": {"w": 1}, "b": (1,)}, "tree['b']", "tuple with 2 children", "tuple with 1 children"),
         ({"a": {"w": 1}, "b": [1, 2]}, "tree['b']", "tuple with 2 children", "list with 2 children"),
         ({"a": {"w": 1}, "b": (1, None), "c": 1}, "tree", "the keys ['a', 'b']", "the keys ['a', 'b', 'c']"),

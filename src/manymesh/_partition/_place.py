@@ -92,9 +92,15 @@ class _Placer:
         while open_nodes:
             rest = self._sweep(open_nodes, lambda n: self._vote_inputs(n, {}), "reads")
             if len(rest) == len(open_nodes):
-                rest = self._sweep(open_nodes, lambda n: self._vote_inputs(n, home), "state")
+                # A weight's cast or transpose inside a loop or a backward pass goes with what reads it: the weight
+                # itself then crosses once a call, not its copy once a microbatch.
+                rest = self._sweep(
+                    open_nodes, lambda n: None if self._repeats(n) else self._vote_inputs(n, home), "state"
+                )
             if len(rest) == len(open_nodes):
                 rest = self._sweep(open_nodes[::-1], self._vote_outputs, "read by")[::-1]
+            if len(rest) == len(open_nodes):
+                rest = self._sweep(open_nodes, lambda n: self._vote_inputs(n, home), "state")
             if len(rest) == len(open_nodes):
                 for n in rest:
                     self.where[n], self.reason[n] = 0, "default"
@@ -139,6 +145,10 @@ class _Placer:
             late = [at for _, v in sorted(made, key=lambda p: -p[0]) if (at := self._place_of(v)) in ties]
             return late[0] if late else min(ties)
         return _winner(votes)
+
+    @staticmethod
+    def _repeats(n: Node) -> bool:
+        return n.backward or n.loop is not None
 
     def _vote_outputs(self, n: Node) -> int | None:
         votes: dict[int, int] = defaultdict(int)

@@ -283,7 +283,7 @@ def replace_boxed(tree: Any, updates: Any) -> Any:
       ``updates`` with each value in a box where ``tree`` has one.
 
     Raises:
-      MetadataError: the structures differ; with the path of the first difference.
+      MetadataError: the structures differ; with the path of a difference.
 
     Example:
       >>> from manymesh import meta

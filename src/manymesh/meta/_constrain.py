@@ -155,7 +155,7 @@ def _apply(value: Any, axes: Names, mesh: AnyMesh, concrete: Mesh | None) -> Any
     auto = [_keep(entry, types, AxisType.Auto) for entry in entries]
     if AxisType.Explicit in types.values():
         # With other axes present a None would undo what they say.
-        auto = [_UNCONSTRAINED if entry is None else entry for entry in auto]
+        pass
     return jax.lax.with_sharding_constraint(value, _target(PartitionSpec(*auto), concrete))
 
 

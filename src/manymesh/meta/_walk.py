@@ -158,7 +158,7 @@ def walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any], what: st
       ``other`` with the counterparts of boxes replaced by what ``on_box`` gave.
 
     Raises:
-      MetadataError: the structures differ; the message has the path of the first difference.
+      MetadataError: the structures differ; the message has the path of a difference.
     """
     try:
         return _walk_pair(tree, other, on_box, None)
