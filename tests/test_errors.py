@@ -366,7 +366,9 @@ def test_not_a_function():
 
 
 @pytest.mark.parametrize(
-    "transform", [jax.grad, jax.jit, jax.vmap, lambda f: functools.partial(jax.eval_shape, f)], ids=str
+    "transform",
+    [jax.grad, jax.jit, jax.vmap, lambda f: functools.partial(jax.eval_shape, f)],
+    ids=["grad", "jit", "vmap", "eval_shape"],
 )
 def test_a_transformation_around_a_step(transform):
     """It belongs inside; also when the step is compiled already."""

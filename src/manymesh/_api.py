@@ -234,13 +234,18 @@ def _users_level() -> int:
     return level
 
 
+_TRACING = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_default_prng_impl",
+)
+
+
 def _settings() -> tuple[Any, ...]:
     """Settings of JAX that change what a trace gives."""
-    c = jax.config
-    return (
-        c.jax_enable_x64, c.jax_default_matmul_precision, c.jax_numpy_dtype_promotion, c.jax_numpy_rank_promotion,
-        c.jax_default_prng_impl,
-    )  # fmt: skip
+    return tuple(getattr(jax.config, name) for name in _TRACING)
 
 
 def _signature(x: Any) -> Any:

@@ -148,14 +148,26 @@ def separate_jit_caches(token: object) -> Iterator[None]:
         yield
 
 
-def linear_identity(name: str, lower: Callable[..., Any] | None = None) -> Any:
-    """A primitive that is the identity under every transformation and keeps its parameters."""
+def linear_identity(
+    name: str, lower: Callable[..., Any], batch: Callable[[dict[str, Any], int], dict[str, Any]]
+) -> Any:
+    """A primitive that is the identity under every transformation and keeps its parameters.
+
+    Args:
+      name: name of the primitive.
+      lower: ``lower(x, **params)``: what it becomes in an executable.
+      batch: the parameters under ``vmap``, from those without and the position of the new dimension.
+    """
     prim = jex.Primitive(name)
+
+    def batched(args: Any, dims: Any, **params: Any) -> Any:
+        return prim.bind(*args, **batch(params, dims[0])), dims[0]
+
     prim.def_impl(lambda x, **_: x)
     prim.def_abstract_eval(lambda x, **_: x)
     ad.deflinear2(prim, lambda ct, _, **params: [prim.bind(ct, **params)])
-    batching.primitive_batchers[prim] = lambda args, dims, **params: (prim.bind(*args, **params), dims[0])
-    mlir.register_lowering(prim, mlir.lower_fun(lambda x, **_: x, multiple_results=False))
+    batching.primitive_batchers[prim] = batched
+    mlir.register_lowering(prim, mlir.lower_fun(lower, multiple_results=False))
     return prim
 
 

@@ -44,9 +44,7 @@ class Compiled:
         self.input_shardings: Any = jax.tree.unflatten(in_tree, homes)
         made_with = [s or executor.literals[o].sharding for o, s in enumerate(executor.lowered.outputs)]
         self._moved = tuple(moved.items())
-        self.output_shardings: Any = jax.tree.unflatten(
-            out_tree, [moved.get(o, s) for o, s in enumerate(made_with)]
-        )
+        self.output_shardings: Any = jax.tree.unflatten(out_tree, [moved.get(o, s) for o, s in enumerate(made_with)])
         passed = {v for v, _ in program.outputs if _compat.is_var(v)}
         # A donated argument that is also a result is the result; it must outlive the call.
         self._dies = tuple(i for i in donated if program.invars[shift + i] not in passed)

@@ -120,32 +120,48 @@ def parallelize_step(
     batch = _abstract_batch(global_batch, local_batch)
     pick = inputs or (lambda b: b if isinstance(b, tuple) else (b,))
     init_key, run_key = jax.random.split(jax.random.key(rng) if isinstance(rng, int) else rng)
-    model = _placed(model, mesh, {"params": init_key, **dict.fromkeys(rngs, run_key)}, pick, batch)
+    keys = {"params": init_key, **dict.fromkeys(rngs, run_key)}
+    model = _placed(model, mesh, keys, pick, batch)
     loss_of = _make_loss(model, loss_fn, pick, rngs)
-
-    def init() -> TrainState:
-        keys = {"params": init_key, **dict.fromkeys(rngs, run_key)}
-        params = _only_params(model.init(keys, *_zeros(pick(batch))))
-        state: TrainState = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
-        return state
-
     grad = jax.value_and_grad(loss_of)
     if num_microbatches is not None:
         loop = {"num_microbatches": num_microbatches, "schedule": schedule, "reduce": reduce}
         grad = microbatch(grad, argnum=1, rng_argnum=2 if rngs else None, **loop)
+    run_key = run_key if rngs else None
 
-    def train_step(state: TrainState, batch: Any) -> tuple[jax.Array, TrainState]:
-        loss, grads = grad(state.params, batch, jax.random.fold_in(run_key, state.step) if rngs else None)
-        return loss, state.apply_gradients(grads=grads)
-
+    init = _make_init(model, optimizer, keys, pick(batch))
     abstract_state = jax.eval_shape(init)
-    _check_loss(loss_of, abstract_state.params, batch, run_key if rngs else None)
-    step = TrainStep(train_step, abstract_state, batch, strict)
+    _check_loss(loss_of, abstract_state.params, batch, run_key)
+    step = TrainStep(_make_update(grad, run_key), abstract_state, batch, strict)
     _check_devices(step.compiled, mesh)
     state = jit(_without_tasks(init), out_shardings=step.state_shardings)()
-    if local_batch is None:
-        return step, state, mesh
-    return step, state, mesh, _make_prepare(step, batch)
+    return (step, state, mesh) if local_batch is None else (step, state, mesh, _make_prepare(step, batch))
+
+
+def _make_init(
+    model: nn.Module, optimizer: optax.GradientTransformation, keys: dict[str, jax.Array], args: Any
+) -> Callable[[], TrainState]:
+    """The initial state, from keys and the shapes of the model's arguments."""
+
+    def init() -> TrainState:
+        params = _only_params(model.init(keys, *_zeros(args)))
+        state: TrainState = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+        return state
+
+    return init
+
+
+def _make_update(
+    loss_and_grad: Callable[..., Any], run_key: jax.Array | None
+) -> Callable[[TrainState, Any], tuple[jax.Array, TrainState]]:
+    """One step of training, with another key in every step."""
+
+    def train_step(state: TrainState, batch: Any) -> tuple[jax.Array, TrainState]:
+        key = None if run_key is None else jax.random.fold_in(run_key, state.step)
+        loss, grads = loss_and_grad(state.params, batch, key)
+        return loss, state.apply_gradients(grads=grads)
+
+    return train_step
 
 
 def _make_loss(

@@ -70,7 +70,9 @@ class ParameterTable:
         table.add_column("logical names", overflow="fold")
         table.add_column("spec", overflow="fold")
         table.add_column("submesh", footer=f"{len(self.bytes_on)} devices" if held else "", no_wrap=True)
-        table.add_column("per device", footer=f"max {format_bytes(held)}" if held else "", justify="right", no_wrap=True)
+        table.add_column(
+            "per device", footer=f"max {format_bytes(held)}" if held else "", justify="right", no_wrap=True
+        )
         before = None
         for row in self.rows:
             if before not in (None, row.devices):

@@ -20,12 +20,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _compat
-from ._errors import ArgumentError, TaskError
+from ._errors import ArgumentError, AxisError, TaskError
 from ._scope import Scope, current_scope, enter_scope
-from ._task import Task
+from ._task import Task, names_as_axes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -139,7 +139,9 @@ def task(
       [[0], [1]]
     """
     if not callable(fun):
-        raise ArgumentError(f"task {name!r}: the first argument has to be a function, found {type(fun).__name__} {fun!r}")
+        raise ArgumentError(
+            f"task {name!r}: the first argument has to be a function, found {type(fun).__name__} {fun!r}"
+        )
     if task is not None:
         if any(a is not None for a in (mesh, devices, device_axes, logical_axes)):
             raise TaskError("task: task= is a complete description; give it alone, or mesh=, devices=, ... without it")
@@ -252,8 +254,38 @@ def _surroundings(described: Task, scope: Scope) -> Iterator[None]:
         yield
 
 
+_placed_on: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("manymesh_placed_on", default=None)
+
+
+@contextlib.contextmanager
+def placed_on(mesh: Mesh) -> Iterator[None]:
+    """While a fragment is lowered in the block, constraints from outside tasks mean axes of its mesh."""
+    token = _placed_on.set(mesh)
+    try:
+        yield
+    finally:
+        _placed_on.reset(token)
+
+
+def _apply_names(x: Any, *, names: tuple[Any, ...]) -> Any:
+    """The constraint where the value ended up; a dimension whose names that mesh does not have stays free."""
+    mesh = _placed_on.get()
+    if mesh is None:
+        return x
+    spec = names_as_axes(names, x.shape, mesh)
+    if names and all(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _batch_names(params: dict[str, Any], dim: int) -> dict[str, Any]:
+    names = params["names"]
+    padded = names + (None,) * (dim - len(names))
+    return {"names": (*padded[:dim], PartitionSpec.UNCONSTRAINED, *padded[dim:])}
+
+
 # The identity, carrying per-dimension names to wherever the value is placed.
-constraint_p = _compat.linear_identity("manymesh_constraint")
+constraint_p = _compat.linear_identity("manymesh_constraint", _apply_names, _batch_names)
 
 
 def with_sharding_constraint(x: Any, spec: Any) -> Any:
@@ -300,6 +332,10 @@ def _constrain(value: Any, spec: Any) -> Any:
     names = tuple(spec.spec) if isinstance(spec, NamedSharding) else tuple(spec)
     scope = current_scope()
     if scope is None or (scope.task is not None and scope.task.mesh is None):
+        if len(names) > value.ndim:
+            raise AxisError(
+                f"with_sharding_constraint: {len(names)} axis names {names} for a value of shape {value.shape}"
+            )
         return constraint_p.bind(value, names=names)
     if scope.mesh is None:
         return jax.lax.with_sharding_constraint(value, PartitionSpec())

@@ -208,6 +208,7 @@ def _assign(names: tuple[Any, ...], rules: tuple[AxisRule, ...], axes: tuple[str
 
 
 _pending = object()
+_FREE = PartitionSpec.UNCONSTRAINED
 
 
 def _check_divides(
@@ -228,6 +229,18 @@ def _check_divides(
             )
             error.names, error.shape = names, shape  # type: ignore[attr-defined]  # lets mm.jit add the parameter's path
             raise error
+
+
+def names_as_axes(names: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """The spec of a constraint from outside every task: its names are axes of ``mesh``, others leave a dimension free.
+
+    Raises:
+      AxisError: a dimension that does not divide.
+    """
+    axes = set(mesh.axis_names)
+    known = [n if n is None or axes.issuperset(n if isinstance(n, tuple) else (n,)) else _FREE for n in names]
+    _check_divides("with_sharding_constraint", names, known, shape, dict(mesh.shape))
+    return PartitionSpec(*known)
 
 
 def mesh_devices(mesh: Mesh) -> tuple[Any, ...]:

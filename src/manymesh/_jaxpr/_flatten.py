@@ -18,6 +18,9 @@ from .._mark import MARK, Recording
 from ._nodes import Carry, Flat, Loop, Node, Pieces, substitute, trace_nodes
 
 _CALL_JAXPR = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+# Calls that mean no more than their body once everything is traced. A jitted update of all parameters, such as
+# Optax has, would otherwise pull them all to one submesh. Not remat: it keeps XLA from undoing it.
+_TRANSPARENT = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 _CHEAP = {"sharding_constraint", "convert_element_type", "transpose", "reshape", "squeeze", "copy", "expand_dims"}
 
 
@@ -53,6 +56,7 @@ class _Flattener:
         self._marked: dict[int, bool] = {}
         self._keep: list[Any] = []  # jaxprs whose ids are in _marked
         self._varying: set[Any] = set()
+        self._stacked: dict[Any, list[Any]] = {}  # results of `_stack`, to take apart again without a copy
 
     def inline(self, eqns: list[Any], env: dict[Any, Any], stack: str, loop: Loop | None, spec: Any) -> None:
         """Appends equations to the flat program; ``env`` maps their variables to flat ones.
@@ -69,6 +73,8 @@ class _Flattener:
                 self._task(eqn, env, mark, inner_stack, loop)
             elif mark in self.record.loops and loop is None:
                 self._call(eqn, env, inner_stack, loop, self.record.loops[mark])
+            elif eqn.primitive.name in _TRANSPARENT and spec is None and mark not in self.record.loops:
+                self._call(eqn, env, inner_stack, loop, None)
             elif not self._holds_mark(eqn) and not (spec is not None and eqn.primitive.name == "scan"):
                 self._plain(eqn, env, inner_stack, loop)
             elif eqn.primitive.name == "scan":
@@ -154,6 +160,8 @@ class _Flattener:
         env.update({v: o for v, o in zip(eqn.outvars, outs, strict=True) if _compat.is_var(v)})
 
     def _index(self, x: Any, i: int, loop: Loop | None) -> Any:
+        if x in self._stacked:
+            return self._stacked[x][i]
         nodes, (out,) = trace_nodes(lambda a: lax.index_in_dim(a, i, 0, keepdims=False), [x], loop=loop)
         for node in nodes:
             self._append(node)
@@ -179,6 +187,7 @@ class _Flattener:
         nodes, (out,) = trace_nodes(stack, operands, loop=loop)
         for node in nodes:
             self._append(node)
+        self._stacked[out] = column
         return out
 
     def _loop(self, eqn: Any, env: dict[Any, Any], stack: str, spec: Any) -> None:
@@ -205,12 +214,18 @@ class _Flattener:
         results = [_compat.new_var(v.aval) for v in inner.outvars]
         sub: dict[Any, Any] = {}
         self._inline_jaxpr(scan.jaxpr, body_in, results, sub, stack, loop)
-        values = [sub[r] for r in results]
+        first = slice(scan.num_consts, n)
+        values = self._settle_unchanged(loop, body_in[first], operands[first], [sub[r] for r in results])
+        read = {v for node in self.nodes if node.loop is loop for v in node.inputs}
+        read |= {v for v in values[scan.num_carry :] if _compat.is_var(v)}
         cut = {p.inner: p for p in loop.cut}
         for k in range(scan.num_carry):
-            self._carry(
-                loop, env, eqn.outvars[k], body_in[scan.num_consts + k], operands[scan.num_consts + k], values[k], cut
+            inner, init = body_in[scan.num_consts + k], operands[scan.num_consts + k]
+            final = self._carry(
+                loop, inner, init, values[k], cut, inner in read or inner in values[:k] + values[k + 1 :]
             )
+            if _compat.is_var(eqn.outvars[k]):
+                env[eqn.outvars[k]] = final
         for outer, y in zip(eqn.outvars[scan.num_carry :], values[scan.num_carry :], strict=True):
             if not _compat.is_var(outer):
                 continue
@@ -225,20 +240,42 @@ class _Flattener:
             env[outer] = self._stack(by_index, None)
         self.loops.append(loop)
 
-    def _carry(
-        self, loop: Loop, env: dict[Any, Any], outer: Any, inner: Any, init: Any, value: Any, cut: dict[Any, Pieces]
-    ) -> None:
-        if not _compat.is_var(value) or value not in self._varying:
-            final = value  # the same after every microbatch
-        elif value is inner:
-            final = init
-        elif value in cut:
-            final = cut[value].outer[-1]
-        else:
-            final = _compat.new_var(value.aval)
-            loop.carries.append(Carry(inner, value, init, final))
-        if _compat.is_var(outer):
-            env[outer] = final
+    def _settle_unchanged(self, loop: Loop, inner: list[Any], init: list[Any], values: list[Any]) -> list[Any]:
+        """Carries that every microbatch hands on as they came are read from outside; the values with that done."""
+        outside = {v: o for v, o, value in zip(inner, init, values, strict=False) if value is v}
+        if outside:
+            for node in self.nodes:
+                if node.loop is loop and not outside.keys().isdisjoint(node.inputs):
+                    invars = [outside.get(v, v) if _compat.is_var(v) else v for v in node.eqn.invars]
+                    node.eqn = node.eqn.replace(invars=invars)
+        return [outside.get(v, v) if _compat.is_var(v) else v for v in values]
+
+    def _carry(self, loop: Loop, inner: Any, init: Any, value: Any, cut: dict[Any, Pieces], read: bool) -> Any:
+        """The value of a carry after the loop.
+
+        Args:
+          read: whether the body reads what the microbatch before left, so that it has to be kept.
+        """
+        varies = _compat.is_var(value) and value in self._varying
+        if not read and not varies:
+            return value  # the same after every microbatch
+        if not read and value in cut:
+            return cut[value].outer[-1]
+        if not varies or value in cut or value in {c.out for c in loop.carries}:
+            value = self._copy(value, loop)
+        final = _compat.new_var(value.aval)
+        loop.carries.append(Carry(inner, value, init, final))
+        return final
+
+    def _copy(self, value: Any, loop: Loop) -> Any:
+        """A variable of the body that holds a value from elsewhere."""
+        operands = [value] if _compat.is_var(value) else []
+        nodes, (out,) = trace_nodes(
+            lambda *xs: lax.optimization_barrier(xs[0] if xs else value.val), operands, loop=loop
+        )
+        for node in nodes:
+            self._append(node)
+        return out
 
     def _holds_mark(self, eqn: Any) -> bool:
         return any(self._jaxpr_holds_mark(j) for j in _jaxprs_of(eqn))

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
 from .._jaxpr._key import jaxpr_key
-from .._jaxpr._nodes import nbytes
+from .._mark import placed_on
 from .._program import Fragment, Program
 from .._reshard._plan import Step, adapt_spec, plan_transfer
 from ._instructions import Plan, Transfer
@@ -180,9 +180,9 @@ class _Lowerer:
     def _compile(self, f: Fragment) -> Any:
         mesh = self.program.submeshes[f.submesh]
         ins = [self._known(v, f.submesh) for v in f.invars]
-        if f.invars and all(s is None for s in ins):
-            smallest = min(range(len(ins)), key=lambda k: nbytes(f.invars[k].aval))
-            ins[smallest] = self._sharding(f.invars[smallest], f.submesh)
+        if all(s is None for s in ins):
+            # Something has to name the submesh: what can be sharded in one way only.
+            ins = [None if v.aval.shape and mesh.size > 1 else self._sharding(v, f.submesh) for v in f.invars]
         outs: list[NamedSharding | None] = [self._known(v, f.submesh) for v in f.outvars]
         if not f.invars:
             outs = [s or NamedSharding(mesh, PartitionSpec()) for s in outs]
@@ -212,7 +212,7 @@ class _Lowerer:
     def _executable(self, f: Fragment, ins: list[Any], outs: list[Any]) -> Any:
         donated = self.plan.donated.get(f.index, ())
         options = tuple(sorted((self.options or {}).items()))
-        key = (jaxpr_key(f.jaxpr), tuple(ins), tuple(outs), donated, options)
+        key = (jaxpr_key(f.jaxpr), self.program.submeshes[f.submesh], tuple(ins), tuple(outs), donated, options)
         return self.cache.get(key, lambda: self._make(f, ins, outs, donated))
 
     def _make(self, f: Fragment, ins: list[Any], outs: list[Any], donated: tuple[int, ...]) -> Any:
@@ -223,7 +223,10 @@ class _Lowerer:
             return jax.core.eval_jaxpr(f.jaxpr, [], *args)
 
         fragment.__name__ = fragment.__qualname__ = f.name
-        with _compat.without_mesh(), _compat.unusable_donation_is_fine():
+        mesh = self.program.submeshes[f.submesh]
+        if f.invars and all(s is None for s in ins):
+            fragment = _on_mesh(fragment, mesh)
+        with _compat.without_mesh(), _compat.unusable_donation_is_fine(), placed_on(mesh):
             jitted = jax.jit(fragment, in_shardings=ins, out_shardings=outs, donate_argnums=donated, keep_unused=True)
             return jitted.lower(*avals).compile(self.options)
 
@@ -236,6 +239,17 @@ class _Lowerer:
                     for v in ins.variables
                 )
         return result
+
+
+def _on_mesh(fun: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """A function of arrays that runs on the devices of a mesh, whose inputs XLA may shard as it likes."""
+
+    def on_mesh(x: Any, *rest: Any) -> Any:
+        free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
+        return fun(jax.lax.with_sharding_constraint(x, NamedSharding(mesh, free)), *rest)
+
+    on_mesh.__name__ = on_mesh.__qualname__ = fun.__name__
+    return on_mesh
 
 
 def _shardings_of(
