@@ -161,16 +161,6 @@ def test_a_task_in_a_while_loop():
         mm.jit(step)(rows())
 
 
-def test_a_task_in_a_conditional():
-    """Likewise."""
-
-    def step(x):
-        return jax.lax.cond(jnp.sum(x) > 0, lambda v: front(jnp.eye(WIDTH), v), lambda v: v, x)
-
-    with raises(errors.PlacementError, "lax.cond", "test_errors.py", "'front'", "jnp.where"):
-        mm.jit(step)(rows())
-
-
 # Microbatches
 
 

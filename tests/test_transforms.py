@@ -334,6 +334,30 @@ def test_control_flow_in_a_task_and_between_tasks():
     assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_tasks_in_a_conditional(seed):
+    """Every branch runs on its submeshes and the results are selected; gradients too, with or without a loop."""
+
+    def f(p, x):
+        h = jax.lax.cond(jnp.sum(x) > 0, lambda: front(p["front"], x), lambda: 2 * back(p["back"], x))
+        branches = [lambda v: front(p["front"], v), lambda v: v, lambda v: back(p["back"], v), jnp.zeros_like]
+        return jnp.sum(jax.lax.switch(jnp.argmax(x[0]), branches, h) ** 2)
+
+    assert_agrees(jax.value_and_grad(f), parameters(seed), rows(seed=seed))
+    assert_agrees(microbatched(jax.value_and_grad(f)), parameters(seed), rows(seed=seed))
+
+
+def test_a_conditional_keeps_what_its_branches_agree_on():
+    """Equal results and literals need no selection; a branch that is not taken adds no NaN."""
+
+    def f(p, x):
+        branches = [lambda: (x, 1.0, front(p["front"], x)), lambda: (x, 1.0, jnp.log(-jnp.abs(back(p["back"], x))))]
+        return jax.lax.switch(0 * jnp.argmax(x[0]), branches)
+
+    assert_agrees(f, parameters(), rows())
+    assert_agrees(jax.grad(lambda p, x: jnp.sum(f(p, x)[2])), parameters(), rows())
+
+
 def test_sorting_and_random_bits_between_tasks():
     """Unmarked equations of any kind are placed somewhere and computed once or alike."""
 

@@ -342,15 +342,19 @@ class Traced:
         out = jax.tree.unflatten(self._out_tree, self._shapes)
         wanted_out = {} if j.out_shardings is None else _expand("out_shardings", j.out_shardings, out)
         pinned_out = {i: auto_mesh(s.mesh) for i, s in wanted_out.items()}
-        program = build(self.jaxpr, self._record, {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}, pinned_out)
+        given_away = _donated(given, j.donate_argnums, j.donate_argnames)
+        pairs = self._states(given_away)
+        pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
+        program = build(self.jaxpr, self._record, pinned_in, pinned_out, pairs)
         if program is None:
             program = self._without_tasks()
         shift = len(program.consts)
-        donated = frozenset(shift + i for i in _donated(given, j.donate_argnums, j.donate_argnames))
+        donated = frozenset(shift + i for i in given_away)
+        states = [(shift + i, o) for i, o in pairs if program.outputs[o][1] == program.home[program.invars[shift + i]]]
         plan = emit(program, donated)
         given_in = {i: s for i, x in enumerate(given.leaves) if (s := _arrival(x, program)) is not None}
         given_in.update(wanted_in)
-        return Lowered(self, program, plan, given_in, wanted_out, self._states(program, donated), donated)
+        return Lowered(self, program, plan, given_in, wanted_out, states, donated)
 
     def _without_tasks(self) -> Program:
         """The program where no task and no sharding says what runs where: everything is where its arguments are."""
@@ -367,9 +371,8 @@ class Traced:
             program = Program((default,), (), (), (), (), (), (), {}, {}, ())
         return program
 
-    def _states(self, program: Program, donated: frozenset[int]) -> list[tuple[int, int]]:
+    def _states(self, donated: frozenset[int]) -> list[tuple[int, int]]:
         """(input, result) pairs where the result is the next value of the input."""
-        shift = len(program.consts)
         shapes = jax.tree.unflatten(self._out_tree, self._shapes)
         results: dict[Any, list[int]] = {}
         for o, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(shapes)):
@@ -377,13 +380,12 @@ class Traced:
                 results.setdefault((path[start:], leaf.shape, leaf.dtype), []).append(o)
         pairs, taken = [], set()
         inputs = jax.tree_util.tree_leaves_with_path((self._given.dyn_args, self._given.dyn_kwargs))
-        for i, (path, _) in enumerate(inputs):
-            v = program.invars[shift + i]
-            if len(path) == 2 and shift + i not in donated:
+        for i, ((path, _), aval) in enumerate(zip(inputs, self.jaxpr.in_avals, strict=True)):
+            if len(path) == 2 and i not in donated:
                 continue  # a bare array and a result of its shape are not the same thing over time
-            for o in results.get((path[2:], v.aval.shape, v.aval.dtype), ()):
-                if o not in taken and program.outputs[o][1] == program.home[v]:
-                    pairs.append((shift + i, o))
+            for o in results.get((path[2:], aval.shape, aval.dtype), ()):
+                if o not in taken:
+                    pairs.append((i, o))
                     taken.add(o)
                     break
         return pairs

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,9 @@ class Task:
     Args:
       name: name of the task in reports, schedules and errors; None takes the name of the function or
         module that is wrapped.
-      mesh: the submesh. Excludes ``devices`` and ``device_axes``.
+      mesh: the submesh. Excludes ``devices`` and ``device_axes``. Several meshes of one shape, in a list or tuple,
+        are for a task in the body of ``lax.scan``: its iterations are split over them in order, as evenly as it goes,
+        the first ones getting one more.
       devices: jax devices or their integer ids. The shape of an ndarray is the shape of the mesh.
       device_axes: a name for each dimension of ``devices``. Without it, constraints inside the task mean
         replication.
@@ -46,17 +48,22 @@ class Task:
     mesh: Mesh | None
     logical_axes: tuple[AxisRule, ...] | None
     has_named_axes: bool = field(repr=False)
+    meshes: tuple[Mesh, ...] = field(default=(), repr=False)
 
     def __init__(
         self,
         name: str | None = None,
         *,
-        mesh: Mesh | None = None,
+        mesh: Mesh | Sequence[Mesh] | None = None,
         devices: Any = None,
         device_axes: Iterable[str] | None = None,
         logical_axes: Iterable[Any] | None = None,
     ) -> None:
         where = f"task {name!r}" if name else "task"
+        meshes: tuple[Mesh, ...] = ()
+        if isinstance(mesh, (list, tuple)):
+            meshes = _alike(where, tuple(mesh))
+            mesh = meshes[0]
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ArgumentError(f"{where}: mesh has to be one jax.sharding.Mesh, found {type(mesh).__name__} {mesh!r}")
         if mesh is not None and (devices is not None or device_axes is not None):
@@ -89,6 +96,7 @@ class Task:
         object.__setattr__(self, "mesh", None if mesh is None else auto_mesh(mesh))
         object.__setattr__(self, "logical_axes", rules)
         object.__setattr__(self, "has_named_axes", named)
+        object.__setattr__(self, "meshes", meshes)
 
     def __repr__(self) -> str:
         parts = [repr(self.name)]
@@ -103,14 +111,20 @@ class Task:
         """This task under a name, if it has none yet."""
         if self.name is not None:
             return self
+        return self._replaced(name=name)
+
+    def at(self, index: int, length: int) -> Task:
+        """This task in iteration ``index`` of ``length``: on the mesh of its list that the iteration falls to."""
+        count = len(self.meshes)
+        share, more = divmod(length, count)
+        boundary = more * (share + 1)
+        stage = index // (share + 1) if index < boundary else more + (index - boundary) // share
+        return self._replaced(mesh=self.meshes[stage], meshes=())
+
+    def _replaced(self, **changes: Any) -> Task:
         new = object.__new__(Task)
-        for key, value in (
-            ("name", name),
-            ("mesh", self.mesh),
-            ("logical_axes", self.logical_axes),
-            ("has_named_axes", self.has_named_axes),
-        ):
-            object.__setattr__(new, key, value)
+        for field_ in fields(self):
+            object.__setattr__(new, field_.name, changes.get(field_.name, getattr(self, field_.name)))
         return new
 
     def resolve(self, names: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[PartitionSpec, tuple[str, ...]]:
@@ -138,6 +152,20 @@ class Task:
         while spec and spec[-1] is None:
             spec.pop()
         return PartitionSpec(*spec), tuple(unknown)
+
+
+def _alike(where: str, meshes: tuple[Any, ...]) -> tuple[Mesh, ...]:
+    """The meshes of a task that a scan splits, checked."""
+    for mesh in meshes:
+        if not isinstance(mesh, Mesh):
+            raise ArgumentError(f"{where}: mesh holds {type(mesh).__name__} {mesh!r}; expected jax.sharding.Mesh")
+    shapes = [dict(m.shape) for m in meshes]
+    if not meshes or any(s != shapes[0] for s in shapes):
+        raise TaskError(
+            f"{where}: the meshes that iterations are split over have to be alike, because one body is traced for all; "
+            f"found shapes {shapes}"
+        )
+    return tuple(auto_mesh(m) for m in meshes)
 
 
 def _pairs(where: str, rules: Any) -> tuple[AxisRule, ...]:

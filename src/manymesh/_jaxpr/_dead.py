@@ -77,4 +77,4 @@ def _trim_task(node: Node, used: list[bool]) -> Node:
     invars = list(dict.fromkeys(node.inputs))
     small, used_in = _compat.dce(_compat.new_jaxpr(invars, outs, [node.eqn]), [True] * len(outs))
     (eqn,) = small.eqns
-    return Node(eqn, node.task, node.backward, node.loop, node.deferred, node.weight)
+    return Node(eqn, node.task, node.backward, node.loop, node.deferred, node.weight, stack=node.stack)

@@ -13,9 +13,11 @@ import jax
 from jax import lax
 
 from .. import _compat
-from .._errors import PlacementError
+from .._errors import PlacementError, TaskError
+from .._implicit import Iteration
 from .._mark import MARK, Recording
 from ._nodes import Carry, Flat, Loop, Node, Pieces, substitute, trace_nodes
+from ._scopes import is_backward, jaxprs_of, matched_inside
 
 _CALL_JAXPR = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 # Calls that mean no more than their body once everything is traced. A jitted update of all parameters, such as
@@ -33,14 +35,16 @@ def flatten(closed: Any, record: Recording) -> Flat:
 
     Raises:
       PlacementError: a task inside control flow that cannot be opened.
+      TaskError: a task with several meshes that is in no scan.
     """
     parts = _compat.open_jaxpr(closed)
     worker = _Flattener(record)
     env: dict[Any, Any] = {}
     worker.inline(parts.eqns, env, "", None, None)
+    worker.check_split()
     out = [_lookup(env, v) for v in parts.outvars]
     consts = {**dict(zip(parts.constvars, parts.consts, strict=True)), **worker.consts}
-    return Flat([*consts, *parts.invars], out, worker.nodes, worker.loops, consts)
+    return Flat([*consts, *parts.invars], out, worker.nodes, worker.loops, consts, worker.stacked)
 
 
 def _lookup(env: dict[Any, Any], atom: Any) -> Any:
@@ -56,7 +60,10 @@ class _Flattener:
         self._marked: dict[int, bool] = {}
         self._keep: list[Any] = []  # jaxprs whose ids are in _marked
         self._varying: set[Any] = set()
-        self._stacked: dict[Any, list[Any]] = {}  # results of `_stack`, to take apart again without a copy
+        self._layers: dict[Any, Any] = {}  # (stacked value, index, loop) -> its slice
+        self._split: dict[str, bool] = {}  # marks of tasks with several meshes -> whether a scan ran them
+        self._iteration: tuple[int, int] | None = None  # of the scans around, as one: index and number
+        self.stacked: dict[Any, list[Any]] = {}  # results of `_stack`, to take apart again without a copy
 
     def inline(self, eqns: list[Any], env: dict[Any, Any], stack: str, loop: Loop | None, spec: Any) -> None:
         """Appends equations to the flat program; ``env`` maps their variables to flat ones.
@@ -75,23 +82,25 @@ class _Flattener:
                 self._call(eqn, env, inner_stack, loop, self.record.loops[mark])
             elif eqn.primitive.name in _TRANSPARENT and spec is None and mark not in self.record.loops:
                 self._call(eqn, env, inner_stack, loop, None)
-            elif not self._holds_mark(eqn) and not (spec is not None and eqn.primitive.name == "scan"):
+            elif not self._is_opened(eqn, inner_stack) and not (spec is not None and eqn.primitive.name == "scan"):
                 self._plain(eqn, env, inner_stack, loop)
             elif eqn.primitive.name == "scan":
                 if spec is not None:
                     self._loop(eqn, env, inner_stack, spec)
                 else:
                     self._unroll(eqn, env, inner_stack, loop)
+            elif eqn.primitive.name == "cond":
+                self._select(eqn, env, inner_stack, loop)
             elif any(_compat.is_jaxpr(eqn.params.get(k)) for k in _CALL_JAXPR):
                 self._call(eqn, env, inner_stack, loop, None)
             else:
-                raise PlacementError(_control_flow_message(eqn, self._marks_in(eqn)))
+                raise PlacementError(_control_flow_message(eqn, self._tasks_in(eqn, inner_stack)))
 
     def _plain(self, eqn: Any, env: dict[Any, Any], stack: str, loop: Loop | None) -> None:
         if eqn.primitive.name == "reshard" and _is_empty_reshard(eqn):
             env[eqn.outvars[0]] = _lookup(env, eqn.invars[0])
             return
-        self._append(Node(substitute(eqn, env), None, _is_backward(stack), loop))
+        self._append(Node(substitute(eqn, env), None, is_backward(stack), loop, stack=stack))
 
     def _append(self, node: Node) -> None:
         self.nodes.append(node)
@@ -99,9 +108,12 @@ class _Flattener:
             self._varying.update(node.outputs)
 
     def _task(self, eqn: Any, env: dict[Any, Any], mark: str, stack: str, loop: Loop | None) -> None:
+        part = self._of_iteration(mark)
+        if part is None:
+            return self._call(eqn, env, stack, loop, None)
         inner = _compat.open_jaxpr(eqn.params["jaxpr"])
         new = substitute(eqn, env)
-        self._append(Node(new, mark, _is_backward(stack), loop))
+        self._append(Node(new, part, is_backward(stack), loop, stack=stack))
         actual = dict(zip(inner.invars, new.invars, strict=True))
         producer = {v: e for e in inner.eqns for v in e.outvars}
         for outer, result in zip(eqn.outvars, inner.outvars, strict=True):
@@ -112,7 +124,7 @@ class _Flattener:
             if result in actual:  # handed through unchanged
                 env[outer] = actual[result]
                 continue
-            chain = _cheap_chain(result, producer, actual)
+            chain = cheap_chain(result, producer, actual)
             # A weight's cast or constraint, kept for the backward pass: recompute it there instead of
             # storing a copy of the weight for every microbatch in flight.
             if chain and actual[chain[0].invars[0]] not in self._varying:
@@ -120,6 +132,34 @@ class _Flattener:
                 for e in chain:
                     self.nodes.append(Node(substitute(e, sub), None, True, loop))
                 env[outer] = sub[result]
+
+    def _of_iteration(self, mark: str) -> str | None:
+        """The mark of a task, or of its part that runs on the submesh of the scan's iteration under way.
+
+        None for what differentiation took out of the scan because every iteration needs it alike.
+        """
+        task = self.record.tasks[mark]
+        if not task.meshes:
+            return mark
+        self._split.setdefault(mark, False)
+        if self._iteration is None:
+            return None
+        self._split[mark] = True
+        part = task.at(*self._iteration)
+        assert part.mesh is not None, "each of the meshes is one"
+        of_part = f"{mark}_{task.meshes.index(part.mesh)}"
+        self.record.tasks[of_part] = part
+        return of_part
+
+    def check_split(self) -> None:
+        """Refuses a task with several meshes that no scan ever ran."""
+        for mark, in_scan in self._split.items():
+            if not in_scan:
+                task = self.record.tasks[mark]
+                raise TaskError(
+                    f"task {task.name!r} has {len(task.meshes)} meshes to split the iterations of a scan over, but is not "
+                    "in the body of lax.scan; give it one mesh, or scan over its layers"
+                )
 
     def _call(self, eqn: Any, env: dict[Any, Any], stack: str, loop: Loop | None, spec: Any) -> None:
         jaxpr = next(eqn.params[k] for k in _CALL_JAXPR if _compat.is_jaxpr(eqn.params.get(k)))
@@ -147,22 +187,65 @@ class _Flattener:
         inner = _compat.open_jaxpr(scan.jaxpr)
         collected: list[list[Any]] = [[None] * scan.length for _ in inner.outvars[scan.num_carry :]]
         steps = range(scan.length)
+        outer = self._iteration
         for i in reversed(steps) if scan.reverse else steps:
-            pieces = [self._index(x, i, loop) for x in stacked]
+            self._iteration = (
+                (i, scan.length) if outer is None else (outer[0] * scan.length + i, outer[1] * scan.length)
+            )
+            # What no microbatch changes, such as stacked weights, is taken apart once, outside their loop.
+            pieces = [self._layer(x, i, loop if x in self._varying else None) for x in stacked]
             results = [_compat.new_var(v.aval) for v in inner.outvars]
             sub: dict[Any, Any] = {}
-            self._inline_jaxpr(scan.jaxpr, [*consts, *carry, *pieces], results, sub, stack, loop)
+            inner_stack = f"{stack}/{Iteration(i, scan.length)}"
+            self._inline_jaxpr(scan.jaxpr, [*consts, *carry, *pieces], results, sub, inner_stack, loop)
             values = [sub[r] for r in results]
             carry = values[: scan.num_carry]
             for column, y in zip(collected, values[scan.num_carry :], strict=True):
                 column[i] = y
+        self._iteration = outer
         outs = carry + [self._stack(column, loop) for column in collected]
         env.update({v: o for v, o in zip(eqn.outvars, outs, strict=True) if _compat.is_var(v)})
 
+    def _select(self, eqn: Any, env: dict[Any, Any], stack: str, loop: Loop | None) -> None:
+        """A conditional that holds tasks: every branch runs, where its tasks are, and the results are selected.
+
+        Which submesh has work then never depends on data, and no device waits for the host.
+        """
+        index, *operands = [_lookup(env, v) for v in eqn.invars]
+        branches = []
+        for branch in eqn.params["branches"]:
+            results = [_compat.new_var(v.aval) for v in _compat.open_jaxpr(branch).outvars]
+            sub: dict[Any, Any] = {}
+            self._inline_jaxpr(branch, operands, results, sub, stack, loop)
+            branches.append([sub[r] for r in results])
+        for outer, cases in zip(eqn.outvars, zip(*branches, strict=True), strict=True):
+            if not _compat.is_var(outer):
+                continue
+            if all(c is cases[0] for c in cases):
+                env[outer] = cases[0]
+                continue
+            given = [v for v in (index, *cases) if _compat.is_var(v)]
+
+            def select(*arrays: Any, atoms: Any = (index, *cases)) -> Any:
+                it = iter(arrays)
+                return lax.select_n(
+                    *[next(it) if _compat.is_var(v) else lax.full((), v.val, v.aval.dtype) for v in atoms]
+                )
+
+            nodes, (env[outer],) = trace_nodes(select, given, loop=loop, backward=is_backward(stack))
+            for node in nodes:
+                self._append(node)
+
+    def _layer(self, x: Any, i: int, loop: Loop | None) -> Any:
+        """A layer's slice, the same for the forward and the backward pass."""
+        if (x, i, loop) not in self._layers:
+            self._layers[x, i, loop] = self._index(x, i, loop)
+        return self._layers[x, i, loop]
+
     def _index(self, x: Any, i: int, loop: Loop | None) -> Any:
-        if x in self._stacked:
-            return self._stacked[x][i]
-        nodes, (out,) = trace_nodes(lambda a: lax.index_in_dim(a, i, 0, keepdims=False), [x], loop=loop)
+        if x in self.stacked:
+            return self.stacked[x][i]
+        nodes, (out,) = trace_nodes(lambda a: lax.index_in_dim(a, i, 0, keepdims=False), [x], loop=loop, apart=True)
         for node in nodes:
             self._append(node)
         return out
@@ -187,7 +270,7 @@ class _Flattener:
         nodes, (out,) = trace_nodes(stack, operands, loop=loop)
         for node in nodes:
             self._append(node)
-        self._stacked[out] = column
+        self.stacked[out] = column
         return out
 
     def _loop(self, eqn: Any, env: dict[Any, Any], stack: str, spec: Any) -> None:
@@ -278,7 +361,7 @@ class _Flattener:
         return out
 
     def _holds_mark(self, eqn: Any) -> bool:
-        return any(self._jaxpr_holds_mark(j) for j in _jaxprs_of(eqn))
+        return any(self._jaxpr_holds_mark(j) for j in jaxprs_of(eqn))
 
     def _jaxpr_holds_mark(self, jaxpr: Any) -> bool:
         key = id(jaxpr)
@@ -291,9 +374,15 @@ class _Flattener:
             )
         return self._marked[key]
 
+    def _is_opened(self, eqn: Any, stack: str) -> bool:
+        return self._holds_mark(eqn) or bool(matched_inside(eqn, stack, self.record.implicit))
+
+    def _tasks_in(self, eqn: Any, stack: str) -> list[str]:
+        return sorted({*self._marks_in(eqn), *matched_inside(eqn, stack, self.record.implicit)})
+
     def _marks_in(self, eqn: Any) -> list[str]:
         found = []
-        for j in _jaxprs_of(eqn):
+        for j in jaxprs_of(eqn):
             for e in _compat.open_jaxpr(j).eqns:
                 name = e.params.get("name") if _compat.is_jit(e) else None
                 if name in self.record.tasks:
@@ -303,26 +392,12 @@ class _Flattener:
         return sorted(set(found))
 
 
-def _jaxprs_of(eqn: Any) -> list[Any]:
-    found = []
-    for value in eqn.params.values():
-        if _compat.is_jaxpr(value):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += [v for v in value if _compat.is_jaxpr(v)]
-    return found
-
-
-def _is_backward(stack: str) -> bool:
-    return "transpose(" in stack or "rematted_computation" in stack
-
-
 def _is_empty_reshard(eqn: Any) -> bool:
     sharding = eqn.params.get("dst_sharding")
     return sharding is None or not getattr(sharding.mesh, "axis_names", ())
 
 
-def _cheap_chain(result: Any, producer: dict[Any, Any], actual: dict[Any, Any]) -> list[Any]:
+def cheap_chain(result: Any, producer: dict[Any, Any], actual: dict[Any, Any]) -> list[Any]:
     """The unary equations that lead from an operand of the task to ``result``, in order; else none."""
     chain = []
     while result not in actual:
@@ -337,11 +412,10 @@ def _cheap_chain(result: Any, producer: dict[Any, Any], actual: dict[Any, Any]) 
 
 
 def _control_flow_message(eqn: Any, tasks: list[str]) -> str:
-    kind = {"while": "lax.while_loop (or fori_loop with a traced bound)", "cond": "lax.cond or lax.switch"}
+    kind = {"while": "lax.while_loop (or fori_loop with a traced bound)"}
     name = kind.get(eqn.primitive.name, eqn.primitive.name)
     remedy = {
         "while": "use a loop of fixed length (lax.scan, a Python loop, mm.microbatch), or put the whole loop into one task",
-        "cond": "put the whole conditional into one task, or select between the results with jnp.where",
     }.get(eqn.primitive.name, "put the whole construct into one task")
     where = _compat.source_line(eqn)
     at = f" ({where})" if where else ""

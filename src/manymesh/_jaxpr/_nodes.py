@@ -25,6 +25,9 @@ class Node:
       loop: the loop whose body it is in, or None.
       deferred: whether it only prepares what a loop takes in (a piece of a batch, a zero accumulator); its
         sharding follows the loop's.
+      apart: whether it takes a stacked value apart, layer by layer. It stays out of the layers' fragments, which
+        would otherwise differ by their index.
+      stack: its name stack: the scopes it was traced in. Empty for what no user wrote.
       weight: whether it is the half of a backward task that only makes weight gradients.
     """
 
@@ -34,6 +37,8 @@ class Node:
     loop: Loop | None = None
     deferred: bool = False
     weight: bool = False
+    apart: bool = False
+    stack: str = ""
 
     @property
     def phase(self) -> int:
@@ -88,13 +93,17 @@ class Loop:
 
 @dataclass(eq=False, slots=True)
 class Flat:
-    """A whole program, flat: nodes in an order in which every value is made before it is read."""
+    """A whole program, flat: nodes in an order in which every value is made before it is read.
+
+    ``stacked`` has the slices of values that an unrolled scan stacked.
+    """
 
     invars: list[Any]
     outvars: list[Any]
     nodes: list[Node]
     loops: list[Loop]
     consts: dict[Any, Any]
+    stacked: dict[Any, list[Any]] = field(default_factory=dict)
 
 
 def nbytes(aval: Any) -> int:

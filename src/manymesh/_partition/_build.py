@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -12,6 +13,7 @@ from .._jaxpr._dead import remove_dead
 from .._jaxpr._flatten import flatten
 from .._jaxpr._invariant import settle_constants
 from .._jaxpr._nodes import Flat, Loop, nbytes
+from .._jaxpr._stacks import sum_layers_apart
 from .._mark import Recording
 from .._program import Edge, Fragment, Kind, LoopPlan, Program
 from ._cluster import Cluster, cluster
@@ -21,7 +23,13 @@ from ._split import split_weights
 from ._sums import regroup_sums
 
 
-def build(closed: Any, record: Recording, pinned_in: dict[int, Mesh], pinned_out: dict[int, Mesh]) -> Program | None:
+def build(
+    closed: Any,
+    record: Recording,
+    pinned_in: dict[int, Mesh],
+    pinned_out: dict[int, Mesh],
+    states: Sequence[tuple[int, int]] = (),
+) -> Program | None:
     """Splits a traced step.
 
     Args:
@@ -29,6 +37,7 @@ def build(closed: Any, record: Recording, pinned_in: dict[int, Mesh], pinned_out
       record: what its marks mean.
       pinned_in: position among the step's inputs -> the submesh it is on.
       pinned_out: position among the results -> the submesh it has to be on.
+      states: (position of an input, position of the result that replaces it).
 
     Returns:
       The program, or None if nothing in the step says where anything runs.
@@ -39,16 +48,19 @@ def build(closed: Any, record: Recording, pinned_in: dict[int, Mesh], pinned_out
     """
     flat = flatten(closed, record)
     remove_dead(flat)
+    if sum_layers_apart(flat):
+        remove_dead(flat)
     split_weights(flat)
     settle_constants(flat)
     inputs = flat.invars[len(flat.consts) :]
     pins = {inputs[i]: mesh for i, mesh in pinned_in.items()}
     if not any(n.task and record.tasks[n.task].mesh is not None for n in flat.nodes) and not pins and not pinned_out:
         return None
-    where = place(flat, record, pins, pinned_out)
+    kept = [(inputs[i], o) for i, o in states if o not in pinned_out]
+    where = place(flat, record, pins, pinned_out, kept)
     if regroup_sums(flat, where):
         remove_dead(flat)
-        where = place(flat, record, pins, pinned_out)
+        where = place(flat, record, pins, pinned_out, kept)
     program = _Builder(flat, where, record).run()
     check(program)
     return program

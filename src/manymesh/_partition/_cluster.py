@@ -26,6 +26,7 @@ class Cluster:
       phase: 0 forward, 1 backward, 2 weight gradients.
       task: mark of the task it was seeded by, or None.
       deferred: only prepares what a loop takes in.
+      apart: only takes stacked values apart.
       nodes: its equations, unordered until the fragment is made.
       loop: for a loop seen from outside, that loop.
     """
@@ -34,6 +35,7 @@ class Cluster:
     phase: int = 0
     task: str | None = None
     deferred: bool = False
+    apart: bool = False
     nodes: list[Node] = field(default_factory=list)
     loop: Loop | None = None
 
@@ -102,7 +104,7 @@ class _Clusterer:
                     key = (s, next(iter(goes_to)) or 0)
                     c = deferred.setdefault(key, Cluster(s, deferred=True))
                 else:
-                    c = Cluster(s, phase, n.task)
+                    c = Cluster(s, phase, n.task, apart=n.apart and not n.deferred)
                 c.nodes.append(n)
                 self.of[n, s] = c
 
@@ -116,7 +118,7 @@ class _Clusterer:
         for n in reversed(self.nodes):
             for s in self.where.node[n]:
                 c = self.of[n, s]
-                if c.task is None and not c.deferred and not any(v in elsewhere for v in n.outputs):
+                if c.task is None and not c.deferred and not c.apart and not any(v in elsewhere for v in n.outputs):
                     found = set().union(*(readers[v, s] for v in n.outputs))
                     remote = any(t != s for v in n.outputs for t in self._remote_readers(v, s, readers))
                     if len(found) == 1 and not remote:
@@ -125,6 +127,7 @@ class _Clusterer:
                             r.submesh == s
                             and r.phase == c.phase
                             and not r.deferred
+                            and not r.apart
                             or r.deferred
                             and len(self.where.node[n]) == 1
                         ):
@@ -205,7 +208,7 @@ class _Clusterer:
     def _join_feeders(self) -> None:
         """An unmarked cluster that one task alone feeds joins it (a loss, a gradient's accumulator)."""
         for c in self._sorted():
-            if c.task is not None or c.deferred or c.loop is not None:
+            if c.task is not None or c.deferred or c.apart or c.loop is not None:
                 continue
             feeders = self.preds[c]
             if len(feeders) == 1:
@@ -224,7 +227,7 @@ class _Clusterer:
         for c in self._sorted():
             level[c] = max((level[p] + (0 if _alike(p, c) else 1) for p in self.preds[c]), default=0)
             if c.task is None and c.loop is None and not c.deferred:
-                groups[c.submesh, c.phase, level[c]].append(c)
+                groups[c.submesh, c.phase, c.apart, level[c]].append(c)
         for group in groups.values():
             for c in group[1:]:
                 self._merge(group[0], c)
@@ -232,7 +235,7 @@ class _Clusterer:
     def _join_tasks(self) -> None:
         """What is still unmarked joins a neighbouring task of its submesh and phase, if no cycle comes of it."""
         for c in self._sorted():
-            if c.task is not None or c.deferred or c.loop is not None:
+            if c.task is not None or c.deferred or c.apart or c.loop is not None:
                 continue
             order = {k: i for i, k in enumerate(self._sorted())}
             near = [p for p in self.preds[c] if p.task is not None] + [q for q in self.succs[c] if q.task is not None]
@@ -282,5 +285,5 @@ class _Clusterer:
 def _alike(a: Cluster, b: Cluster) -> bool:
     return (
         a.task is None and b.task is None and a.loop is None and b.loop is None and a.submesh == b.submesh
-        and a.phase == b.phase and not a.deferred and not b.deferred
+        and a.phase == b.phase and not a.deferred and not b.deferred and a.apart == b.apart
     )  # fmt: skip

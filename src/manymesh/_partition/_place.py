@@ -8,7 +8,7 @@ large are computed wherever they are needed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,13 @@ class Placement:
     reason: dict[Node, str] = field(default_factory=dict)
 
 
-def place(flat: Flat, record: Recording, pinned_in: dict[Any, Mesh], pinned_out: dict[int, Mesh]) -> Placement:
+def place(
+    flat: Flat,
+    record: Recording,
+    pinned_in: dict[Any, Mesh],
+    pinned_out: dict[int, Mesh],
+    states: Iterable[tuple[Any, int]] = (),
+) -> Placement:
     """Places every node.
 
     Args:
@@ -50,8 +56,9 @@ def place(flat: Flat, record: Recording, pinned_in: dict[Any, Mesh], pinned_out:
       record: what its marks mean.
       pinned_in: inputs whose submesh is given.
       pinned_out: position among the results -> submesh that the result has to be on.
+      states: (input, position of the result that replaces it): the result is wanted where the input is.
     """
-    return _Placer(flat, record, pinned_in, pinned_out).run()
+    return _Placer(flat, record, pinned_in, pinned_out).run(states)
 
 
 class _Placer:
@@ -85,8 +92,17 @@ class _Placer:
             self.submeshes.append(mesh)
         return self.submeshes.index(mesh)
 
-    def run(self) -> Placement:
+    def run(self, states: Iterable[tuple[Any, int]]) -> Placement:
         home = self._input_homes()
+        for v, o in states:
+            out = self.flat.outvars[o]
+            while v in home and _compat.is_var(out) and out in self.producer:
+                # Also what leads there and is nothing but this value: a mean's division, the stack before it.
+                self.wanted.setdefault(out, home[v])
+                before = self.producer[out].inputs
+                if len(before) != 1 or len(self.consumers[before[0]]) != 1 or self.producer[out].task is not None:
+                    break
+                (out,) = before
         open_nodes = [n for n in self.flat.nodes if n not in self.where and n not in self.small and not n.deferred]
         # Results that the caller wants somewhere decide first, then what is already placed, then readers.
         while open_nodes:
@@ -163,7 +179,7 @@ class _Placer:
             found.append(self.wanted[v])
         if depth < 8:
             for c in self.consumers.get(v, ()):
-                if c.deferred or c in self.small:
+                if c.deferred or c.apart or c in self.small:
                     for out in c.outputs:
                         found += self._readers(out, depth + 1)
             for linked in self.link_forward.get(v, ()):

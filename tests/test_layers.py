@@ -1,0 +1,123 @@
+"""Stacked layers: the iterations of a scan split over submeshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import manymesh as mm
+from stages import assert_agrees, assert_same, dense, microbatched, reference
+
+WIDTH, ROWS = 32, 8  # a weight is 4096 bytes: too large to be computed or sent twice without being seen
+WEIGHT, ACTIVATION = 4 * WIDTH * WIDTH, 4 * ROWS * WIDTH
+
+
+def meshes(count, size=1):
+    devices = np.array(jax.devices()[: count * size]).reshape(count, size)
+    return [Mesh(row, ("m",)) for row in devices]
+
+
+def model(where, length, **options):
+    """The mean square of ``length`` dense layers, one scan; their weights are stacked."""
+    layer = mm.task(dense, "layer", mesh=where)
+
+    def f(ws, x):
+        h, _ = jax.lax.scan(lambda h, w: (layer(w, h), None), x, ws, length=length, **options)
+        return jnp.mean(h**2)
+
+    return f
+
+
+def stacked(length, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(length, WIDTH, WIDTH)) / np.sqrt(WIDTH), jnp.float32)
+
+
+def batch(rows=ROWS):
+    return jnp.asarray(np.random.default_rng(9).normal(size=(rows, WIDTH)), jnp.float32)
+
+
+@pytest.mark.parametrize(("length", "count"), [(6, 3), (7, 3), (5, 3), (2, 3), (3, 1)])
+def test_layers_split_over_submeshes(length, count):
+    """In order, as evenly as it goes, also when the number of submeshes does not divide that of layers."""
+    f = jax.value_and_grad(model(meshes(count), length))
+    program = mm.jit(f).lower(stacked(length), batch()).program
+    for kind, backwards in (("F", False), ("B", True)):
+        held = [f.submesh for f in program.fragments if f.kind == kind and f.tasks]
+        sizes = [len(part) for part in np.array_split(range(length), count) if len(part)]
+        expected = [s for s, size in enumerate(sizes) for _ in range(size)]
+        assert held == (expected[::-1] if backwards else expected)
+    assert_agrees(f, stacked(length), batch())
+    assert_agrees(microbatched(f, num_microbatches=2), stacked(length), batch())
+
+
+def test_a_reversed_scan_and_two_scans_in_one():
+    """The layer's index decides, not the order of computation; nested scans count through."""
+    assert_agrees(jax.value_and_grad(model(meshes(3), 7, reverse=True)), stacked(7), batch())
+    layer = mm.task(dense, "layer", mesh=meshes(3))
+
+    def f(ws, x):
+        def group(h, ws_of_group):
+            return jax.lax.scan(lambda h, w: (layer(w, h), None), h, ws_of_group)
+
+        return jnp.mean(jax.lax.scan(group, x, ws)[0] ** 2)
+
+    ws = stacked(6).reshape(3, 2, WIDTH, WIDTH)
+    assert_agrees(jax.value_and_grad(f), ws, batch())
+    program = mm.jit(f).lower(ws, batch()).program
+    assert [f.submesh for f in program.fragments if f.tasks] == [0, 0, 1, 1, 2, 2]
+
+
+def test_what_crosses_for_stacked_layers():
+    """Weights cross once a call and gradients come back once a call, whatever the number of microbatches."""
+    f = model(meshes(3), 6)
+    for count in (2, 4):
+        step = microbatched(jax.value_and_grad(lambda p, x: f(p["layers"], x)), num_microbatches=count)
+        params = {"layers": stacked(6)}
+        compiled = mm.jit(step).lower(params, batch()).compile()
+        crossing = {(e.source, e.target): e.nbytes for e in compiled.report().edges}
+        # The stack lies on the middle submesh, which reads it most (no gradient flows through the first layer).
+        each_way = 2 * WEIGHT + ACTIVATION
+        assert crossing == {(0, 1): each_way, (1, 0): each_way, (1, 2): each_way, (2, 1): each_way}
+        assert_same(compiled(params, batch()), reference(step, params, batch()))
+
+
+def test_equal_layers_share_executables():
+    """However deep the model is; the first and the last layer of a submesh may differ from those between."""
+    made = {}
+    for length in (12, 24):
+        f = microbatched(jax.value_and_grad(model(meshes(3), length)))
+        report = mm.jit(f).lower(stacked(length), batch(16)).compile().report()
+        layers = [f for f in report.fragments if f.name.startswith("layer")]
+        assert len(layers) == 2 * length
+        made[length] = len({f.executable for f in layers})
+    assert made[12] == made[24]
+
+
+def test_layers_of_sharded_submeshes_in_remat():
+    """Each submesh has devices of its own to shard over; the body is rematerialised."""
+    layer = jax.checkpoint(mm.task(dense, "layer", mesh=meshes(3, 2)))
+
+    def f(ws, x):
+        return jnp.mean(jax.lax.scan(lambda h, w: (layer(w, h), None), x, ws)[0] ** 2)
+
+    assert_agrees(microbatched(jax.value_and_grad(f)), stacked(7), batch())
+
+
+def test_meshes_that_are_not_alike():
+    """One body is traced for all of them."""
+    devices = np.array(jax.devices())
+    with pytest.raises(ValueError, match=r"'layer': .*alike.*\{'m': 2\}.*\{'m': 1\}"):
+        mm.Task("layer", mesh=[Mesh(devices[:2], ("m",)), Mesh(devices[2:3], ("m",))])
+    with pytest.raises(TypeError, match="mesh holds int 3"):
+        mm.Task("layer", mesh=[Mesh(devices[:2], ("m",)), 3])
+    with pytest.raises(ValueError, match="alike"):
+        mm.Task("layer", mesh=[])
+
+
+def test_several_meshes_without_a_scan():
+    """There is no index to split by."""
+    layer = mm.task(dense, "layer", mesh=meshes(2))
+    with pytest.raises(ValueError, match=r"'layer' has 2 meshes .* lax.scan; give it one mesh"):
+        mm.jit(layer)(stacked(1)[0], batch())
