@@ -26,6 +26,7 @@ LAYERS = (
     "meta",
     "_topology",
     "_task",
+    "_implicit",
     "_mark",
     "schedules",
     "_microbatch",
@@ -35,6 +36,7 @@ LAYERS = (
     "_reshard",
     "_runtime",
     "_report",
+    "_progress",
     "_compiled",
     "_api",
     "__init__",  # the face, `import manymesh`

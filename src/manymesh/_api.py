@@ -15,18 +15,22 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import _compat
+from . import _compat, meta
 from ._compiled import Compiled
 from ._errors import ArgumentError, AxisError, MeshError
-from ._mark import Recording, current_recording, recording, transforms_ignored
+from ._implicit import Matcher, registered
+from ._jaxpr._scopes import scope_names
+from ._mark import Recording, carry_box_names, current_recording, recording, transforms_ignored
 from ._partition._build import build
 from ._program import Program
+from ._progress import compiling
+from ._runtime._compile import Executables
 from ._runtime._emit import emit
 from ._runtime._execute import Executor
 from ._runtime._instructions import Plan
-from ._runtime._lower import Executables, lower
+from ._runtime._lower import lower
 from ._task import mesh_devices
-from ._topology import auto_mesh
+from ._topology import auto_mesh, require_devices
 
 
 def jit(
@@ -121,7 +125,7 @@ class Jitted:
         given = self._flatten(args, kwargs)
         # 1, 1.0 and True are equal and hash alike, but make different programs.
         static = tuple((k, type(v), v) for k, v in given.static)
-        key = (given.treedef, static, _settings(), tuple(_signature(x) for x in given.leaves))
+        key = (given.treedef, static, _settings(), registered(), tuple(_signature(x) for x in given.leaves))
         compiled = self._compiled.get(key)
         if compiled is None:
             self._check_donation(given)
@@ -169,13 +173,15 @@ class Jitted:
 
     def _trace(self, given: _Arguments) -> Traced:
         statics = dict(given.static)
-        record = Recording()
+        record = Recording(implicit=Matcher(registered()))
         paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
         avals = [_abstract(self.name, path, x) for path, x in paths]
         out_tree: list[Any] = []
 
         def flat_fun(*leaves: Any) -> list[Any]:
             args, kwargs = jax.tree.unflatten(given.treedef, leaves)
+            if record.implicit:
+                args, kwargs = jax.tree.map(_carried, (args, kwargs), is_leaf=_is_foreign_box)
             full = tuple(statics.get(k, a) for k, a in enumerate(args))
             kwargs = {**kwargs, **{k: v for k, v in statics.items() if isinstance(k, str)}}
             out = self.fun(*full, **kwargs)
@@ -189,7 +195,7 @@ class Jitted:
                 closed, shapes = jax.make_jaxpr(flat_fun, return_shape=True)(*avals)
         except AxisError as error:
             raise _with_parameter(error, given) from None
-        self._report(record)
+        self._report(record, None)
         return Traced(self, given, record, closed, shapes, out_tree[-1])
 
     def _check_donation(self, given: _Arguments) -> None:
@@ -205,13 +211,31 @@ class Jitted:
                     f"{x.shape}, and it is donated; donate neither, or pass a copy (jnp.copy) as one of them"
                 )
 
-    def _report(self, record: Recording) -> None:
+    def _report(self, record: Recording, closed: Any) -> None:
         if self.strict and record.findings:
             raise AxisError(f"mm.jit({self.name}, strict=True): {'; '.join(record.findings)}")
         new = [f for f in record.findings if f not in self._warned]
+        self._warned.update(new)
+        if closed is not None and record.implicit:
+            unmatched = record.implicit.unmatched(scope_names(closed))
+            new += [text for pattern, text in unmatched.items() if f"pattern {pattern}" not in self._warned]
+            self._warned.update(f"pattern {pattern}" for pattern in unmatched)
         if new:
-            self._warned.update(new)
             warnings.warn(f"mm.jit({self.name}): {'; '.join(new)}", stacklevel=_users_level())
+
+
+def _is_foreign_box(x: Any) -> bool:
+    """Whether it is a box of Flax, which does not tell us what its names are when it is opened."""
+    return not isinstance(x, meta.AxisMetadata) and all(
+        hasattr(x, name) for name in ("names", "value", "unbox", "replace_boxed")
+    )
+
+
+def _carried(x: Any) -> Any:
+    if not _is_foreign_box(x) or not hasattr(x.value, "aval"):
+        return x
+    rules = tuple(tuple(r) for r in getattr(x, "rules", None) or ())
+    return x.replace_boxed(carry_box_names(x.value, tuple(x.names), rules, type(x).__name__))
 
 
 def _named(fun: Any, numbers: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -345,9 +369,13 @@ class Traced:
         given_away = _donated(given, j.donate_argnums, j.donate_argnames)
         pairs = self._states(given_away)
         pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
-        program = build(self.jaxpr, self._record, pinned_in, pinned_out, pairs)
+        try:
+            program = build(self.jaxpr, self._record, pinned_in, pinned_out, pairs)
+        except AxisError as error:
+            raise _with_parameter(error, given) from None
         if program is None:
             program = self._without_tasks()
+        j._report(self._record, self.jaxpr)
         shift = len(program.consts)
         donated = frozenset(shift + i for i in given_away)
         states = [(shift + i, o) for i, o in pairs if program.outputs[o][1] == program.home[program.invars[shift + i]]]
@@ -467,16 +495,22 @@ class Lowered:
         return repr(self.program)
 
     def compile(self) -> Compiled:
-        """Compiles every fragment."""
+        """Compiles every fragment.
+
+        Raises:
+          MeshError: a submesh has `planned_devices`.
+        """
         jitted = self._traced._jitted
+        require_devices(jitted.name, self.program.submeshes)
         shift = len(self.program.consts)
         before = (jitted._executables.compiled, jitted._executables.reused)
         direct = self._made_in_place()
-        lowered = lower(
-            self.program, self.plan, jitted._executables,
-            given={shift + i: s for i, s in self._given.items()}, wanted=direct, states=self._states,
-            compiler_options=jitted.compiler_options,
-        )  # fmt: skip
+        with compiling(jitted.name, len(self.program.fragments)) as progress:
+            lowered = lower(
+                self.program, self.plan, jitted._executables,
+                given={shift + i: s for i, s in self._given.items()}, wanted=direct, states=self._states,
+                compiler_options=jitted.compiler_options, progress=progress,
+            )  # fmt: skip
         literals = {
             o: jax.device_put(
                 _host_value(v), self._wanted.get(o, NamedSharding(self.program.submeshes[s], PartitionSpec()))

@@ -8,6 +8,7 @@ set, by a compiled identity, and copies happen only between equal layouts.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,20 +38,25 @@ def plan_transfer(shape: tuple[int, ...], source: Any, target: NamedSharding) ->
         return (Step("relayout", target),) if _same_order(source, target) else (Step("copy", target),)
     if shards_exist(shape, source, target):
         return (Step("copy", target),)
-    if isinstance(source, NamedSharding):
-        adapted = NamedSharding(target.mesh, adapt_spec(source.spec, shape, target.mesh))
-        if shards_exist(shape, source, adapted):
-            return (Step("copy", adapted), Step("relayout", target))
-    whole = NamedSharding(target.mesh, PartitionSpec())
-    steps: list[Step] = []
-    if not shards_exist(shape, source, whole):
-        if not isinstance(source, NamedSharding):
-            return (Step("copy", target),)
-        steps.append(Step("relayout", NamedSharding(source.mesh, PartitionSpec())))
-    steps.append(Step("copy", whole))
-    if not whole.is_equivalent_to(target, len(shape)):
+    if not isinstance(source, NamedSharding):
+        return (Step("copy", target),)
+    # The layout changes before the copy, after it, or goes through a whole copy on each device; whichever sends least.
+    before = NamedSharding(source.mesh, adapt_spec(target.spec, shape, source.mesh))
+    after = NamedSharding(target.mesh, adapt_spec(source.spec, shape, target.mesh))
+    whole, gathered = NamedSharding(target.mesh, PartitionSpec()), NamedSharding(source.mesh, PartitionSpec())
+    ways = [(before, target), (source, after), (before, whole), (source, whole), (gathered, whole)]
+    possible = [way for way in ways if shards_exist(shape, *way)]
+    given, sent = min(possible, key=lambda way: _sent(shape, way[1]))
+    steps = [Step("relayout", given)] if not given.is_equivalent_to(source, len(shape)) else []
+    steps.append(Step("copy", sent))
+    if not sent.is_equivalent_to(target, len(shape)):
         steps.append(Step("relayout", target))
     return tuple(steps)
+
+
+def _sent(shape: tuple[int, ...], target: NamedSharding) -> int:
+    """How many elements arrive, over all devices."""
+    return math.prod(target.shard_shape(shape)) * target.mesh.size
 
 
 def _same_order(a: Any, b: Any) -> bool:

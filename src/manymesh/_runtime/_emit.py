@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 from .. import _compat
@@ -11,6 +11,8 @@ from .._program import Edge, Fragment, LoopPlan, Program
 from .._task import mesh_devices
 from ..schedules import issue_order
 from ._instructions import Instruction, Plan, Run, Transfer
+
+UNKNOWN = -1
 
 
 def emit(program: Program, donated_inputs: frozenset[int]) -> Plan:
@@ -51,11 +53,22 @@ def _has_forward(body: list[Fragment]) -> bool:
 
 
 class _Emitter:
+    """Numbers the slots of every value of a call, and lists what reads and fills them.
+
+    A large plan has millions of slots, so what does not depend on the microbatch is found once for each
+    variable and submesh: the slots of a body's variable are a row, one entry a microbatch, filled as they
+    are met.
+    """
+
     def __init__(self, program: Program, donated_inputs: frozenset[int]) -> None:
         self.program = program
         self.donated_inputs = donated_inputs
-        self.slots: dict[Any, int] = {}
-        self.code: list[Instruction] = []
+        self.num_slots = 0
+        self.once: dict[tuple[Any, int], int] = {}  # (variable outside loops, submesh) -> slot
+        self.rows: dict[tuple[Any, int], list[int]] = {}  # (variable of a body, submesh) -> slot of each microbatch
+        self.longest = max((loop.num_microbatches for loop in program.loops), default=0)
+        self.code: list[tuple[Any, ...]] = []
+        self.ports: dict[int, _Ports] = {}
         self.edges: dict[Any, list[Edge]] = defaultdict(list)
         for e in program.edges:
             self.edges[e.var].append(e)
@@ -74,6 +87,8 @@ class _Emitter:
                 self.copies[inner].append(outer)
                 self.alias.update({v: (inner, m) for m, v in enumerate(outer)})
         self.last = [loop.num_microbatches - 1 for loop in program.loops]
+        self.outside = set(program.invars) | {v for f in program.fragments if f.loop is None for v in f.outvars}
+        self.outside |= set(self.alias)
 
     def run(self) -> Plan:
         inputs = [
@@ -86,111 +101,164 @@ class _Emitter:
                 for fragment, m in loop_sequence(self.program, -1 - item):
                     self._run(fragment, m)
         outputs = tuple(self._slot(v, s, None) if _compat.is_var(v) else None for v, s in self.program.outputs)
-        self._free({s for s in outputs if s is not None})
-        return Plan(tuple(self.code), len(self.slots), tuple(inputs), outputs, self._donated(inputs))
+        instructions = self._with_frees({s for s in outputs if s is not None})
+        return Plan(instructions, self.num_slots, tuple(inputs), outputs, self._donated(inputs, instructions))
 
     def _slot(self, v: Any, s: int, m: int | None) -> int:
-        return self.slots.setdefault(self._key(v, s, m), len(self.slots))
-
-    def _key(self, v: Any, s: int, m: int | None) -> Any:
-        if v in self.alias and s == self.program.home[v]:
-            v, m = self.alias[v]
-        while m is not None:
-            if v in self.cut:
-                v, m = self.cut[v][m], None
-                if v in self.alias and s == self.program.home[v]:
-                    v, m = self.alias[v]
-            elif v in self.carry:
-                init, out = self.carry[v]
-                v, m = (out, m - 1) if m else (init, None)
+        """The slot of a value on a submesh, in one microbatch or outside loops."""
+        if m is None or v in self.outside:
+            if v in self.alias and s == self.program.home[v]:
+                v, m = self.alias[v]
             else:
-                break
-        return (v, s, m if v not in self._outer else None)
+                return self._new(self.once, (v, s))
+        while v in self.carry:
+            init, out = self.carry[v]
+            if m == 0:
+                return self._slot(init, s, None)
+            v, m = out, m - 1
+        if v in self.cut:
+            return self._slot(self.cut[v][m], s, None)
+        row = self._row(v, s)
+        if row[m] == UNKNOWN:
+            row[m] = self.num_slots
+            self.num_slots += 1
+        return row[m]
 
-    @property
-    def _outer(self) -> set[Any]:
-        if not hasattr(self, "_outer_cache"):
-            self._outer_cache = set(self.program.invars) | {
-                v for f in self.program.fragments if f.loop is None for v in f.outvars
-            }
-            self._outer_cache |= {final for loop in self.program.loops for *_, final in loop.carries}
-            self._outer_cache |= {v for loop in self.program.loops for _, outer in loop.collected for v in outer}
-        return self._outer_cache
+    def _new(self, known: dict[Any, int], key: Any) -> int:
+        if key not in known:
+            known[key] = self.num_slots
+            self.num_slots += 1
+        return known[key]
+
+    def _row(self, v: Any, s: int) -> list[int]:
+        row = self.rows.get((v, s))
+        if row is None:
+            row = self.rows[v, s] = [UNKNOWN] * self.longest
+        return row
+
+    def _slots(self, variables: list[Any], rows: list[list[int]], s: int, m: int, new: bool) -> tuple[int, ...]:
+        """The slots of a body's variables in one microbatch; `new` if none of them has another name."""
+        slots = [row[m] for row in rows]
+        if new and slots.count(UNKNOWN) == len(slots):
+            slots = list(range(self.num_slots, self.num_slots + len(slots)))
+            self.num_slots += len(slots)
+            for row, slot in zip(rows, slots, strict=True):
+                row[m] = slot
+        elif UNKNOWN in slots:
+            for k, v in enumerate(variables):
+                if slots[k] == UNKNOWN:
+                    slots[k] = rows[k][m] = self._slot(v, s, m)
+        return tuple(slots)
 
     def _run(self, f: Fragment, m: int | None) -> None:
-        ins = tuple(self._slot(v, f.submesh, m) for v in f.invars)
-        outs = tuple(self._slot(v, f.submesh, m) for v in f.outvars)
-        self.code.append(Run(f.index, f.submesh, m, ins, outs))
+        ports = self.ports.get(f.index)
+        if ports is None:
+            ports = self.ports[f.index] = self._ports(f)
+        s = f.submesh
+        if m is None:
+            ins = tuple([self._slot(v, s, None) for v in ports.reads])
+            outs = tuple([self._slot(v, s, None) for v in ports.makes])
+        else:
+            ins = self._slots(ports.reads, ports.read_rows, s, m, False)
+            outs = self._slots(ports.makes, ports.made_rows, s, m, ports.new)
+        self.code.append((Run, f.index, s, m, ins, outs))
         sends: dict[int, list[tuple[Any, int | None]]] = defaultdict(list)
-        for v in f.outvars:
-            self._sends_of(v, f.submesh, m, sends)
+        for v in ports.leaves:
+            self._sends_of(v, s, m, sends)
             if m is not None and m == self.last[f.loop or 0]:
                 for final in self.finals.get(v, ()):
-                    self._sends_of(final, f.submesh, None, sends)
+                    self._sends_of(final, s, None, sends)
             for outer in self.copies.get(v, ()):
-                self._sends_of(outer[m or 0], f.submesh, None, sends)
+                self._sends_of(outer[m or 0], s, None, sends)
         for target, values in sends.items():
             self.code.append(
-                Transfer(
-                    f.submesh,
-                    target,
-                    tuple(v for v, _ in values),
-                    m,
-                    tuple(self._slot(v, f.submesh, k) for v, k in values),
-                    tuple(self._slot(v, target, k) for v, k in values),
+                (
+                    Transfer, s, target, tuple([v for v, _ in values]), m,
+                    tuple([self._slot(v, s, k) for v, k in values]), tuple([self._slot(v, target, k) for v, k in values]),
                 )
-            )
+            )  # fmt: skip
+
+    def _ports(self, f: Fragment) -> _Ports:
+        reads, makes = f.invars, f.outvars
+        rows = [[] if f.loop is None else [self._row(v, f.submesh) for v in each] for each in (reads, makes)]
+        leaves = [v for v in makes if v in self.edges or v in self.finals or v in self.copies]
+        new = not any(v in self.outside or v in self.carry or v in self.cut for v in makes)
+        return _Ports(reads, makes, rows[0], rows[1], leaves, new)
 
     def _sends_of(self, v: Any, source: int, m: int | None, sends: dict[int, list[tuple[Any, int | None]]]) -> None:
         for e in self.edges.get(v, ()):
             if e.source == source:
                 sends[e.target].append((v, m))
 
-    def _free(self, kept: set[int]) -> None:
-        last: dict[int, int] = {}
-        for i, ins in enumerate(self.code):
-            for slot in (*ins.inputs, *ins.outputs):
-                last[slot] = i
-        free: dict[int, list[int]] = defaultdict(list)
-        for slot, i in last.items():
-            if slot not in kept:
-                free[i].append(slot)
-        self.code = [replace(ins, free=tuple(free.get(i, ()))) for i, ins in enumerate(self.code)]
+    def _with_frees(self, kept: set[int]) -> tuple[Instruction, ...]:
+        """The instructions, each with the slots that nobody reads after it."""
+        needed = bytearray(self.num_slots)
+        for slot in kept:
+            needed[slot] = 1
+        instructions: list[Instruction] = []
+        for make, *fields in reversed(self.code):
+            free = []
+            for slot in (*fields[-2], *fields[-1]):
+                if not needed[slot]:
+                    needed[slot] = 1
+                    free.append(slot)
+            instructions.append(make(*fields, tuple(free)))
+        instructions.reverse()
+        return tuple(instructions)
 
-    def _donated(self, inputs: list[tuple[int, int, int]]) -> dict[int, tuple[int, ...]]:
+    def _donated(
+        self, inputs: list[tuple[int, int, int]], instructions: tuple[Instruction, ...]
+    ) -> dict[int, tuple[int, ...]]:
         """Inputs of fragments that die there in every run, that we own, and that a result can take over."""
         given = {slot for i, _, slot in inputs if i not in self.donated_inputs}
-        shared = self._aliasing_slots()
-        possible: dict[int, set[int]] = {}
-        for ins in self.code:
+        given |= self._aliasing_slots(instructions)
+        possible: dict[int, list[int]] = {}
+        for ins in instructions:
             if isinstance(ins, Run):
-                ok = {
-                    k
-                    for k, slot in enumerate(ins.inputs)
-                    if slot in ins.free and slot not in given and slot not in shared and ins.inputs.count(slot) == 1
-                }
-                possible[ins.fragment] = possible.get(ins.fragment, ok) & ok
+                slots = ins.inputs
+                candidates = possible.get(ins.fragment)
+                if candidates is None:
+                    candidates = list(range(len(slots)))
+                if candidates:
+                    free = set(ins.free) - given
+                    once = len(set(slots)) == len(slots)
+                    candidates = [k for k in candidates if slots[k] in free and (once or slots.count(slots[k]) == 1)]
+                possible[ins.fragment] = candidates
         chosen = {}
         for index, positions in possible.items():
             f = self.program.fragments[index]
             room: dict[Any, int] = defaultdict(int)
             for v in f.outvars:
                 room[v.aval.shape, v.aval.dtype] += 1
+            reads = f.invars
             keep = []
-            for k in sorted(positions):
-                aval = f.invars[k].aval
+            for k in positions:
+                aval = reads[k].aval
                 if room[aval.shape, aval.dtype] > 0:
                     room[aval.shape, aval.dtype] -= 1
                     keep.append(k)
             chosen[index] = tuple(keep)
         return chosen
 
-    def _aliasing_slots(self) -> set[int]:
+    def _aliasing_slots(self, instructions: tuple[Instruction, ...]) -> set[int]:
         """Slots of transfers between meshes over the same devices: both ends may be one buffer."""
         devices = [set(mesh_devices(m)) for m in self.program.submeshes]
+        shared = {(a, b) for a, x in enumerate(devices) for b, y in enumerate(devices) if x & y}
         return {
             slot
-            for ins in self.code
-            if isinstance(ins, Transfer) and devices[ins.source] & devices[ins.target]
+            for ins in instructions
+            if isinstance(ins, Transfer) and (ins.source, ins.target) in shared
             for slot in (*ins.inputs, *ins.outputs)
         }
+
+
+@dataclass(eq=False, slots=True)
+class _Ports:
+    """What a fragment reads and makes, found once for all its runs."""
+
+    reads: list[Any]
+    makes: list[Any]
+    read_rows: list[list[int]]
+    made_rows: list[list[int]]
+    leaves: list[Any]  # what it makes that crosses, or that has another name outside its loop
+    new: bool  # whether what it makes has no other name inside its loop

@@ -7,8 +7,10 @@ a piece of a batch and its place in the body, a state and its update) share one 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,28 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
 from .._jaxpr._key import jaxpr_key
+from .._jaxpr._wants import first_constraint
 from .._mark import placed_on
 from .._program import Fragment, Program
 from .._reshard._plan import Step, adapt_spec, plan_transfer
+from ._compile import Executables, Request, first_touches, run_requests, workers
 from ._instructions import Plan, Transfer
-
-
-@dataclass(eq=False)
-class Executables:
-    """Compiled fragments by structure, shardings and donation; shared by the programs of one ``mm.jit``."""
-
-    by_key: dict[Any, Any] = field(default_factory=dict)
-    compiled: int = 0
-    reused: int = 0
-
-    def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The executable of a key, made if there is none."""
-        if key in self.by_key:
-            self.reused += 1
-        else:
-            self.by_key[key] = make()
-            self.compiled += 1
-        return self.by_key[key]
 
 
 @dataclass(eq=False)
@@ -98,18 +84,33 @@ def lower(
       wanted: result position -> sharding it has to have.
       states: (input, result) positions where the result replaces the input and has to keep its sharding.
       compiler_options: handed to XLA.
-      progress: called with the name of each fragment before it compiles.
+      progress: called with the name of each fragment that is compiled.
     """
-    return _Lowerer(program, plan, cache, compiler_options, progress).run(given, wanted, states)
+    with ThreadPoolExecutor(workers(), "manymesh-compile") as pool:
+        try:
+            return _Lowerer(program, plan, cache, compiler_options, pool).run(given, wanted, states, progress)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            cache.forget_failures()
+            raise
 
 
 class _Lowerer:
-    def __init__(self, program: Program, plan: Plan, cache: Executables, options: Any, progress: Any) -> None:
+    def __init__(
+        self, program: Program, plan: Plan, cache: Executables, options: Any, pool: ThreadPoolExecutor
+    ) -> None:
         self.program, self.plan, self.cache = program, plan, cache
-        self.options, self.progress = options, progress
+        self.options, self.pool = options, pool
         self.groups = _Groups()
         self.known: dict[tuple[Any, int], NamedSharding] = {}
         self.crossing = {(e.var, e.target): e.source for e in program.edges}
+        self.wanted_by_reader = {
+            (v, f.submesh): spec
+            for f in reversed(program.fragments)
+            for v in f.invars
+            if (v, f.submesh) in self.crossing
+            and (spec := first_constraint(f.jaxpr, v, program.submeshes[f.submesh])) is not None
+        }
         for loop in program.loops:
             for inner, out, init, final in loop.carries:
                 for v in (out, init, final):
@@ -120,7 +121,13 @@ class _Lowerer:
                     if _compat.is_var(v):
                         self.groups.join(v, inner)
 
-    def run(self, given: dict[int, Any], wanted: dict[int, Any], states: Iterable[tuple[int, int]]) -> Lowered:
+    def run(
+        self,
+        given: dict[int, Any],
+        wanted: dict[int, Any],
+        states: Iterable[tuple[int, int]],
+        progress: Callable[[str], None],
+    ) -> Lowered:
         program = self.program
         for i, o in states:
             v, (out, s) = program.invars[i], program.outputs[o]
@@ -137,15 +144,25 @@ class _Lowerer:
                 spec = adapt_spec(sharding.spec, v.aval.shape, mesh)
                 if s == program.home[v] or sharding.mesh.axis_names == mesh.axis_names:
                     self.known.setdefault((self.groups.find(v), s), NamedSharding(mesh, spec))
-        executables: list[Any] = [None] * len(program.fragments)
-        for f in self._order():
-            executables[f.index] = self._compile(f)
+        executables = self._executables(progress)
         arrivals = {}
         for i, v in enumerate(program.invars):
             for s in program.arrivals[v]:
                 arrivals[i, s] = self._sharding(v, s)
         outputs = [self._sharding(v, s) if _compat.is_var(v) else None for v, s in program.outputs]
         return Lowered(program, self.plan, executables, arrivals, outputs, self._transfers())
+
+    def _executables(self, progress: Callable[[str], None]) -> list[Any]:
+        """An executable for each fragment, compiled side by side where no sharding is waited for."""
+        order = self._order()
+        # The first fragment that touches a value may decide its sharding; the others wait for that one only.
+        open_values = [
+            [self.groups.find(v) for v in (*f.invars, *f.outvars) if self._known(v, f.submesh) is None] for f in order
+        ]
+        requests = [functools.partial(self._compile, f) for f in order]
+        made = run_requests([f.name for f in order], requests, first_touches(open_values), progress)
+        by_index = {f.index: executable for f, executable in zip(order, made, strict=True)}
+        return [by_index[f.index] for f in self.program.fragments]
 
     def _order(self) -> list[Fragment]:
         """Dataflow order, with what only feeds a loop after that loop."""
@@ -170,24 +187,29 @@ class _Lowerer:
 
     def _known(self, v: Any, s: int) -> NamedSharding | None:
         key = (self.groups.find(v), s)
+        if key not in self.known and self.program.submeshes[s].size == 1:
+            self.known[key] = NamedSharding(self.program.submeshes[s], PartitionSpec())
         if key not in self.known and (v, s) in self.crossing:
+            mesh = self.program.submeshes[s]
+            wanted = self.wanted_by_reader.get((v, s))
             source = self._known(v, self.crossing[v, s])
-            if source is not None:
-                mesh = self.program.submeshes[s]
+            if wanted is not None:
+                self.known[key] = NamedSharding(mesh, wanted)
+            elif source is not None:
                 self.known[key] = NamedSharding(mesh, adapt_spec(source.spec, v.aval.shape, mesh))
         return self.known.get(key)
 
-    def _compile(self, f: Fragment) -> Any:
+    def _compile(self, f: Fragment) -> Request:
         mesh = self.program.submeshes[f.submesh]
         ins = [self._known(v, f.submesh) for v in f.invars]
         if all(s is None for s in ins):
             # Something has to name the submesh: what can be sharded in one way only.
-            ins = [None if v.aval.shape and mesh.size > 1 else self._sharding(v, f.submesh) for v in f.invars]
+            ins = [None if v.aval.shape else self._sharding(v, f.submesh) for v in f.invars]
         outs: list[NamedSharding | None] = [self._known(v, f.submesh) for v in f.outvars]
         if not f.invars:
             outs = [s or NamedSharding(mesh, PartitionSpec()) for s in outs]
         tied = {self.groups.find(v) for v in f.outvars} & {self.groups.find(v) for v in f.invars}
-        executable = self._executable(f, ins, outs)
+        executable = yield self._executable(f, ins, outs)
         found_in, found_out = _shardings_of(executable, f, mesh, ins, outs)
         # A tiling without a name, or named after another mesh of these devices, would reach the user as such.
         found = (*executable.input_shardings[0], *executable.output_shardings)
@@ -202,21 +224,21 @@ class _Lowerer:
         if changed:
             ins = [self._known(v, f.submesh) or found_in[k] for k, v in enumerate(f.invars)]
             outs = [self._known(v, f.submesh) or found_out[k] for k, v in enumerate(f.outvars)]
-            executable = self._executable(f, ins, outs)
+            executable = yield self._executable(f, ins, outs)
             found_in, found_out = _shardings_of(executable, f, mesh, ins, outs)
         for variables, shardings in ((f.invars, found_in), (f.outvars, found_out)):
             for v, s in zip(variables, shardings, strict=True):
                 self.known.setdefault((self.groups.find(v), f.submesh), s)
         return executable
 
-    def _executable(self, f: Fragment, ins: list[Any], outs: list[Any]) -> Any:
+    def _executable(self, f: Fragment, ins: list[Any], outs: list[Any]) -> Future[Any]:
         donated = self.plan.donated.get(f.index, ())
         options = tuple(sorted((self.options or {}).items()))
         key = (jaxpr_key(f.jaxpr), self.program.submeshes[f.submesh], tuple(ins), tuple(outs), donated, options)
-        return self.cache.get(key, lambda: self._make(f, ins, outs, donated))
+        return self.cache.submit(self.pool, key, lambda: self._make(f, ins, outs, donated))
 
-    def _make(self, f: Fragment, ins: list[Any], outs: list[Any], donated: tuple[int, ...]) -> Any:
-        self.progress(f.name)
+    def _make(self, f: Fragment, ins: list[Any], outs: list[Any], donated: tuple[int, ...]) -> Callable[[], Any]:
+        """Lowers a fragment; what is returned compiles it."""
         avals = [_compat.abstract(v.aval) for v in f.invars]
 
         def fragment(*args: Any) -> Any:
@@ -228,7 +250,7 @@ class _Lowerer:
             fragment = _on_mesh(fragment, mesh)
         with _compat.without_mesh(), _compat.unusable_donation_is_fine(), placed_on(mesh):
             jitted = jax.jit(fragment, in_shardings=ins, out_shardings=outs, donate_argnums=donated, keep_unused=True)
-            return jitted.lower(*avals).compile(self.options)
+            return functools.partial(jitted.lower(*avals).compile, self.options)
 
     def _transfers(self) -> dict[int, tuple[tuple[Step, ...], ...]]:
         result = {}

@@ -1,0 +1,164 @@
+"""Compilation: side by side, once each, quiet, and tried again after a failure."""
+
+import io
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import manymesh as mm
+from manymesh._runtime import _compile
+from stages import assert_agrees, assert_same, back, front, loss, microbatched, parameters, reference, rows
+
+
+def test_requests_run_side_by_side_and_in_the_order_of_their_needs():
+    """Two that need nothing of each other meet; one that needs both comes after them."""
+    meeting = threading.Barrier(2, timeout=20)
+    finished = []
+
+    def request(k, work):
+        def run():
+            value = yield pool.submit(work)
+            finished.append(k)
+            return value
+
+        return run
+
+    with _compile.ThreadPoolExecutor(2) as pool:
+        works = [lambda: meeting.wait() and 0 or "a", lambda: meeting.wait() and 0 or "b", lambda: list(finished)]
+        requests = [request(k, w) for k, w in enumerate(works)]
+        seen = []
+        results = _compile.run_requests(["a", "b", "c"], requests, [set(), set(), {0, 1}], seen.append)
+    assert results[:2] == ["a", "b"]
+    assert sorted(results[2]) == [0, 1]
+    assert sorted(seen) == ["a", "b", "c"]
+
+
+def test_who_waits_for_whom():
+    """Only the first to touch a thing is waited for."""
+    assert _compile.first_touches(["ab", "bc", "a", "cd", "e"]) == [set(), {0}, {0}, {1}, set()]
+
+
+def test_stages_compile_at_the_same_time(monkeypatch):
+    """On submeshes of one device nothing is waited for: XLA gets several fragments at once."""
+    inside, most, lock = [0], [0], threading.Lock()
+    real = _compile.ThreadPoolExecutor.submit
+
+    def submit(self, work):
+        def counted():
+            with lock:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+            try:
+                return work()
+            finally:
+                with lock:
+                    inside[0] -= 1
+
+        return real(self, counted)
+
+    monkeypatch.setattr(_compile.ThreadPoolExecutor, "submit", submit)
+
+    def wide(w, x):
+        for _ in range(12):
+            x = jnp.tanh(jnp.sort(x @ w, 0) + jnp.sin(x))
+        return x
+
+    stages = [mm.task(wide, f"s{i}", devices=[i]) for i in range(4)]
+    mm.jit(lambda ws, x: [s(w, x * i) for i, (s, w) in enumerate(zip(stages, ws, strict=True))]).lower(
+        [jnp.eye(4)] * 4, rows()
+    ).compile()
+    assert most[0] > 1
+
+
+def test_shardings_do_not_depend_on_the_order_of_compilation():
+    """However threads run, each fragment sees what one after the other would give."""
+    devices = np.array(jax.devices())
+    meshes = [Mesh(devices[:4].reshape(2, 2), ("d", "m")), Mesh(devices[4:].reshape(2, 2), ("d", "m"))]
+
+    def layer(w, x):
+        return mm.with_sharding_constraint(jnp.tanh(x @ mm.with_sharding_constraint(w, (None, "m"))), ("d", None))
+
+    one, two = (mm.task(layer, n, mesh=m) for n, m in zip(("one", "two"), meshes, strict=True))
+
+    def f(p, x):
+        return jnp.mean(two(p["back"], one(p["front"], x)) ** 2)
+
+    found = set()
+    for _ in range(3):
+        compiled = mm.jit(microbatched(jax.value_and_grad(f))).lower(parameters(), rows()).compile()
+        found.add(str((compiled.input_shardings, compiled.output_shardings, compiled.report())))
+    assert len(found) == 1
+
+
+def test_a_fragment_that_does_not_compile(monkeypatch):
+    """The error names the fragment, and the next call tries again."""
+
+    def fail(*_):
+        raise RuntimeError("out of registers")
+
+    step = mm.jit(loss)
+    with monkeypatch.context() as patched:
+        patched.setattr(jax.stages.Lowered, "compile", fail)
+        with pytest.raises(RuntimeError, match="out of registers") as caught:
+            step(parameters(), rows())
+    assert any("while compiling fragment" in note for note in caught.value.__notes__)
+    assert_same(step(parameters(), rows()), reference(step, parameters(), rows()))
+
+
+def test_the_settings_of_the_callers_thread_hold(monkeypatch):
+    """Settings of JAX belong to a thread; compilation in others must not lose them."""
+    with jax.enable_x64(True):
+        x = jnp.ones((4, 4), jnp.float64)
+        step = mm.jit(lambda x: back(x, front(x, x)))
+        assert step(x).dtype == jnp.float64
+        assert_agrees(lambda x: back(x, front(x, x)), x)
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
+    """One bar on standard error, with the step's name; none where that is a file or a pipe."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    mm.jit(loss).lower(parameters(), rows()).compile()
+    captured = capsys.readouterr()
+    assert captured.out == captured.err == ""
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    mm.jit(loss).lower(parameters(), rows()).compile()
+    assert "compiling loss" in terminal.getvalue()
+
+
+def of_tasks(directory):
+    """The cached executables of the two tasks."""
+    names = [p.name for p in directory.iterdir() if p.name.endswith("-cache")]
+    return sorted(n for n in names if n.startswith(("jit_front", "jit_back")))
+
+
+def test_the_persistent_cache_of_jax_is_used(tmp_path):
+    """A second process, or a cleared step, finds every executable on disk."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    names += ("jax_persistent_cache_min_entry_size_bytes",)
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        for name, value in zip(names, (str(tmp_path), 0, -1), strict=True):
+            jax.config.update(name, value)
+        jax.experimental.compilation_cache.compilation_cache.reset_cache()
+        step = mm.jit(loss)
+        step(parameters(), rows())
+        written = of_tasks(tmp_path)
+        assert any("front" in name for name in written)
+        assert any("back" in name for name in written)
+        step.clear_cache()
+        jax.clear_caches()
+        step(parameters(), rows())
+        assert of_tasks(tmp_path) == written
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        jax.experimental.compilation_cache.compilation_cache.reset_cache()
