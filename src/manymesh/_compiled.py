@@ -84,6 +84,10 @@ class Compiled:
                 x.delete()
         return jax.tree.unflatten(self._out_tree, results)
 
+    def bring(self, x: Any, sharding: Any) -> Any:
+        """An array, or a host value, with a sharding of this step: asynchronously, from any devices."""
+        return self._executor.bring(x, sharding)
+
     def _unusable(self, i: int, x: Any) -> Exception:
         where = f"{self.name}: argument {self._path(i)} of shape {x.shape}"
         if isinstance(x, jax.core.Tracer):
