@@ -11,11 +11,13 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import AxisType
 
 from .. import _compat
 from .._errors import PlacementError, TaskError
 from .._implicit import Iteration
 from .._mark import MARK, Recording
+from .._task import Task
 from ._nodes import Carry, Flat, Loop, Node, Pieces, substitute, trace_nodes
 from ._scopes import is_backward, jaxprs_of, matched_inside
 
@@ -61,7 +63,7 @@ class _Flattener:
         self._keep: list[Any] = []  # jaxprs whose ids are in _marked
         self._varying: set[Any] = set()
         self._layers: dict[Any, Any] = {}  # (stacked value, index, loop) -> its slice
-        self._split: dict[str, bool] = {}  # marks of tasks with several meshes -> whether a scan ran them
+        self._split: dict[Task, bool] = {}  # tasks with several meshes -> whether a scan ran them
         self._iteration: tuple[int, int] | None = None  # of the scans around, as one: index and number
         self.stacked: dict[Any, list[Any]] = {}  # results of `_stack`, to take apart again without a copy
 
@@ -141,10 +143,10 @@ class _Flattener:
         task = self.record.tasks[mark]
         if not task.meshes:
             return mark
-        self._split.setdefault(mark, False)
+        self._split.setdefault(task, False)
         if self._iteration is None:
             return None
-        self._split[mark] = True
+        self._split[task] = True
         part = task.at(*self._iteration)
         assert part.mesh is not None, "each of the meshes is one"
         of_part = f"{mark}_{task.meshes.index(part.mesh)}"
@@ -153,9 +155,8 @@ class _Flattener:
 
     def check_split(self) -> None:
         """Refuses a task with several meshes that no scan ever ran."""
-        for mark, in_scan in self._split.items():
+        for task, in_scan in self._split.items():
             if not in_scan:
-                task = self.record.tasks[mark]
                 raise TaskError(
                     f"task {task.name!r} has {len(task.meshes)} meshes to split the iterations of a scan over, but is not "
                     "in the body of lax.scan; give it one mesh, or scan over its layers"
@@ -394,7 +395,8 @@ class _Flattener:
 
 def _is_empty_reshard(eqn: Any) -> bool:
     sharding = eqn.params.get("dst_sharding")
-    return sharding is None or not getattr(sharding.mesh, "axis_names", ())
+    # Along Auto axes, the only ones of a trace, there is nothing that a reshard could say.
+    return sharding is None or all(t == AxisType.Auto for t in getattr(sharding.mesh, "axis_types", ()) or ())
 
 
 def cheap_chain(result: Any, producer: dict[Any, Any], actual: dict[Any, Any]) -> list[Any]:
