@@ -169,6 +169,27 @@ def test_unconstrained_dimensions_keep_what_they_have(mesh: Mesh, wrap: Any) -> 
 
 
 @eager_and_jit
+@pytest.mark.parametrize("mesh", [EXPLICIT, MIXED], ids=["explicit", "mixed"])
+def test_an_unconstrained_dimension_gives_up_what_another_one_wants(mesh: Mesh, wrap: Any) -> None:
+    with jax.set_mesh(mesh):
+        x = jax.device_put(ones(), NamedSharding(mesh, P("data", None)))
+        y = wrap(lambda v: meta.unbox(meta.Partitioned(v, (P.UNCONSTRAINED, "data"))))(x)
+        assert spec_of(y) == (None, "data")
+
+
+@eager_and_jit
+def test_an_unnamed_dimension_is_replicated_along_axes_of_every_type(wrap: Any) -> None:
+    with jax.set_mesh(MIXED):
+        x = jax.device_put(ones(), NamedSharding(MIXED, P("model", None)))
+        y = wrap(lambda v: meta.unbox(meta.Partitioned(v, (None, "data"))))(x)
+        assert spec_of(y) == (None, "data")
+        y = wrap(lambda v: meta.unbox(meta.Partitioned(v, (("data", "model"), None))))(x)
+        assert spec_of(y) == (("data", "model"), None)
+        y = wrap(lambda v: meta.unbox(meta.Partitioned(v, (None, None))))(x)
+        assert spec_of(y) == (None, None)
+
+
+@eager_and_jit
 def test_tuples_of_axes_of_two_types(wrap: Any) -> None:
     with jax.set_mesh(MIXED):
         y = wrap(lambda v: meta.unbox(meta.Partitioned(v, (None, ("data",)))))(ones())

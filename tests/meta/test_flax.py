@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import flax
 import flax.linen as nn
+import flax.nnx as nnx
 import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.core import meta as flax_meta
 from flax.training.train_state import TrainState
 from hypothesis import given
@@ -25,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from manymesh import meta
 from manymesh._flax_meta import from_flax, register_serialization, register_with_flax, to_flax
-from manymesh.errors import MetadataError
+from manymesh.errors import AxisError, MetadataError
 
 RULES = [("embed", None), ("hidden", "model"), ("layers", None)]
 
@@ -260,6 +261,120 @@ def test_flax_sees_our_boxes() -> None:
         assert nn.get_sharding(variables, mesh_of())["params"]["up"]["kernel"].spec == P(None, "model")
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["decay", "axes", "history"])
+@dataclasses.dataclass(frozen=True)
+class Decayed(meta.AxisMetadata[Any]):
+    """A user's own box: whether a parameter decays, the names of its axes, and what transformations did to it."""
+
+    value: Any
+    decay: float
+    axes: tuple[Any, ...] = ()
+    history: tuple[Any, ...] = ()
+
+    def unbox(self) -> Any:
+        return self.value
+
+    def replace_boxed(self, val: Any) -> Decayed:
+        return dataclasses.replace(self, value=val)
+
+    def add_axis(self, index: int, params: Any) -> Decayed:
+        axes = (*self.axes[:index], params.get("name"), *self.axes[index:])
+        return dataclasses.replace(self, axes=axes, history=(*self.history, index))
+
+    def remove_axis(self, index: int, params: Any) -> Decayed:
+        assert self.axes[index] == params.get("name"), "the axis that add_axis put there"
+        axes = (*self.axes[:index], *self.axes[index + 1 :])
+        return dataclasses.replace(self, axes=axes, history=self.history[:-1])
+
+    def get_partition_spec(self) -> P:
+        return P(*self.axes)
+
+
+class Own(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, _: Any = None) -> Any:
+        init = lambda *a: Decayed(nn.initializers.ones(*a), 0.1, ("data", "model"))  # noqa: E731 - as users write it
+        inside = meta.with_partitioning(init, ())
+        x = nn.Dense(8, kernel_init=init, bias_init=nn.initializers.zeros, name="own")(x)
+        return nn.Dense(8, kernel_init=inside, name="nested")(x), None
+
+
+@pytest.mark.parametrize("lift", ["scan", "vmap"])
+def test_a_box_of_ones_own_lives_in_linen(lift: str) -> None:
+    common: dict[str, Any] = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+    common["metadata_params"] = {"name": None}
+    lifted: Any = (
+        nn.scan(Own, length=3, **common) if lift == "scan" else nn.vmap(Own, in_axes=None, axis_size=3, **common)
+    )
+    model, mesh, x = lifted(), mesh_of(), batch()
+
+    def create(key: Any) -> Any:
+        return TrainState.create(apply_fn=model.apply, params=model.init(key, x)["params"], tx=optax.adam(1e-2))
+
+    shapes = jax.eval_shape(create, jax.random.key(0))
+    box = shapes.params["own"]["kernel"]
+    assert (type(box), box.decay, box.axes, box.history) == (Decayed, 0.1, (None, "data", "model"), (0,))
+    shardings = meta.get_sharding(shapes, mesh, strict=True)
+    assert shardings.opt_state[0].mu["own"]["kernel"].spec == P(None, "data", "model")
+    state = jax.jit(create, out_shardings=shardings)(jax.random.key(0))
+    out = jax.jit(model.apply)({"params": state.params}, x)[0]
+    np.testing.assert_allclose(out, model.apply({"params": meta.unbox(state.params)}, x)[0])
+    report = meta.explain(shapes, mesh)
+    assert report["params['own']['kernel']"].shard_shape == (3, 4, 2)
+    decays = meta.map_axis_meta(lambda b: getattr(b, "decay", None), state.params)
+    assert decays["own"]["kernel"] == 0.1 and decays["nested"]["kernel"] is None  # the outermost box is asked
+    again = meta.replace_boxed(state.params, meta.unbox(state.params))
+    assert jax.tree.structure(again) == jax.tree.structure(state.params)
+
+
+def test_flax_boxes_are_held_to_the_same_strictness() -> None:
+    mesh = mesh_of()
+    for module in (meta, nn):
+        tree = {"w": module.LogicallyPartitioned(jnp.ones((4, 8)), ("embed", "hiden"))}
+        with pytest.raises(AxisError) as error:
+            meta.get_sharding(tree, mesh, RULES, strict=True)
+        assert str(error.value) == (
+            "w: no rule knows the name 'hiden' of dimension 1, so it stays replicated; did you mean 'hidden'?"
+        )
+        with pytest.raises(AxisError, match=r"^w: dimension 1 of shape \(4, 6\) does not divide over axis 'model'"):
+            meta.get_sharding({"w": module.Partitioned(jnp.ones((4, 6)), (None, "model"))}, mesh)
+        assert meta.box(tree, {"w": ("a", "b")})["w"] is tree["w"]
+
+
+@pytest.mark.parametrize("kinds", [("Auto", "Auto"), ("Explicit", "Explicit"), ("Explicit", "Auto")], ids="-".join)
+def test_flax_boxes_are_constrained_as_ours_are(kinds: tuple[str, str]) -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=tuple(AxisType[k] for k in kinds))
+    x = jnp.ones((8, 16))
+    makers = (
+        lambda v: nn.Partitioned(v, ("data", "model")),
+        lambda v: nn.LogicallyPartitioned(v, ("batch", "hidden"), rules=(("batch", "data"), ("hidden", "model"))),
+        lambda v: nn.LogicallyPartitioned(v, ("batch", "hidden")),
+    )
+    rules = [("batch", "data"), ("hidden", "model")]
+    with jax.set_mesh(mesh), meta.logical_axis_rules(rules):
+        for maker in makers:
+            for wrap in (jax.jit, lambda f: f):
+                y = wrap(lambda v, maker=maker: meta.unbox({"w": maker(v)})["w"])(x)
+                assert y.sharding.spec == P("data", "model")
+            inside = jax.shard_map(
+                lambda v, maker=maker: meta.unbox(maker(v)), in_specs=P("data", "model"), out_specs=P("data", "model")
+            )
+            assert jax.jit(inside)(y).sharding.spec == P("data", "model")
+            assert meta.unbox(maker(x), apply_constraint=False) is x
+        with pytest.raises(
+            MetadataError, match=r"^Partitioned: names \('data', None, None\) are 3 for float32\[8,16\]"
+        ):
+            meta.unbox(nn.Partitioned(x, ("data", None, None)))
+    assert meta.unbox(nn.Partitioned(x, ("data", "model"), mesh)).sharding.spec == P("data", "model")
+    assert meta.unbox(makers[1](x)) is x and meta.unbox(makers[2](x)) is x
+
+
+def test_rules_of_flax_are_left_to_flax() -> None:
+    with jax.set_mesh(mesh_of()), nn.logical_axis_rules([("hidden", "model")]):
+        y = jax.jit(lambda v: meta.unbox(nn.LogicallyPartitioned(v, (None, "hidden"))))(jnp.ones((8, 16)))
+    assert y.sharding.spec == P(None, "model")
+
+
 # --- serialization --------------------------------------------------------------------------------
 
 
@@ -357,6 +472,28 @@ def test_orbax_saves_boxed_trees_and_restores_them_boxed_or_not(tmp_path: Path) 
     assert boxed_again["w"].value.sharding.spec == P(None, "model")
     for restored in (meta.unbox(boxed_again), plain_again, {**unboxed_again, "w": unboxed_again["w"]["value"]}):
         jax.tree.map(np.testing.assert_array_equal, restored, meta.unbox(values))
+
+
+def test_checkpoints_of_flax_boxes_and_of_ours_are_the_same(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the library, at import and in use
+        ocp = pytest.importorskip("orbax.checkpoint")
+        ours = {"w": meta.Partitioned(jnp.arange(8.0), ("model",)), "own": Decayed(jnp.arange(4.0), 0.1)}
+        theirs = to_flax(ours)
+        with ocp.StandardCheckpointer() as checkpointer:
+            for name, tree in (("ours", ours), ("theirs", theirs)):
+                checkpointer.save(tmp_path / name, tree)
+            checkpointer.wait_until_finished()
+            for name, like in (("theirs", ours), ("ours", theirs), ("ours", ours)):
+                loaded = checkpointer.restore(tmp_path / name, jax.tree.map(jnp.zeros_like, like))
+                assert jax.tree.structure(loaded) == jax.tree.structure(like)
+                jax.tree.map(np.testing.assert_array_equal, meta.unbox(loaded), meta.unbox(ours))
+            # Without a target, the values lie under the keys of the boxes, which can be put on again.
+            bare = checkpointer.restore(tmp_path / "ours")
+    values = {k: v["value"] for k, v in bare.items()}
+    again = meta.replace_boxed(ours, values)
+    assert jax.tree.structure(again) == jax.tree.structure(ours)
+    jax.tree.map(np.testing.assert_array_equal, again, ours)
 
 
 # --- NNX ------------------------------------------------------------------------------------------

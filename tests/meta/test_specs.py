@@ -268,6 +268,30 @@ def test_factored_states_get_the_names_of_what_is_left() -> None:
     shardings = meta.get_sharding(state, mesh, RULES)
     assert shardings["opt_state"][0].v_col["front"]["kernel"].spec == P("model")
     run(state, shardings)
+    fitted = [str(f) for f in meta.explain(state, mesh, RULES).findings if "v_col['front']['kernel']" in str(f)]
+    assert fitted == [
+        "opt_state[0].v_col['front']['kernel']: 2 names ('embed', 'hidden') for shape (256,); its parameter in this "
+        "tree shows that its dimensions are ('hidden',)"
+    ]
+
+
+def test_a_placeholder_beside_a_vector() -> None:
+    tree = {
+        "params": {"b": meta.Partitioned(shaped(8), ("data",))},
+        "v_row": {"b": meta.Partitioned(shaped(1), ("data",))},
+    }
+    assert meta.get_partition_spec(tree) == {"params": {"b": P("data")}, "v_row": {"b": P()}}
+    assert meta.get_sharding(tree, mesh_of())["v_row"]["b"].spec == P()
+
+
+def test_names_may_be_fewer_than_dimensions_on_purpose() -> None:
+    short, whole = meta.Partitioned(shaped(4, 8), ("data",)), meta.Partitioned(shaped(8), ("data",))
+    for tree in (
+        {"a": {"w": whole}, "b": {"w": short}},
+        {"a": whole, "b": {"w": short}},
+        {"w": whole, "b": {"v": short}},
+    ):
+        assert P(None, "data") not in jax.tree.leaves(meta.get_partition_spec(tree))
 
 
 def test_a_small_parameter_is_no_placeholder() -> None:
@@ -284,7 +308,7 @@ def test_a_square_parameter_does_not_say_which_dimension_is_left() -> None:
     assert not finding.fatal
     assert str(finding) == (
         "opt_state[0].v_row['front']['kernel']: 2 names ('embed', 'hidden') for shape (128,); its parameter in this "
-        "tree does not show which dimensions are left, so it stays replicated"
+        "tree does not show which dimensions they name, so it stays replicated"
     )
 
 
@@ -319,3 +343,89 @@ def test_preconditioners_of_the_rank_but_not_the_shape_of_a_parameter() -> None:
     state = {"params": {"w": box}, "left": {"w": box.replace(value=shaped(6, 6))}}
     with pytest.raises(AxisError, match=r"^left\['w'\]: dimension 1 of shape \(6, 6\) does not divide"):
         meta.get_sharding(state, mesh_of(), RULES)
+
+
+def test_every_optimizer_gets_a_state_that_can_be_placed() -> None:
+    mesh = mesh_of()
+    optimizers = {
+        "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=4),
+        "adafactor_momentum": optax.adafactor(1e-3, min_dim_size_to_factor=4, momentum=0.9),
+        "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 10))),
+        "lion": optax.lion(1e-3),
+        "sm3": optax.sm3(1e-3),
+        "lbfgs": optax.scale_by_lbfgs(memory_size=3),
+        "multi_steps": optax.MultiSteps(optax.adam(1e-3), 2),
+        "masked": optax.masked(optax.adam(1e-3), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+        "parts": optax.partition({"a": optax.sgd(1e-3, 0.9), "b": optax.adam(1e-3)}, lambda p: {"front": "b"}),
+        "empty": optax.sgd(1e-3),
+    }
+    shapes = {"kernel": (8, 16), "stack": (3, 8, 16), "bias": (16,), "scalar": ()}
+    states = {}
+    for name, optimizer in optimizers.items():
+        boxes = {
+            k: meta.LogicallyPartitioned(shaped(*s), ("layers", "embed", "hidden")[3 - len(s) :])
+            for k, s in shapes.items()
+        }
+        params = {"front": boxes}
+        states[name] = jax.eval_shape(lambda p, o=optimizer: {"params": p, "opt_state": o.init(p)}, params)
+    shardings = {name: meta.get_sharding(state, mesh, RULES) for name, state in states.items()}
+    placed = run(states, shardings)
+    for name, state in states.items():
+        report = meta.explain(state, mesh, RULES)
+        assert {f.kind for f in report.findings} <= {"fitted-names"}, name
+        assert report.bytes_per_device == sum(
+            x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed[name])
+        )
+    lbfgs = shardings["lbfgs"]["opt_state"].diff_params_memory["front"]
+    specs = meta.get_partition_spec(states["lbfgs"])["opt_state"].diff_params_memory["front"]
+    assert specs["bias"] == P(None, "hidden")
+    assert lbfgs["bias"].spec == P(None, "model") and lbfgs["kernel"].spec == P(None, None, "model")
+    assert shardings["sm3"]["opt_state"][0].mu["front"]["kernel"].value[1].spec == P("model")
+
+
+def shampoo() -> Any:
+    """Statistics of each dimension of each parameter, beside a momentum of its shape."""
+
+    def init(params: Any) -> Any:
+        return {
+            "sides": jax.tree.map(lambda p: tuple(jnp.eye(n) for n in p.shape), params),
+            "last": jax.tree.map(lambda p: (jnp.zeros_like(p), jnp.zeros(())), params),
+            "momentum": jax.tree.map(jnp.zeros_like, params),
+        }
+
+    return optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+
+
+def test_states_with_several_arrays_for_a_parameter() -> None:
+    mesh, state = mesh_of(), trained(shampoo(), kernel=(12, 16), bias=(16,))
+    shardings = meta.get_sharding(state, mesh, RULES)
+    front = shardings["opt_state"]["sides"]["front"]
+    assert front["kernel"].spec == P(None, "model")  # a prefix: both sides divide
+    assert front["bias"].spec == P()  # of two dimensions of one size either may be meant
+    last = shardings["opt_state"]["last"]["front"]["kernel"]
+    assert [s.spec for s in jax.tree.leaves(last)] == [P(None, "model"), P()]
+    run(state, shardings)
+    report = meta.explain(state, mesh, RULES)
+    assert report["opt_state['sides']['front']['kernel'][1]"].shard_shape == (16, 4)
+    placed = run(state, shardings)
+    assert report.bytes_per_device == sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed))
+    assert report.bytes_total == sum(x.nbytes for x in jax.tree.leaves(placed))
+
+
+def test_an_array_in_a_box_of_several_that_does_not_fit() -> None:
+    mesh = mesh_of()
+    for name, inside, error, message in (
+        ("uneven", [shaped(8, 8), shaped(8, 6)], AxisError, "uneven[1]: dimension 1 of shape (8, 6) does not divide"),
+        ("many", {"x": shaped(8, 8), "y": shaped(8)}, MetadataError, "many['y']: 2 names (None, 'model') for shape"),
+    ):
+        tree = {name: meta.Partitioned(inside, (None, "model"))}
+        with pytest.raises(error) as caught:
+            meta.get_sharding(tree, mesh, strict=True)
+        assert str(caught.value).startswith(message)
+    with pytest.warns(UserWarning, match=r"^many\['y'\]: 2 names .* it is left replicated$"):
+        found = meta.get_sharding(tree, mesh)["many"]
+    assert (found.value["x"].spec, found.value["y"].spec) == (P(None, "model"), P())
+    assert meta.get_partition_spec(tree)["many"] == P(None, "model")
+    nested = Plain(meta.Partitioned({"x": shaped(8, 8), "y": shaped(), "n": 3}, (None, "model")))
+    inner = meta.get_sharding(nested, mesh).value.value
+    assert (inner["x"].spec, inner["y"].spec, inner["n"].spec) == (P(None, "model"), P(), P())

@@ -29,6 +29,7 @@ from ._logical import logical_to_mesh as logical_to_mesh
 from ._logical import logical_to_mesh_sharding as logical_to_mesh_sharding
 from ._logical import with_logical_constraint as with_logical_constraint
 from ._logical import with_logical_partitioning as with_logical_partitioning
+from ._naming import box as box
 from ._partitioned import Partitioned as Partitioned
 from ._partitioned import with_partitioning as with_partitioning
 from ._report import Dimension as Dimension
@@ -54,6 +55,7 @@ __all__ = [
     "Partitioned",
     "RulesFallback",
     "add_axis",
+    "box",
     "check_divides",
     "explain",
     "get_logical_axis_rules",

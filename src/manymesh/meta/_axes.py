@@ -32,18 +32,20 @@ class Axes:
       mesh: the mesh to constrain on; None for the surrounding one.
       rules: the box's own logical rules; None for the surrounding ones.
       logical: whether the names are logical (rules lead to device axes) or device axes themselves.
+      lenient: whether a logical name for which there is no rule is a device axis. Flax NNX means it so.
       padded: lengths that `names` had before `with_axis` filled a gap with None, innermost last.
         `without_axis` needs them to be an exact inverse; they are no part of equality.
       spec: the names as a `PartitionSpec`, unresolved.
       last: scratch space of a walk that renames: its token and what it made of these metadata.
     """
 
-    __slots__ = ("__weakref__", "_hash", "last", "logical", "mesh", "names", "padded", "rules", "spec")
+    __slots__ = ("__weakref__", "_hash", "last", "lenient", "logical", "mesh", "names", "padded", "rules", "spec")
 
     names: Names
     mesh: AnyMesh | None
     rules: tuple[Any, ...] | None
     logical: bool
+    lenient: bool
     padded: tuple[int, ...]
     spec: PartitionSpec
     last: tuple[object, Any]
@@ -59,6 +61,7 @@ class Axes:
             and self.mesh == other.mesh
             and self.rules == other.rules
             and self.logical == other.logical
+            and self.lenient == other.lenient
         )
 
     def __hash__(self) -> int:
@@ -73,7 +76,7 @@ class Axes:
         return ", ".join(parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return make_axes, (self.names, self.mesh, self.rules, self.logical, self.padded)
+        return make_axes, (self.names, self.mesh, self.rules, self.logical, self.padded, self.lenient)
 
 
 _shared: weakref.WeakValueDictionary[Any, Axes] = weakref.WeakValueDictionary()
@@ -85,13 +88,14 @@ def make_axes(
     rules: tuple[Any, ...] | None = None,
     logical: bool = False,
     padded: tuple[int, ...] = (),
+    lenient: bool = False,
 ) -> Axes:
     """The one `Axes` with these contents, which must be checked and hashable already."""
-    key = (names, mesh, rules, logical, padded)
+    key = (names, mesh, rules, logical, lenient, padded)
     axes = _shared.get(key)
     if axes is None:
         axes = Axes()
-        axes.names, axes.mesh, axes.rules, axes.logical, axes.padded = key
+        axes.names, axes.mesh, axes.rules, axes.logical, axes.lenient, axes.padded = key
         axes.spec = PartitionSpec(*names)
         axes.last = (None, None)
         axes._hash = hash(key[:-1])

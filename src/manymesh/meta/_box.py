@@ -16,10 +16,12 @@ from typing import Any, Generic, TypeVar
 import jax
 
 from .._errors import MetadataError
+from .._scope import names_may_be_known
 from ._axes import PARTITION_NAME as PARTITION_NAME
-from ._axes import Axes, axis_name, with_axis, without_axis
-from ._constrain import is_active
+from ._axes import Axes, axis_name, check_names, with_axis, without_axis
+from ._constrain import constrain, is_active
 from ._paths import format_path, rank_of
+from ._rules import Rules, as_rules, get_logical_axis_rules
 from ._walk import BOX, DICT, KINDS, LEAF, OTHER, TUPLE, open_node, walk, walk_pair
 
 A = TypeVar("A")
@@ -85,6 +87,8 @@ class AxisMetadata(Generic[A], metaclass=abc.ABCMeta):
 # a tree of ten thousand boxes is renamed in the time of a few microseconds a box.
 COMPACT: set[type] = set()
 _new: Callable[[type], Any] = object.__new__
+# What a box of another library has if it means what ours do.
+_FOREIGN = ("value", "names", "mesh", "get_partition_spec")
 
 
 def is_axis_metadata(val: Any) -> bool:
@@ -260,7 +264,7 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
     if not apply_constraint:
         return walk(tree, lambda box: unbox(content_of(box), False))
     if is_active():
-        return walk(tree, lambda box: unbox(box.unbox()))
+        return walk(tree, lambda box: unbox(_open(box)))
     return walk(tree, _unbox_idle)
 
 
@@ -269,7 +273,20 @@ def _unbox_idle(box: Any) -> Any:
     if type(box) in COMPACT and box._axes.mesh is None:
         value = box._value
         return value if KINDS[type(value)] == LEAF else walk(value, _unbox_idle)
-    return walk(box.unbox(), _unbox_idle)
+    return walk(_open(box), _unbox_idle)
+
+
+def _open(box: Any) -> Any:
+    """What is in a box, constrained. Flax's boxes as ours, because their own method is for Auto axes under jit only."""
+    if isinstance(box, AxisMetadata) or not all(hasattr(box, name) for name in _FOREIGN):
+        return box.unbox()
+    rules: Rules = ()
+    if hasattr(box, "rules"):
+        rules = as_rules(box.rules) or get_logical_axis_rules()
+        if not rules and not names_may_be_known():
+            return box.unbox()  # Flax may know rules that we do not
+    name = type(box).__name__
+    return constrain(box.value, check_names(box.names, name), box.mesh, name, rules)
 
 
 def replace_boxed(tree: Any, updates: Any) -> Any:

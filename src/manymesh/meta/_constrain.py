@@ -8,7 +8,8 @@ that its name says nothing more. A spec is cut by these types and each part goes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._errors import AxisError, MetadataError
-from .._scope import Scope, current_scope
+from .._scope import Carrier, Scope, current_carrier, current_scope, names_may_be_known
 from ._axes import AnyMesh, Names
 from ._paths import describe, nearest
 from ._rules import Rules, parts_of, resolve
@@ -26,7 +27,7 @@ _UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
 def is_active(mesh: AnyMesh | None = None) -> bool:
     """Whether a constraint here would do anything: in a task, under a mesh, or with a mesh of its own."""
-    return mesh is not None or current_scope() is not None or not jax.sharding.get_abstract_mesh().empty
+    return mesh is not None or names_may_be_known() or not jax.sharding.get_abstract_mesh().empty
 
 
 def is_constrainable(value: Any) -> bool:
@@ -52,6 +53,9 @@ def constrain(value: Any, names: Names, mesh: AnyMesh | None, where: object, rul
     scope = current_scope()
     if scope is not None:
         return jax.tree.map(lambda leaf: _in_task(leaf, names, scope, where, rules), value)
+    carrier = current_carrier()
+    if carrier is not None:
+        return jax.tree.map(lambda leaf: _carried(leaf, names, carrier, where, rules), value)
     axes = resolve(names, rules).axes if rules else names
     return constrain_to_axes(value, axes, mesh, where)
 
@@ -71,6 +75,13 @@ def check_rank(value: Any, names: Names, where: object) -> None:
             f"{where}: names {names} are {len(names)} for {describe(value)}, which has {value.ndim} dimensions; "
             "remove the surplus names, or use unbox(apply_constraint=False)"
         )
+
+
+def _carried(value: Any, names: Names, carrier: Carrier, where: object, rules: Rules) -> Any:
+    if not is_constrainable(value):
+        return value
+    check_rank(value, names, where)
+    return carrier(value, names, rules, where)
 
 
 def _in_task(value: Any, names: Names, scope: Scope, where: object, rules: Rules) -> Any:
@@ -148,26 +159,35 @@ def _concrete(value: Any, mesh: AnyMesh | None, ambient: AbstractMesh) -> Mesh |
 def _apply(value: Any, axes: Names, mesh: AnyMesh, concrete: Mesh | None) -> Any:
     types: Mapping[str, AxisType] = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     entries = (*axes, *(None,) * (value.ndim - len(axes)))
+    if concrete is not None and {AxisType.Auto, AxisType.Explicit} <= set(types.values()):
+        # Two eager steps would each move the value, and the second would undo the first.
+        old = getattr(value, "sharding", None)
+        current: Any = ()
+        if isinstance(old, NamedSharding) and old.mesh.axis_names == mesh.axis_names:
+            current = old.spec
+        return jax.device_put(value, NamedSharding(concrete, PartitionSpec(*_settle(entries, current))))
     if AxisType.Explicit in types.values():
         value = _reshard(value, entries, types, concrete)
     if AxisType.Auto not in types.values():
         return value
     auto = [_keep(entry, types, AxisType.Auto) for entry in entries]
-    if AxisType.Explicit in types.values():
-        # With other axes present a None would undo what they say.
-        pass
     return jax.lax.with_sharding_constraint(value, _target(PartitionSpec(*auto), concrete))
 
 
 def _reshard(value: Any, entries: Names, types: Mapping[str, AxisType], concrete: Mesh | None) -> Any:
-    explicit = [_keep(entry, types, AxisType.Explicit) for entry in entries]
-    named = {part for entry in explicit for part in parts_of(entry)}
-    current = getattr(jax.typeof(value).sharding, "spec", PartitionSpec())
-    current = (*current, *(None,) * (len(entries) - len(current)))
-    for i, entry in enumerate(explicit):
-        if entry is _UNCONSTRAINED:  # stays as it is, but for axes that are wanted elsewhere
-            explicit[i] = tuple(part for part in parts_of(current[i]) if part not in named) or None
-    return jax.sharding.reshard(value, _target(PartitionSpec(*explicit), concrete))
+    explicit = tuple(_keep(entry, types, AxisType.Explicit) for entry in entries)
+    current = getattr(jax.typeof(value).sharding, "spec", ())
+    return jax.sharding.reshard(value, _target(PartitionSpec(*_settle(explicit, current)), concrete))
+
+
+def _settle(entries: Names, current: Iterable[Any]) -> Names:
+    """Entries without UNCONSTRAINED: such a dimension stays as it is, but for axes that are wanted elsewhere."""
+    named = {part for entry in entries for part in parts_of(entry)}
+    present = itertools.chain(current, itertools.repeat(None))
+    return tuple(
+        (tuple(part for part in parts_of(old) if part not in named) or None) if entry is _UNCONSTRAINED else entry
+        for entry, old in zip(entries, present, strict=False)
+    )
 
 
 def _target(spec: PartitionSpec, concrete: Mesh | None) -> PartitionSpec | NamedSharding:

@@ -12,10 +12,10 @@ from .._errors import AxisError, MetadataError
 from ._axes import AnyMesh, Axes, Names
 from ._check import indivisible, indivisible_text, shard_count, too_many_text
 from ._fit import fit_names
-from ._named import axes_of, choose_rules, leaves_of, named_leaves, value_of
-from ._paths import describe, format_path, nearest
+from ._named import choose_rules, leaves_of, parts_in, resolve_axes
+from ._paths import describe, nearest
 from ._report import Dimension, Explanation, Finding, FindingKind, LeafReport, format_bytes
-from ._rules import Resolution, Rules, RulesLike, as_rules, get_logical_axis_rules, parts_of, resolve
+from ._rules import Resolution, Rules, RulesLike, as_rules, get_logical_axis_rules, parts_of
 
 _METADATA_KINDS = {"too-many-names", "repeated-name"}
 
@@ -62,18 +62,16 @@ def explain(
     """
     given, surrounding = as_rules(rules), get_logical_axis_rules()
     leaves, _ = leaves_of(tree)
-    named = named_leaves(leaves)
+    parts = [part for path, node in leaves for part in parts_in(path, node)]
     reports: list[LeafReport] = []
     findings: list[Finding] = []
     known: dict[Rules, set[int]] = {}
-    for (path, node), names, original in zip(leaves, fit_names(named), named, strict=True):
-        axes = axes_of(node)
-        value = value_of(node)
-        if original.shape is None and not original.names:
+    for part, names in zip(parts, fit_names([part.named for part in parts]), strict=True):
+        axes = part.axes
+        if part.shape is None and not axes.names:
             continue
         chosen = choose_rules(axes, given, surrounding) if axes.logical else ()
-        place = format_path(path)
-        report, found = _explain_leaf(place, axes, names, original.shape, value, chosen, mesh, large_bytes)
+        report, found = _explain_leaf(part.place, axes, names, part.shape, part.value, chosen, mesh, large_bytes)
         reports.append(report)
         findings += found
         if axes.logical:
@@ -120,9 +118,9 @@ def _explain_leaf(
         names = ()
     elif fitted != axes.names and shape is not None and math.prod(shape) > 1:
         if fitted:
-            why = f"its parameter in this tree shows that the dimensions left are {fitted}"
+            why = f"its parameter in this tree shows that its dimensions are {fitted}"
         else:
-            why = "its parameter in this tree does not show which dimensions are left, so it stays replicated"
+            why = "its parameter in this tree does not show which dimensions they name, so it stays replicated"
         find("fitted-names", f"{place}: {len(axes.names)} names {axes.names} for shape {shape}; {why}", fatal=False)
     resolution = _resolve(place, axes, names, rules, find)
     device_axes = _known_axes(place, resolution, rules, mesh, find)
@@ -144,7 +142,7 @@ def _resolve(place: str, axes: Axes, names: Names, rules: Rules, find: Any) -> R
     if not axes.logical:
         return Resolution(names, (None,) * len(names), (), ())
     try:
-        resolution = resolve(names, rules)
+        resolution = resolve_axes(axes, names, rules)
     except AxisError as error:
         find("repeated-name", f"{place}: {error}")
         return Resolution((None,) * len(names), (None,) * len(names), (), ())

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import AxisError, MetadataError
-from .._scope import current_scope
+from .._scope import names_may_be_known
 from ._axes import AnyMesh, check_names, make_axes
 from ._box import is_axis_metadata
 from ._check import check_divides
@@ -76,7 +76,7 @@ class LogicallyPartitioned(Partitioned[A]):
     def _constrained(self) -> Any:
         axes = self._axes
         rules = get_logical_axis_rules() if axes.rules is None else axes.rules
-        if not rules and current_scope() is None:
+        if not rules and not names_may_be_known():
             return self._value
         return constrain(self._value, axes.names, axes.mesh, self, rules)
 
@@ -168,7 +168,7 @@ def with_logical_constraint(
       P('data', None)
     """
     found = get_logical_axis_rules() if rules is None else as_rules(rules) or ()
-    if logical_axis_resources is None or (not found and current_scope() is None):
+    if logical_axis_resources is None or (not found and not names_may_be_known()):
         return x
     return jax.tree.map(
         lambda names, part: part if names is None else _constrain_names(part, names, found, mesh, fallback),
@@ -181,7 +181,7 @@ def with_logical_constraint(
 def _constrain_names(x: Any, names: Any, rules: Rules, mesh: AnyMesh | None, fallback: RulesFallback) -> Any:
     where = "with_logical_constraint"
     names = check_names(names, where)
-    if current_scope() is not None:
+    if names_may_be_known():
         return constrain(x, names, mesh, where, rules)
     resolution = resolve(names, rules)
     if resolution.open and fallback is not RulesFallback.AXIS_IS_UNSHARDED:
@@ -235,11 +235,11 @@ def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
             return found
         return PartitionSpec() if hasattr(leaf, "shape") else _refuse(tree, leaf, "logical_to_mesh")
 
-    def on_box(box: Any) -> Any:
-        axes = axes_of(box)
+    def on_box(node: Any) -> Any:
+        axes = axes_of(node)
         return spec_of(axes, axes.names, given, surrounding)
 
-    return walk(tree, on_box, on_leaf)
+    return walk(tree, on_box, on_leaf, lambda variable: variable.replace(on_box(variable)))
 
 
 def logical_to_mesh_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None = None, *, strict: bool = False) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -151,9 +150,9 @@ class Explanation:
         return Group(self.table(), *lines)
 
     def __str__(self) -> str:
+        # As wide as it needs to be, wherever it is printed: a log must not depend on the terminal. Rich folds to fit.
         out = io.StringIO()
-        width = max(shutil.get_terminal_size((120, 24)).columns, 80)
-        Console(file=out, width=width, color_system=None).print(self)
+        Console(file=out, width=10_000, color_system=None).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

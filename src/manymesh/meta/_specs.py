@@ -14,14 +14,23 @@ from ._box import COMPACT
 from ._check import check_divides, too_many_text
 from ._explain import explain
 from ._fit import fit_names, is_suspect
-from ._named import axes_of, axes_of_box, axes_of_variable, is_named_node, leaves_of, named_leaves, shape_of, spec_of
-from ._paths import format_path
+from ._named import (
+    axes_of,
+    axes_of_box,
+    axes_of_variable,
+    is_named_node,
+    leaves_of,
+    parts_in,
+    put_in,
+    shape_of,
+    spec_of,
+)
 from ._rules import Rules, RulesLike, as_rules, get_logical_axis_rules
-from ._walk import KINDS, LEAF, is_variable, walk
+from ._walk import KINDS, LEAF, walk
 
 
 class _Suspect(Exception):
-    """A value has names that may be those of a larger one: the whole tree must be looked at."""
+    """A value has names that may be those of another one: the whole tree must be looked at."""
 
 
 def get_partition_spec(tree: Any) -> Any:
@@ -33,8 +42,9 @@ def get_partition_spec(tree: Any) -> Any:
 
     Returns:
       The tree with one `PartitionSpec` for each box (in its names, whatever is in the box), ``PartitionSpec()`` for
-      each array outside boxes and None for what is no array. A factored optimizer state, which has fewer dimensions
-      than its box has names, gets the names of the dimensions it has kept, if its parameter is in the same tree.
+      each array outside boxes and None for what is no array. The names of an optimizer state that has fewer or more
+      dimensions than its parameter are fitted to it, if the parameter is in the same tree. Where the values in one
+      box come to several specs, a box of specs takes its place.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -50,14 +60,16 @@ def get_partition_spec(tree: Any) -> Any:
             axes = box._axes
             try:
                 shape = box._value.shape
-                if len(axes.names) > len(shape) or (shape == (1,) and axes.names):  # is_suspect, written out
-                    raise _Suspect
             except AttributeError:
-                pass  # a pytree of values, or no array at all
+                _check_suspect(box, axes)  # a pytree of values, or no array at all
+                return axes.spec
+            rank, names = len(shape), axes.names
+            if (rank != len(names) and names) or (rank == 1 and shape[0] == 1 and names):  # is_suspect, written out
+                raise _Suspect
             return axes.spec
         axes = axes_of_box(box)
         _check_suspect(box, axes)
-        return axes.spec
+        return _in_own_names(axes, axes.names)
 
     def on_leaf(leaf: Any) -> Any:
         return replicated if hasattr(leaf, "shape") else None
@@ -65,12 +77,21 @@ def get_partition_spec(tree: Any) -> Any:
     def on_variable(variable: Any) -> Any:
         axes = axes_of_variable(variable)
         _check_suspect(variable, axes)
-        return variable.replace(axes.spec)
+        return variable.replace(_in_own_names(axes, axes.names))
 
     try:
         return walk(tree, on_box, on_leaf, on_variable)
     except _Suspect:
-        return _slowly(tree, lambda path, axes, names, shape: PartitionSpec(*(axes.names if names is None else names)))
+        return _slowly(
+            tree, lambda path, axes, names, shape: _in_own_names(axes, axes.names if names is None else names)
+        )
+
+
+def _in_own_names(axes: Axes, names: Names) -> PartitionSpec:
+    """Names as a spec. Those of Flax NNX are in device axes as far as rules are known."""
+    if axes.lenient:
+        return spec_of(axes, names, None, get_logical_axis_rules())
+    return axes.spec if names is axes.names else PartitionSpec(*names)
 
 
 def get_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None = None, *, strict: bool = False) -> Any:
@@ -85,9 +106,10 @@ def get_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None = None, *, st
 
     Returns:
       The tree with one `NamedSharding` for each box and each array outside boxes, None for what is no array:
-      ready to be ``out_shardings`` of a jitted initialization. A factored optimizer state gets the names of the
-      dimensions it has kept, if its parameter is in the same tree; what has more names than dimensions for no
-      known reason is replicated, with a warning.
+      ready to be ``out_shardings`` of a jitted initialization. The names of an optimizer state that has fewer or more
+      dimensions than its parameter are fitted to it, if the parameter is in the same tree; what has more names than
+      dimensions for no known reason is replicated, with a warning. Where the values in one box come to several
+      shardings, a box of shardings takes its place.
 
     Raises:
       AxisError: a device axis that the mesh does not have, or a dimension that does not divide over its device
@@ -148,6 +170,10 @@ def shard_tree(
                 raise _Suspect
             alive.append(axes)
             found = by_identity[id(axes), shape] = sharding_of(axes, axes.names, shape, "")
+        if shape is None:
+            _check_suspect(node, axes)
+            for part in parts_in((), node):
+                check_divides("", part.shape or (), found.spec if part.shape is not None else (), mesh)
         return found
 
     def on_leaf(leaf: Any) -> Any:
@@ -171,18 +197,20 @@ def shard_tree(
 
 
 def _check_suspect(node: Any, axes: Axes) -> None:
-    shape = shape_of(node)
-    if shape is not None and is_suspect(axes.names, shape):
+    if any(part.shape is not None and is_suspect(axes.names, part.shape) for part in parts_in((), node)):
         raise _Suspect
 
 
 def _slowly(tree: Any, convert: Callable[[str, Axes, Names | None, tuple[int, ...] | None], Any]) -> Any:
     """Converts leaf by leaf with paths and with names fitted to shapes; None for names that cannot be fitted."""
     leaves, structure = leaves_of(tree)
+    parts = [parts_in(path, node) for path, node in leaves]
+    fitted = iter(fit_names([part.named for each in parts for part in each]))
     result = []
-    for (path, node), names in zip(leaves, fit_names(named_leaves(leaves)), strict=True):
-        shape = shape_of(node)
-        plain = shape is None and not is_named_node(node)
-        converted = None if plain else convert(format_path(path), axes_of(node), names, shape)
-        result.append(node.replace(converted) if is_variable(node) else converted)
+    for (_, node), each in zip(leaves, parts, strict=True):
+        converted = []
+        for part, names in zip(each, fitted, strict=False):  # the names of this leaf's parts, and no more
+            plain = part.shape is None and not is_named_node(node)
+            converted.append(None if plain else convert(part.place, part.axes, names, part.shape))
+        result.append(put_in(node, converted))
     return structure.unflatten(result)
