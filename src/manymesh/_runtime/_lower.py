@@ -156,13 +156,24 @@ class _Lowerer:
         """An executable for each fragment, compiled side by side where no sharding is waited for."""
         order = self._order()
         # The first fragment that touches a value may decide its sharding; the others wait for that one only.
-        open_values = [
-            [self.groups.find(v) for v in (*f.invars, *f.outvars) if self._known(v, f.submesh) is None] for f in order
+        touched = [
+            {
+                key
+                for v in (*f.invars, *f.outvars)
+                if self._known(v, f.submesh) is None
+                for key in self._keys(v, f.submesh)
+            }
+            for f in order
         ]
         requests = [functools.partial(self._compile, f) for f in order]
-        made = run_requests([f.name for f in order], requests, first_touches(open_values), progress)
+        made = run_requests([f.name for f in order], requests, first_touches(touched), progress)
         by_index = {f.index: executable for f, executable in zip(order, made, strict=True)}
         return [by_index[f.index] for f in self.program.fragments]
+
+    def _keys(self, v: Any, s: int) -> list[Any]:
+        """What a fragment on ``s`` that reads or makes ``v`` may decide, or has to wait for."""
+        root = self.groups.find(v)
+        return [root, (root, s), (root, self.crossing.get((v, s), s))]
 
     def _order(self) -> list[Fragment]:
         """Dataflow order, with what only feeds a loop after that loop."""
