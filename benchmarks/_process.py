@@ -17,8 +17,13 @@ _KEEP_MEMORY = {
 _MARK = "MANYMESH_BENCHMARK_PROCESS"
 
 
-def prepare(devices: int) -> None:
-    """Starts this script again with virtual CPU devices and malloc settings; call it before importing JAX."""
+def prepare(devices: int, *, quiet: bool = False) -> None:
+    """Starts this script again with virtual CPU devices and malloc settings; call it before importing JAX.
+
+    Args:
+      devices: how many devices.
+      quiet: whether XLA keeps its messages to itself.
+    """
     if os.environ.get(_MARK):
         return
     if "jax" in sys.modules:
@@ -26,6 +31,8 @@ def prepare(devices: int) -> None:
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
     flags.append(f"--xla_force_host_platform_device_count={devices}")
     env = {**os.environ, **_KEEP_MEMORY, _MARK: "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    if quiet:
+        env["TF_CPP_MIN_LOG_LEVEL"] = "3"
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *sys.argv], env)
 

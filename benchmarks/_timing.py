@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
@@ -111,3 +112,17 @@ def _wait_for_quiet(limit: float) -> float:
         if _busy() - before <= 0.03:
             break
     return spent
+
+
+def row(what: str, ours: str, beside: str, figure: str, target: str, met: bool | None) -> dict[str, Any]:
+    """A row of the table: what is measured, of whom, the figure that counts and what is aimed at.
+
+    ``met`` is None for a row that is there to be read and has no target.
+    """
+    return {"what": what, "ours": ours, "theirs": beside, "figure": figure, "target": target, "met": met}
+
+
+def write_rows(path: str | None, rows: list[dict[str, Any]]) -> None:
+    """Hands the rows to whoever prints the table."""
+    if path:
+        Path(path).write_text(json.dumps(rows))

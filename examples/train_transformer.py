@@ -9,6 +9,7 @@ on one device disagree, or if the model did not learn.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -20,11 +21,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
+from pydoc_data import topics
+
 import jax
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from pydoc_data import topics
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -83,11 +85,39 @@ def train(stages: int, schedule: str, microbatches: int, steps: int, console: Co
     )
     console.print(schedules.picture(order), highlight=False, soft_wrap=True)
 
+    print_cost(compiled, console)
+
     # 5. Train: as a pipeline, then the same steps in reference mode, which is plain JAX on one device.
     pipeline = run(compiled, state, steps, console, "pipeline  ")
     with mm.ignore_transforms():
         reference = run(step, initial, steps, console, "one device")
     return compare(pipeline, reference, console)
+
+
+def print_cost(compiled: Any, console: Console) -> None:
+    """What one step launches, and what each submesh holds and sends, a line each."""
+    report = compiled.report()
+    launches = sum(fragment.runs for fragment in report.fragments)
+    executables = len({fragment.executable for fragment in report.fragments})
+    console.print(f"\nCost of a step: {launches} launches of {executables} executables", highlight=False)
+    for i, submesh in enumerate(compiled.program.submeshes):
+        devices = submesh.devices.flatten()
+        memory = report.memory[devices[0]]
+        sends = ", ".join(f"{size(edge.nbytes)} to {edge.target}" for edge in report.edges if edge.source == i)
+        console.print(
+            f"{i} | devices {devices[0].id}-{devices[-1].id} hold {size(memory.argument_bytes)} each, "
+            f"at most {size(memory.peak_bytes)}, and send {sends}",
+            highlight=False,
+        )
+    console.print()
+
+
+def size(nbytes: int) -> str:
+    """``12 B``, ``64.0 KiB``, ``1.5 MiB``."""
+    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes} B"
 
 
 def batches(steps: int) -> Iterator[np.ndarray[Any, Any]]:
@@ -103,36 +133,40 @@ def run(step: Any, state: Any, steps: int, console: Console, name: str) -> list[
     """Trains and returns the loss before each step."""
     losses: list[float] = []
     columns = (
-        TextColumn(f"{name} {{task.description}}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn(f"{name} {{task.description}}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.fields[rate]}"),
     )  # fmt: skip
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("loss  ...  ", total=steps, rate="")
+        line = progress.add_task("loss  ...  ", total=steps, rate="")
         began = 0.0
         for tokens in batches(steps):
             state, loss = step(state, tokens)
             losses.append(float(loss))
             began = began or time.perf_counter()  # the first step may compile
             rate = BATCH * LENGTH * (len(losses) - 1) / max(time.perf_counter() - began, 1e-9)
-            progress.update(bar, advance=1, description=f"loss {losses[-1]:.4f}", rate=f"{rate:,.0f} tokens/s")
+            progress.update(line, advance=1, description=f"loss {losses[-1]:.4f}", rate=f"{rate:,.0f} tokens/s")
     return losses
 
 
 def compare(pipeline: list[float], reference: list[float], console: Console) -> bool:
     """Prints both loss curves side by side and the verdict."""
-    difference = [abs(a - b) / abs(b) for a, b in zip(pipeline, reference, strict=True)]
+    difference = np.abs(np.subtract(pipeline, reference) / reference)
     table = Table("step", "pipeline", "one device", "difference", title="Loss in nats per byte")
-    scale = 40 / max(reference)
+    highest = max(filter(math.isfinite, pipeline + reference), default=1.0)
     for i in sorted({*range(0, len(pipeline), max(1, len(pipeline) // 10)), len(pipeline) - 1}):
-        curves = (f"{loss[i]:.6f} {'█' * round(loss[i] * scale / 2)}" for loss in (pipeline, reference))
+        curves = (f"{loss:.6f} {bar(loss / highest)}" for loss in (pipeline[i], reference[i]))
         table.add_row(str(i), *curves, f"{difference[i]:.1e}")
     console.print(table)
-    agree, fell = max(difference) <= TOLERANCE, pipeline[-1] < pipeline[0]
-    console.print(
-        f"largest relative difference {max(difference):.1e}: {'agrees' if agree else f'over {TOLERANCE:.0e}'}"
-    )
+    largest = float(np.max(difference))  # not a number if any of them is none
+    agree, fell = largest <= TOLERANCE, pipeline[-1] < pipeline[0]
+    console.print(f"largest relative difference {largest:.1e}: {'agrees' if agree else f'over {TOLERANCE:.0e}'}")
     console.print(f"loss {pipeline[0]:.3f} -> {pipeline[-1]:.3f}: {'fell' if fell else 'did not fall'}")
     return agree and fell
+
+
+def bar(fraction: float, width: int = 16) -> str:
+    """A bar of at most ``width`` characters."""
+    return "█" * round(fraction * width) if math.isfinite(fraction) else ""
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -633,3 +633,10 @@ def test_nothing_refers_to_arguments_after_the_call():
     del result
     gc.collect()
     assert len(jax.live_arrays()) == before
+
+
+def test_a_function_of_nothing():
+    """Every result is a literal, here or where out_shardings say."""
+    assert_agrees(lambda: (jnp.ones(()), jnp.zeros(3)))
+    where = NamedSharding(Mesh(np.array(jax.devices()[2:3]), ("d",)), P())
+    assert mm.jit(lambda: 1.0, out_shardings=where)().devices() == {jax.devices()[2]}

@@ -127,6 +127,25 @@ def test_tasks_on_overlapping_unequal_submeshes():
         mm.jit(lambda x: b(a(x)))(rows())
 
 
+def test_tasks_on_devices_of_several_backends():
+    """Planned devices stand for another backend here; the ids of both and what to do."""
+    other = mm.task(lambda w, x: x @ w, "other", devices=mm.planned_devices(2)[1:])
+
+    def step(p, x):
+        return other(p["back"], front(p["front"], x))
+
+    with raises(errors.MeshError, "several backends", "cpu (ids [0])", "planned (ids [1])", "jax.devices()"):
+        mm.jit(step).lower(parameters(), rows())
+
+
+def test_an_array_in_two_places_of_which_one_is_donated():
+    """Both paths, the shape, and what to do."""
+    step = mm.jit(lambda p, q: jax.tree.map(jnp.add, p, q), donate_argnums=0)
+    p = parameters()
+    with raises(ValueError, "args[0]['back'] and args[1]['back'] are one array", "(4, 4)", "jnp.copy"):
+        step({"back": p["back"]}, {"back": p["back"]})
+
+
 def test_an_error_inside_a_task_carries_the_name_of_the_task():
     """The user's own exception, with a note."""
 

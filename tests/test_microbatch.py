@@ -348,6 +348,22 @@ def test_the_sharding_of_a_piece():
         assert_same(compiled(parameters()["front"], rows()), reference(f, parameters()["front"], rows()))
 
 
+def test_what_prepares_labels_is_part_of_the_stage_that_reads_them():
+    """It makes no stage of its own, whose place in the schedule nobody asked for."""
+    embed = mm.task(lambda w, t: w[t], "embed", devices=[0])
+    head = mm.task(lambda w, x: x @ w, "head", devices=[1])
+
+    def f(p, tokens):
+        logits, labels = head(p[1], embed(p[0], tokens))[:, :-1], tokens[:, 1:]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0])
+
+    step = microbatched(jax.value_and_grad(f))
+    args = (jnp.ones((8, 4)), jnp.ones((4, 8))), jnp.arange(40).reshape(8, 5) % 8
+    (loop,) = mm.jit(step).lower(*args).program.loops
+    assert loop.placement == (0, 1)
+    assert_agrees(step, *args)
+
+
 def test_many_microbatches():
     """More than JAX lets a device queue."""
     assert_agrees(microbatched(num_microbatches=48), parameters(), rows(96))

@@ -101,3 +101,18 @@ def test_a_value_read_twice_on_a_submesh_crosses_once():
     (edge,) = mm.jit(f).lower(x).compile().report().edges
     assert (edge.values, edge.transfers, edge.nbytes) == (2, 1, 512)
     assert_same(mm.jit(f)(x), reference(f, x))
+
+
+def test_a_moment_is_sharded_as_its_parameter():
+    """Also without microbatches, where its decay is computed before the gradient is there."""
+    layer = mm.task(lambda w, x: jnp.tanh(x @ mm.with_sharding_constraint(w, (None, "model"))), "layer", mesh=FOUR)
+
+    def step(state, x):
+        w, mu = state
+        mu = 0.9 * mu + 0.1 * jax.grad(lambda w: jnp.mean(layer(w, x) ** 2))(w)
+        return w - mu, mu
+
+    w = jnp.ones((32, 32))
+    compiled = mm.jit(step).lower((w, w), w).compile()
+    assert [s.spec for s in compiled.input_shardings[0][0]] == [P(None, "model")] * 2
+    assert [s.spec for s in compiled.output_shardings] == [P(None, "model")] * 2

@@ -123,6 +123,13 @@ class Jitted:
         if current_recording() is not None:
             return self.fun(*args, **kwargs)  # a step inside a step is part of it
         given = self._flatten(args, kwargs)
+        return self._compiled_for(given).call_flat(given.leaves)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Compiles for arguments, arrays or `jax.ShapeDtypeStruct`, so that calls with such arguments find it done."""
+        return self._compiled_for(self._flatten(args, kwargs))
+
+    def _compiled_for(self, given: _Arguments) -> Compiled:
         # 1, 1.0 and True are equal and hash alike, but make different programs.
         static = tuple((k, type(v), v) for k, v in given.static)
         key = (given.treedef, static, _settings(), registered(), tuple(_signature(x) for x in given.leaves))
@@ -130,7 +137,7 @@ class Jitted:
         if compiled is None:
             self._check_donation(given)
             compiled = self._compiled[key] = self._trace(given).lower().compile()
-        return compiled.call_flat(given.leaves)
+        return compiled
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method of a class, the step takes the instance as its first argument."""
@@ -273,7 +280,7 @@ def _settings() -> tuple[Any, ...]:
 
 
 def _signature(x: Any) -> Any:
-    if isinstance(x, (jax.Array, np.ndarray, np.generic)):
+    if isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         return (x.shape, x.dtype, getattr(x, "weak_type", False))
     return type(x)
 
@@ -491,8 +498,8 @@ class Lowered:
     _literals: dict[int, Any] = field(default_factory=dict)
 
     def as_text(self) -> str:
-        """The program, readable."""
-        return repr(self.program)
+        """The program and the instructions of one call, readable."""
+        return f"{self.program!r}\n{self.plan.text([f.name for f in self.program.fragments])}"
 
     def compile(self) -> Compiled:
         """Compiles every fragment.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
 
 from . import meta
 from ._errors import MetadataError
@@ -29,7 +30,7 @@ def shard_axes(*names: Any, init: Callable[..., Any] | None = None) -> Callable[
       and shape it afterwards (``nn.DenseGeneral``, attention) as well: the names are those of the final shape.
 
     Raises:
-      MetadataError: an entry is no name; when the parameter is made, it has more dimensions than names.
+      MetadataError: an entry is no name; when the parameter is made, it has another number of dimensions.
 
     Example:
       >>> import jax, flax.linen as nn
@@ -44,10 +45,7 @@ def shard_axes(*names: Any, init: Callable[..., Any] | None = None) -> Callable[
     @functools.wraps(boxed)
     def make(key: Any, shape: Any, *args: Any, **kwargs: Any) -> Any:
         if len(names) < len(shape):
-            raise MetadataError(
-                f"shard_axes{names} names {len(names)} dimensions, but the parameter has shape {tuple(shape)}; "
-                "give one name for each dimension, None for one that is not sharded"
-            )
+            raise _wrong_number(names, shape)
         box = boxed(key, shape, *args, **kwargs)
         return box if len(names) == len(shape) else Flat(box)
 
@@ -59,12 +57,18 @@ def _default_init(key: Any, shape: Any, *args: Any, **kwargs: Any) -> Any:
     return init(key, shape, *args, **kwargs)
 
 
+def _wrong_number(names: tuple[Any, ...], shape: Any) -> MetadataError:
+    return MetadataError(
+        f"shard_axes{names} names {len(names)} dimensions, but the parameter has shape {tuple(shape)}; "
+        "give one name for each dimension, None for one that is not sharded"
+    )
+
+
 class Flat(meta.AxisMetadata[Any]):
     """A value that has yet to get the dimensions that its names speak of.
 
     Lives inside an initializer only: the layer takes the value out, shapes it, and puts it into the box of the names.
-    On purpose it is no pytree, so that one that stays in a tree of parameters, because there are too many names, is
-    refused by the next transformation.
+    One that stays in a tree of parameters has too many names, which is said as soon as somebody walks over that tree.
     """
 
     __slots__ = ("_box",)
@@ -78,15 +82,26 @@ class Flat(meta.AxisMetadata[Any]):
 
     def replace_boxed(self, val: Any) -> Any:
         """The names around the value in its final shape."""
+        if len(self._box.names) > len(getattr(val, "shape", self._box.names)):
+            raise _wrong_number(self._box.names, val.shape)
         return self._box.replace_boxed(val)
 
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Any:
         """Refused: nothing is known about the axes yet."""
-        raise MetadataError(repr(self))
+        raise self._misfit()
 
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Any:
         """Refused: nothing is known about the axes yet."""
-        raise MetadataError(repr(self))
+        raise self._misfit()
+
+    def _misfit(self) -> MetadataError:
+        return _wrong_number(self._box.names, self._box.value.shape)
+
+    def _flatten(self) -> Any:
+        raise self._misfit()
 
     def __repr__(self) -> str:
         return f"<shard_axes{self._box.names} of a parameter of shape {self._box.value.shape}: too many names>"
+
+
+jax.tree_util.register_pytree_node(Flat, Flat._flatten, lambda _, children: children)

@@ -15,6 +15,7 @@ from ._api import jit
 from ._compiled import Compiled
 from ._errors import ArgumentError, MeshError
 from ._flax_task import task
+from ._implicit import registered
 from ._mark import Recording, ignore_transforms, recording, transforms_ignored
 from ._microbatch import microbatch
 from ._task import mesh_devices
@@ -204,7 +205,7 @@ def _placed(model: nn.Module, mesh: Mesh, keys: Any, pick: Callable[[Any], Any],
     record = Recording()
     with recording(record):
         jax.eval_shape(lambda k: model.init(k, *_zeros(pick(batch))), keys)
-    return model if record.tasks else task(model, mesh=mesh)
+    return model if record.tasks or registered() else task(model, mesh=mesh)
 
 
 def _zeros(tree: Any) -> Any:
@@ -224,9 +225,8 @@ def _only_params(variables: Any) -> Any:
 def _check_loss(loss_of: Callable[..., Any], params: Any, batch: Any, key: Any) -> None:
     out = jax.eval_shape(loss_of, params, batch, key)
     if not isinstance(out, jax.ShapeDtypeStruct) or out.shape != ():
-        found = jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", out)
         raise ArgumentError(
-            f"parallelize_step: expected a scalar loss, found {found}; let the model return its loss, or give "
+            f"parallelize_step: expected a scalar loss, found {_text(out)}; let the model return its loss, or give "
             "loss_fn=lambda params, batch: ..."
         )
 
@@ -246,9 +246,11 @@ def _make_prepare(step: TrainStep, batch: Any) -> Callable[[Any], Any]:
 
     def prepare_batch(local: Any) -> Any:
         """Places a batch where the step wants it."""
-        found = _shapes(local)
-        if found != shapes:
-            raise ArgumentError(f"prepare_batch: the step was made for a batch of {shapes}, found {found}")
+        if _shapes(local) != shapes:
+            raise ArgumentError(
+                f"prepare_batch: the step was made for a batch {_text(batch)}, found {_text(local)}; call the step "
+                "itself with a batch of another shape, which compiles it once more"
+            )
         return jax.tree.map(jax.device_put, local, step.batch_shardings)
 
     return prepare_batch
@@ -258,3 +260,12 @@ def _shapes(tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     kinds = tuple((jax.numpy.shape(x), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x))) for x in leaves)
     return kinds, treedef
+
+
+def _text(tree: Any) -> str:
+    """``(float32[8,4], int32[8])``: the structure of a tree of arrays, with their dtypes and shapes."""
+
+    def describe(x: Any) -> str:
+        return f"{jax.numpy.result_type(x).name}[{','.join(map(str, jax.numpy.shape(x)))}]"
+
+    return str(jax.tree.map(describe, tree)).replace("'", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 from flax.core import meta as flax_meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from ._errors import ArgumentError
@@ -61,31 +62,41 @@ class ParameterTable:
                 total[device] = total.get(device, 0) + row.bytes_per_device
         return dict(sorted(total.items()))
 
-    def __rich__(self) -> Table:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = self._table(("path", "shape", "logical names", "spec", "submesh", "per device"))
+        if console.measure(table, options=options.update(max_width=1000)).maximum > options.max_width:
+            # Too narrow for six columns: two in one, a line each, rather than words cut off.
+            table = self._table(("path\nshape", "logical names\nspec", "submesh\nper device"))
+        yield table
+
+    def _table(self, columns: tuple[str, ...]) -> Table:
         count = sum(math.prod(row.shape) for row in self.rows)
-        held = max(self.bytes_on.values(), default=0)
+        held = self.bytes_on
+        most = f"max {format_bytes(max(held.values()))}" if held else ""
         table = Table(title=self.title, show_footer=True)
-        table.add_column("path", footer=f"{len(self.rows)} arrays", no_wrap=True)
-        table.add_column("shape", footer=f"{count:,} values", no_wrap=True)
-        table.add_column("logical names", overflow="fold")
-        table.add_column("spec", overflow="fold")
-        table.add_column("submesh", footer=f"{len(self.bytes_on)} devices" if held else "", no_wrap=True)
-        table.add_column(
-            "per device", footer=f"max {format_bytes(held)}" if held else "", justify="right", no_wrap=True
+        footers = (
+            f"{len(self.rows)} arrays",
+            f"{count:,} values",
+            "",
+            "",
+            f"{len(held)} devices" if held else "",
+            most,
         )
-        before = None
-        for row in self.rows:
-            if before not in (None, row.devices):
-                table.add_section()
-            before = row.devices
-            table.add_row(
+        for column, footer in zip(columns, _stack(footers, len(columns)), strict=True):
+            table.add_column(
+                column, footer=footer, justify="right" if column == "per device" else "left", overflow="fold"
+            )
+        for row, following in itertools.zip_longest(self.rows, self.rows[1:]):
+            cells = (
                 row.path,
                 f"{row.dtype}{list(row.shape)}".replace(" ", ""),
-                "" if row.names is None else _tuple(row.names),
-                "?" if row.spec is None else f"P{_tuple(row.spec)}",
+                "" if row.names is None else ", ".join(map(_entry, row.names)),
+                "?" if row.spec is None else f"P({', '.join(map(_entry, row.spec))})",
                 format_ids(row.devices) or "?",
                 format_bytes(row.bytes_per_device),
             )
+            ends = following is not None and following.devices != row.devices
+            table.add_row(*_stack(cells, len(columns)), end_section=ends)
         return table
 
     def __str__(self) -> str:
@@ -192,9 +203,14 @@ def _join(path: tuple[Any, ...]) -> str:
     return "/".join(words)
 
 
-def _tuple(entries: Any) -> str:
-    words = [f"({', '.join(e)})" if isinstance(e, tuple) else str(e) for e in entries]
-    return f"({', '.join(words)})"
+def _entry(entry: Any) -> str:
+    return f"({', '.join(entry)})" if isinstance(entry, tuple) else str(entry)
+
+
+def _stack(cells: tuple[str, ...], columns: int) -> list[str]:
+    """Cells for a number of columns, each a line or several."""
+    lines = len(cells) // columns
+    return ["\n".join(cells[i : i + lines]) for i in range(0, len(cells), lines)]
 
 
 def format_ids(ids: tuple[int, ...]) -> str:

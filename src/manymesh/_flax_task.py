@@ -169,6 +169,8 @@ def _mark_scopes(described: Task, initializing: bool, fun: Callable[..., Any]) -
             with _task_rules(described):
                 with _unconstrained() if initializing else contextlib.nullcontext():
                     scopes = make_scopes(_readable(variables, mutable), rngs)
+                    for scope in jax.tree.leaves(scopes):
+                        scope.__class__ = _TaskScope
                     out = fun(scopes, *args, **kwargs)
                 made = repack(scopes)
                 return out, jax.tree.map(_constrained, made, is_leaf=_is_box) if initializing else made
@@ -221,6 +223,26 @@ def _our_box(x: Any) -> Any:
         rules = x.rules or nn.get_logical_axis_rules() or None
         return meta.LogicallyPartitioned(_our_box(x.value), x.names, rules=rules)
     return x
+
+
+class _TaskScope(Scope):
+    """A scope whose initializers do not see the task.
+
+    Flax calls the initializer of a parameter that exists, for its shape, and layers that shape their kernels afterwards
+    read the box before it has that shape. Scopes that Flax's own lifted transformations make inside a task are plain.
+    """
+
+    def param(self, name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def hidden(*args: Any, **kwargs: Any) -> Any:
+            with _unconstrained():
+                return init_fn(*args, **kwargs)
+
+        return super().param(name, hidden, *args, **kwargs)
+
+    def push(self, *args: Any, **kwargs: Any) -> Scope:
+        scope = super().push(*args, **kwargs)
+        scope.__class__ = _TaskScope
+        return scope
 
 
 @contextlib.contextmanager

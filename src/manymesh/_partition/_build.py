@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from .. import _compat
 from .._jaxpr._dead import remove_dead
 from .._jaxpr._flatten import flatten
+from .._jaxpr._implicit import mark_scopes
 from .._jaxpr._invariant import settle_constants
 from .._jaxpr._nodes import Flat, Loop, nbytes
 from .._jaxpr._stacks import sum_layers_apart
@@ -48,6 +49,7 @@ def build(
     """
     flat = flatten(closed, record)
     remove_dead(flat)
+    mark_scopes(flat, record)
     if sum_layers_apart(flat):
         remove_dead(flat)
     split_weights(flat)

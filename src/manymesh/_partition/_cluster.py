@@ -233,17 +233,26 @@ class _Clusterer:
                 self._merge(group[0], c)
 
     def _join_tasks(self) -> None:
-        """What is still unmarked joins a neighbouring task of its submesh and phase, if no cycle comes of it."""
-        for c in self._sorted():
-            if c.task is not None or c.deferred or c.apart or c.loop is not None:
-                continue
-            order = {k: i for i, k in enumerate(self._sorted())}
-            near = [p for p in self.preds[c] if p.task is not None] + [q for q in self.succs[c] if q.task is not None]
-            near = [t for t in near if t.submesh == c.submesh and t.phase == c.phase]
-            for t in sorted(near, key=lambda t: (t not in self.preds[c], -order[t])):
-                if not self._path_around(t, c):
-                    self._merge(t, c)
-                    break
+        """What is still unmarked joins a neighbouring task of its submesh and phase, if no cycle comes of it.
+
+        Again until nothing changes: what prepares labels is next to a task only once the loss is part of it.
+        """
+        changed = True
+        while changed:
+            changed = False
+            order = {c: i for i, c in enumerate(self._sorted())}
+            for c in order:
+                if c.task is None and not c.deferred and not c.apart and c.loop is None:
+                    t = self._task_beside(c, order)
+                    if t is not None:
+                        self._merge(t, c)
+                        changed = True
+
+    def _task_beside(self, c: Cluster, order: dict[Cluster, int]) -> Cluster | None:
+        near = [t for t in (*self.preds[c], *self.succs[c]) if t.task is not None]
+        near = [t for t in near if t.submesh == c.submesh and t.phase == c.phase]
+        near.sort(key=lambda t: (t not in self.preds[c], -order[t]))
+        return next((t for t in near if not self._path_around(t, c)), None)
 
     def _path_around(self, a: Cluster, b: Cluster) -> bool:
         """Whether a third cluster lies on a path between the two."""

@@ -81,9 +81,10 @@ class _Placer:
         self.pinned = {v: self._submesh(m) for v, m in pinned_in.items()}
         self.wanted: dict[Any, int] = {}
         for i, mesh in pinned_out.items():
+            wanted = self._submesh(mesh)
             if _compat.is_var(flat.outvars[i]):
-                self.wanted[flat.outvars[i]] = self._submesh(mesh)
-        _check_overlap(self.submeshes)
+                self.wanted[flat.outvars[i]] = wanted
+        _check_submeshes(self.submeshes)
         self.link_forward, self.link_back = _links(flat)
         self.small = _small_nodes(flat, self.producer, self.where)
 
@@ -291,7 +292,14 @@ def _small_nodes(flat: Flat, producer: dict[Any, Node], where: dict[Node, int]) 
     return small
 
 
-def _check_overlap(meshes: Sequence[Mesh]) -> None:
+def _check_submeshes(meshes: Sequence[Mesh]) -> None:
+    backends = {m.devices.flat[0].platform: [d.id for d in m.devices.flat] for m in reversed(meshes)}
+    if len(backends) > 1:
+        (one, ids), (two, others), *_ = sorted(backends.items())
+        raise MeshError(
+            f"tasks run on devices of several backends, {one} (ids {ids}) and {two} (ids {others}); put every task on "
+            "devices of one backend, such as jax.devices()"
+        )
     for i, a in enumerate(meshes):
         for b in meshes[:i]:
             one, two = set(mesh_devices(a)), set(mesh_devices(b))

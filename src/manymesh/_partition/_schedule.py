@@ -60,9 +60,10 @@ def fit_schedule(
         schedule = spec.schedule
         if custom is not None:
             schedule = schedules.Custom(tuple(_translate(spec, custom, order, stage, name)))
-            _check_rows(spec, schedule, placement, backward, {stage[c]: name(c) for c in order if name(c)})
         try:
-            if in_order:
+            if isinstance(schedule, schedules.Custom):
+                _check_rows(spec, schedule, placement, backward, {stage[c]: name(c) for c in order if name(c)})
+            elif in_order:
                 schedule.order(placement, spec.num_microbatches, backward=backward)
         except ScheduleError as error:
             failed = failed or error
@@ -81,12 +82,8 @@ def _check_rows(
     spec: Any, custom: schedules.Custom, placement: tuple[int, ...], backward: bool, names: dict[int, str | None]
 ) -> None:
     """Checks rows that the user wrote, naming tasks as the user does."""
-    splits = any(a.kind == "W" for row in custom.rows for a in row)
-    order = schedules.Order(placement, spec.num_microbatches, custom.rows, splits, backward)
-    try:
-        schedules.check(order, labels=lambda a: f"{names.get(a.stage, a.stage)}:{a.kind}{a.microbatch}")
-    except ScheduleError as error:
-        raise ScheduleError(f"microbatch({spec.name}), custom_schedule: {error}") from None
+    order = schedules.Order(placement, spec.num_microbatches, custom.rows, custom.splits_backward, backward)
+    schedules.check(order, labels=lambda a: f"{names.get(a.stage, a.stage)}:{a.kind}{a.microbatch}")
 
 
 def _check_interleave(spec: Any, placement: tuple[int, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,3 +79,14 @@ class Plan:
             for i in self.instructions
             if (i.submesh == submesh if isinstance(i, Run) else submesh in (i.source, i.target))
         )
+
+    def text(self, names: Sequence[str]) -> str:
+        """One line for each instruction; ``names`` are those of the fragments."""
+        lines = []
+        for i in self.instructions:
+            what = f"run {names[i.fragment]}" if isinstance(i, Run) else f"send {i.source} -> {i.target}"
+            if i.microbatch is not None:
+                what += f" [{i.microbatch}]"
+            line = f"{what}: {' '.join(map(str, i.inputs)) or '-'} -> {' '.join(map(str, i.outputs)) or '-'}"
+            lines.append(line + (f", frees {' '.join(map(str, i.free))}" if i.free else ""))
+        return "\n".join(lines)

@@ -176,18 +176,24 @@ class _Lowerer:
         return [root, (root, s), (root, self.crossing.get((v, s), s))]
 
     def _order(self) -> list[Fragment]:
-        """Dataflow order, with what only feeds a loop after that loop."""
+        """Dataflow order, with what only feeds a loop after that loop, and what only prepares inputs at the end.
+
+        A moment's decay, say, knows nothing about shardings; the fragment that adds the gradient does.
+        """
+        inputs = set(self.program.invars)
         ordered: list[Fragment] = []
         late: list[Fragment] = []
+        last: list[Fragment] = []
         for item in self.program.order:
             if item >= 0:
                 f = self.program.fragments[item]
-                (late if f.deferred else ordered).append(f)
+                prepares = not f.tasks and bool(f.invars) and inputs.issuperset(f.invars)
+                (late if f.deferred else last if prepares else ordered).append(f)
             else:
                 ordered += self.program.body(-1 - item)
                 ordered += late
                 late = []
-        return ordered + late
+        return ordered + late + last
 
     def _sharding(self, v: Any, s: int) -> NamedSharding:
         """The sharding of a value on a submesh; replicated if nothing ever said more."""

@@ -1,0 +1,118 @@
+"""How many activations each stage really keeps, beside what the simulator says.
+
+    python benchmarks/memory.py [--stages 2 4] [--microbatches 8] [--schedule gpipe 1f1b zero-bubble-h1] [--json FILE]
+
+An activation is what the forward pass of one stage and one microbatch leaves for its backward pass. Its arrays are
+watched while a real step runs: after each instruction it is counted as live if one of them still is. The simulator
+counts from the start of a forward to the end of the backward that uses it up, the weight gradient where that is apart.
+Beside the count stands the peak of the live bytes of these arrays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from _process import prepare
+
+if __name__ == "__main__":
+    prepare(devices=4)
+
+import jax
+from _hand import SCHEDULES
+from _model import Size
+from _ours import WithManyMesh
+from _timing import row, write_rows
+
+from manymesh.schedules import simulate
+
+
+class Watch:
+    """Counts the activations that live while a step runs.
+
+    Attributes:
+      peak: submesh -> most activations at once.
+      peak_bytes: submesh -> most bytes of their arrays at once.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self.peak: dict[int, int] = defaultdict(int)
+        self.peak_bytes: dict[int, int] = defaultdict(int)
+        self._live: dict[tuple[int, int | None], list[tuple[weakref.ref[Any], int]]] = {}
+        self._program, executor = compiled.program, compiled._executor
+        self._read_back = {v for f in self._program.fragments if f.loop is not None and f.kind != "F" for v in f.invars}
+        executor.code = [
+            (self._watched(ins, call), *rest)
+            for ins, (call, *rest) in zip(executor.lowered.plan.instructions, executor.code, strict=True)
+        ]
+
+    def _watched(self, instruction: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call of an instruction, after which the count is taken.
+
+        What the one before freed is gone by then, and what this one reads is still held, as on the device.
+        """
+        fragment = self._program.fragments[instruction.fragment] if hasattr(instruction, "fragment") else None
+
+        def run(*args: Any) -> Any:
+            results = call(*args)
+            if fragment is not None and fragment.loop is not None and fragment.kind == "F":
+                kept = [x for v, x in zip(fragment.outvars, results, strict=True) if v in self._read_back]
+                watched = [(weakref.ref(x), x.nbytes) for x in kept]
+                self._live[fragment.submesh, instruction.microbatch] = watched
+            self._count()
+            return results
+
+        return run
+
+    def _count(self) -> None:
+        live: dict[int, int] = defaultdict(int)
+        nbytes: dict[int, int] = defaultdict(int)
+        for (submesh, _), arrays in self._live.items():
+            there = [n for ref, n in arrays if (x := ref()) is not None and not x.is_deleted()]
+            live[submesh] += bool(there)
+            nbytes[submesh] += sum(there)
+        for s in live:
+            self.peak[s] = max(self.peak[s], live[s])
+            self.peak_bytes[s] = max(self.peak_bytes[s], nbytes[s])
+
+
+def measure(schedule: str, stages: int, count: int) -> dict[str, Any]:
+    """A row of the table."""
+    size = Size(blocks=2 * stages, width=64, hidden=256, batch=32 * count, microbatches=count, stages=stages)
+    step = WithManyMesh(size, schedule)
+    step()
+    (compiled,) = step.step._compiled.values()
+    watch = Watch(compiled)
+    step()
+    found = tuple(watch.peak[s] for s in range(stages))
+    expected = simulate(schedule, stages, count).live_activations
+    kilobytes = ", ".join(f"{watch.peak_bytes[s] / 1e3:.0f}" for s in range(stages))
+    print(f"{schedule:14} {stages} stages, {count} microbatches: {found} live, simulator {expected}; {kilobytes} kB")
+    return row(
+        f"live activations, {schedule}, {stages} stages",
+        ", ".join(map(str, found)),
+        ", ".join(map(str, expected)) + " simulated",
+        "equal" if found == expected else "different",
+        "equal",
+        found == expected,
+    )
+
+
+def main() -> None:
+    """Reads the command line and measures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4], choices=[2, 3, 4])
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--schedule", nargs="+", default=SCHEDULES, choices=SCHEDULES)
+    parser.add_argument("--json", help="write the rows of the table to this file")
+    a = parser.parse_args()
+    print(f"JAX {jax.__version__}, Python {sys.version.split()[0]}")
+    write_rows(a.json, [measure(s, n, a.microbatches) for n in a.stages for s in a.schedule])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The benchmarks start and agree with themselves; how fast anything is, is no matter here."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from manymesh import schedules
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Imports a benchmark by name; what they import from each other is found beside them."""
+    monkeypatch.syspath_prepend(FOLDER)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if (FOLDER / f"{name}.py").exists():
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["compile", "dispatch", "memory", "one_core", "peers", "pipeline", "planning", "run"])
+def test_a_benchmark_can_be_imported(benchmark, name):
+    assert callable(benchmark(name).main)
+
+
+def test_by_hand_and_with_manymesh_train_alike(benchmark):
+    size = benchmark("_model").Size(blocks=2, width=8, hidden=16, batch=8, microbatches=4)
+    row = benchmark("pipeline").compare(size, "zero-bubble-h1", rounds=2, seconds=1)  # asserts equal losses
+    assert row["met"] in (True, False)
+
+
+def test_the_orders_by_hand_are_those_of_the_schedules(benchmark):
+    hand = benchmark("_hand")
+    for name in hand.SCHEDULES:
+        for stages, count in ((1, 2), (2, 3), (4, 8)):
+            ours = schedules.get(name).order(tuple(range(stages)), count).rows
+            rows = [[(a.kind, a.stage, a.microbatch) for a in row] for row in ours]
+            assert hand.rows(name, stages, count) == rows
+            assert sorted(hand.issue(rows)) == sorted(action for row in rows for action in row)
+
+
+def test_as_many_activations_live_as_the_simulator_says(benchmark):
+    row = benchmark("memory").measure("1f1b", stages=2, count=3)
+    assert (row["ours"], row["met"]) == ("2, 1", True)
+
+
+def test_planning_needs_no_device(benchmark):
+    assert benchmark("planning").measure("1f1b", stages=3, count=4)["met"] is True
