@@ -280,6 +280,9 @@ def _settings() -> tuple[Any, ...]:
 
 
 def _signature(x: Any) -> Any:
+    if type(x) is _compat.ConcreteArray:  # almost every leaf; its own properties ask the aval, one by one
+        aval = x.aval
+        return (aval.shape, aval.dtype, aval.weak_type)
     if isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         return (x.shape, x.dtype, getattr(x, "weak_type", False))
     return type(x)

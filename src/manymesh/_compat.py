@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax._src import mesh as mesh_lib
 from jax._src import sharding_impls, source_info_util
+from jax._src.array import ArrayImpl
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -25,6 +26,7 @@ Eqn = jex.JaxprEqn
 Jaxpr = jex.Jaxpr
 ClosedJaxpr = jex.ClosedJaxpr
 DropVar = jex.DropVar
+ConcreteArray = ArrayImpl  # the class of every array that is there, but for typed random keys
 
 _debug_info: list[Any] = []
 
@@ -52,6 +54,32 @@ def new_jaxpr(invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[Eqn]
     info = _plain_debug_info()
     info = info._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
     return Jaxpr([], list(invars), list(outvars), list(eqns), effects, debug_info=info)
+
+
+def with_eqns(jaxpr: Any, eqns: Sequence[Eqn]) -> Any:
+    """An open or closed jaxpr with other equations between the same inputs and results."""
+    inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+    new = inner.replace(eqns=list(eqns))
+    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+_plain_call: list[Any] = []
+
+
+def call_eqn(name: str, jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Any]) -> Eqn:
+    """The equation that calling a jitted function of this name would have left, from its jaxpr."""
+    if not _plain_call:
+        with without_mesh():
+            _plain_call.append(open_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0)).eqns[0])
+    template = _plain_call[0]
+    params = dict(template.params)
+    for key in ("in_shardings", "in_layouts", "donated_invars"):
+        params[key] = params[key][:1] * len(invars)
+    for key in ("out_shardings", "out_layouts"):
+        params[key] = params[key][:1] * len(outvars)
+    params |= {"name": name, "jaxpr": close(jaxpr)}
+    eqn: Eqn = template.replace(invars=list(invars), outvars=list(outvars), params=params, effects=jaxpr.effects)
+    return eqn
 
 
 def close(jaxpr: Jaxpr) -> ClosedJaxpr:

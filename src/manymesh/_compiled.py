@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from . import _compat
 from ._errors import ArgumentError
+from ._measure import loop_costs, measure
 from ._report import Report, make_report
 from ._runtime._execute import Executor
+from .schedules import Costs
 
 
 class Compiled:
@@ -53,6 +56,10 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
+        return self.call_flat(self._flatten(args, kwargs))
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The leaves of arguments that are what the step was compiled for."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self._in_tree:
             raise ArgumentError(
@@ -66,12 +73,16 @@ class Compiled:
                     f"{self.name}: argument {self._path(i)} was compiled as {aval.str_short()}, called with "
                     f"{found.str_short()}; call the function that mm.jit returned, which compiles for each shape and dtype"
                 )
-        return self.call_flat(leaves)
+        return leaves
 
     def call_flat(self, leaves: list[Any]) -> Any:
         """Runs the step on the flat list of its arguments' leaves."""
         for i, x in enumerate(leaves):
-            if isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted()):
+            if type(x) is _compat.ConcreteArray:  # almost every leaf, and isinstance(x, jax.Array) is slow
+                unusable = x.is_deleted()
+            else:
+                unusable = isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted())
+            if unusable:
                 raise self._unusable(i, x)
         results = self._executor(leaves)
         for o in self._copied:
@@ -120,6 +131,38 @@ class Compiled:
             f.name: executable.cost_analysis()
             for f, executable in zip(self.program.fragments, self._executor.lowered.executables, strict=True)
         }
+
+    def measure(self, *args: Any, loop: int = 0, **kwargs: Any) -> Costs:
+        """Times every task of a microbatch loop: the step runs once, one task at a time.
+
+        Args:
+          *args, **kwargs: arguments of the step; donated ones stay usable, for a copy of them is used.
+          loop: which of the program's microbatch loops.
+
+        Returns:
+          The costs of one microbatch: seconds, and bytes a device for activations, taken as spread evenly over a
+          submesh. `manymesh.schedules.simulate` and `search` take them.
+
+        Raises:
+          ArgumentError: the step has no such loop.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, manymesh as mm
+          >>> front, back = (mm.task(jnp.sin, name, devices=[i]) for i, name in enumerate(("front", "back")))
+          >>> run = mm.microbatch(lambda x: back(front(x)), num_microbatches=4, reduce="concat")
+          >>> costs = mm.jit(run).lower(jnp.ones(8)).compile().measure(jnp.ones(8))
+          >>> len(costs.forward), costs.backward, len(costs.transfer)
+          (2, None, 1)
+        """
+        if not 0 <= loop < len(self.program.loops):
+            raise ArgumentError(
+                f"{self.name}: measure(loop={loop}), but the step has {len(self.program.loops)} microbatch loops"
+            )
+        leaves = self._flatten(args, kwargs)
+        for i in self._donated:
+            leaves[i] = jnp.copy(leaves[i])
+        lowered = self._executor.lowered
+        return loop_costs(lowered, measure(self._executor, leaves), loop)
 
     def as_text(self) -> str:
         """The optimized program of every fragment."""
