@@ -35,10 +35,7 @@ hypothesis.settings.register_profile(
     # Shrinking a program compiles hundreds of others; a failing example is small enough to read as it is.
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
-hypothesis.settings.register_profile(
-    "fuzz", max_examples=500, deadline=None, derandomize=False, print_blob=True, suppress_health_check=_SLOW_EXAMPLES
-)
-hypothesis.settings.load_profile("ci")  # `--hypothesis-profile=fuzz` is read later and wins
+hypothesis.settings.load_profile("ci")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
