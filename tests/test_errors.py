@@ -100,9 +100,9 @@ def test_a_task_on_devices_that_do_not_exist():
 
 
 def test_a_mesh_that_is_no_mesh():
-    """A common slip: the tuple of submeshes instead of one."""
-    with raises(TypeError, "task 'a'", "mesh", "Mesh", "tuple"):
-        mm.Task("a", mesh=(mesh(),))
+    """A common slip: the name of the axis instead of the submesh; found type."""
+    with raises(TypeError, "task 'a'", "mesh", "Mesh", "str 'stage'"):
+        mm.Task("a", mesh="stage")
 
 
 def test_a_task_that_is_no_function():

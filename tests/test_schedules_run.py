@@ -9,9 +9,10 @@ import pytest
 
 import manymesh as mm
 from manymesh import schedules
+from manymesh.schedules import Action, Custom, Interleaved1F1B
 
 TABLE = [(1, 4), (2, 4), (3, 5), (4, 8), (8, 16)]
-NAMES = [n for n in schedules.names() if n != "custom"]
+ANYWHERE = ("gpipe", "1f1b", "eager-1f1b", "wavefront", "zero-bubble-h1", "zero-bubble-h2")
 WIDTH = 4
 
 
@@ -19,71 +20,150 @@ def block(w, x):
     return x + jnp.tanh(x @ w[0]) @ w[1]
 
 
+def plain_loss(params, x):
+    for p in params:
+        x = block(p, x)
+    return jnp.mean(x**2)
+
+
 @functools.cache
-def chain(devices):
-    """A chain of one block a stage, its step and its arguments."""
-    tasks = [mm.task(block, f"s{i}", devices=[d]) for i, d in enumerate(devices)]
+def runner():
+    """One step for every chain of blocks: stages that are alike share their executables."""
 
-    def loss(params, x):
-        for run, p in zip(tasks, params, strict=True):
-            x = run(p, x)
-        return jnp.mean(x**2)
+    def step(params, x, placement, schedule, microbatches):
+        tasks = [mm.task(block, f"s{i}", devices=[d]) for i, d in enumerate(placement)]
 
-    def step(params, x, schedule, microbatches):
+        def loss(params, x):
+            for run, p in zip(tasks, params, strict=True):
+                x = run(p, x)
+            return jnp.mean(x**2)
+
         run = mm.microbatch(
             jax.value_and_grad(loss), argnum=1, num_microbatches=microbatches, schedule=schedule, reduce="mean"
         )
         return run(params, x)
 
+    return mm.jit(step, static_argnums=(2, 3, 4))
+
+
+def parameters(stages):
     rng = np.random.default_rng(0)
     weight = lambda: jnp.asarray(rng.normal(size=(WIDTH, WIDTH)) * 0.3, jnp.float32)  # noqa: E731
-    return mm.jit(step, static_argnums=(2, 3)), [(weight(), weight()) for _ in devices]
+    return [(weight(), weight()) for _ in range(stages)]
 
 
-def placement(name, stages):
-    """Devices of a chain that the schedule admits, with `stages` submeshes where it wants two stages on each."""
+def batch(microbatches):
+    return jnp.asarray(np.random.default_rng(1).normal(size=(2 * microbatches, WIDTH)), jnp.float32)
+
+
+def plain_loop(params, x, microbatches):
+    """The mean over pieces, in a loop that uses nothing of the library."""
+    one = jax.jit(jax.value_and_grad(plain_loss))
+    results = [one(params, x[2 * m : 2 * m + 2]) for m in range(microbatches)]
+    return jax.tree.map(lambda *parts: sum(parts) / microbatches, *results)
+
+
+def by_hand(placement, microbatches, split):
+    """An order of nobody else's: the first two microbatches together, then one after the other."""
+    rows = [[] for _ in range(max(placement) + 1)]
+    stages = list(enumerate(placement))
+    for group in ([0, 1], *([m] for m in range(2, microbatches))):
+        for s, d in stages:
+            rows[d] += [Action("F", s, m) for m in group]
+        for s, d in reversed(stages):
+            rows[d] += [Action("B", s, m) for m in group]
+    for s, d in stages if split else ():
+        rows[d] += [Action("W", s, m) for m in range(microbatches)]
+    return Custom(tuple(map(tuple, rows)))
+
+
+def cases(stages, microbatches):
+    """Placements for a line of the table, each with the schedules that admit it."""
     line = tuple(range(stages))
-    if name == "interleaved":
-        return line * 2 if stages <= 4 else line
-    return line + line[::-1] if name in ("zbv", "dualpipev") else line
+    half = tuple(range(stages if stages <= 4 else stages // 2))  # two stages or more on each of these
+    yield line, [*ANYWHERE, by_hand(line, microbatches, False), by_hand(line, microbatches, True)]
+    yield half * 2, ["1f1b", "interleaved", Interleaved1F1B(2), "zero-bubble-h1", by_hand(half * 2, microbatches, True)]
+    yield half * 3, ["gpipe", Interleaved1F1B(3)]
+    yield half + half[::-1], ["zbv", "dualpipev", "zero-bubble-h2", "eager-1f1b", "wavefront"]
+
+
+def test_the_table_has_every_schedule():
+    """A schedule that is registered is tried on devices."""
+    tried = {schedules.get(s).name for line in TABLE for _, named in cases(*line) for s in named}
+    assert tried >= set(schedules.names())
 
 
 @pytest.mark.parametrize("stages,microbatches", TABLE)
 def test_every_schedule_gives_the_values_of_the_plain_loop(stages, microbatches):
     """Loss and gradients, for every schedule that admits the shape; equal bits where the backward is cut alike."""
-    first = {}
-    for name in NAMES:
-        if stages > 4 and name in ("zbv", "dualpipev"):
-            continue  # sixteen stages: planned without devices in tests/schedules
-        step, params = chain(placement(name, stages))
-        x = jnp.asarray(np.random.default_rng(1).normal(size=(2 * microbatches, WIDTH)), jnp.float32)
-        result = jax.tree.map(np.asarray, step(params, x, name, microbatches))
-        with mm.ignore_transforms():
-            expected = step(params, x, "gpipe", microbatches)
-        for a, e in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, e, rtol=2e-5, atol=1e-5)
-        key = (placement(name, stages), schedules.get(name).splits_backward)
-        for a, e in zip(jax.tree.leaves(result), jax.tree.leaves(first.setdefault(key, result)), strict=True):
-            np.testing.assert_array_equal(a, e)
+    x = batch(microbatches)
+    for placement, named in cases(stages, microbatches):
+        params = parameters(len(placement))
+        expected = plain_loop(params, x, microbatches)
+        first = {}
+        for schedule in named:
+            result = jax.tree.map(np.asarray, runner()(params, x, placement, schedule, microbatches))
+            for a, e in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(a, e, rtol=2e-5, atol=1e-5, err_msg=f"{schedule} on {placement}")
+            same = first.setdefault(schedules.get(schedule).splits_backward, result)
+            for a, e in zip(jax.tree.leaves(result), jax.tree.leaves(same), strict=True):
+                np.testing.assert_array_equal(a, e, err_msg=f"{schedule} on {placement}")
+
+
+@pytest.mark.parametrize("schedule", [*ANYWHERE, "interleaved"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_fewer_microbatches_than_stages(schedule, microbatches):
+    """They run, and wait."""
+    params, x = parameters(3), batch(microbatches)
+    result = runner()(params, x, (0, 1, 2), schedule, microbatches)
+    for a, e in zip(jax.tree.leaves(result), jax.tree.leaves(plain_loop(params, x, microbatches)), strict=True):
+        np.testing.assert_allclose(a, e, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("placement", [(0,), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1)])
+def test_each_row_runs_in_the_order_of_the_schedule(placement):
+    """Instruction by instruction: what a submesh runs is the row of the order, weight gradients included."""
+    names = [*ANYWHERE, by_hand(placement, 4, False), by_hand(placement, 4, True)]
+    if placement == (0, 1, 1, 0):
+        names += ["zbv", "dualpipev"]
+    for name in names:
+        lowered = runner().lower(parameters(len(placement)), batch(4), placement, name, 4)
+        fragments, (loop,) = lowered.program.fragments, lowered.program.loops
+        order = loop.schedule.order(loop.placement, 4)
+        assert loop.placement == placement or name in ANYWHERE  # which let neighbours on one submesh be one stage
+        for submesh, row in enumerate(order.rows):
+            ran = [
+                Action(f.kind, f.stage, i.microbatch)
+                for i in lowered.plan.stream(submesh)
+                if hasattr(i, "fragment") and (f := fragments[i.fragment]).tasks
+            ]
+            assert tuple(dict.fromkeys(ran)) == row, f"{name} on {placement}"
 
 
 def test_the_weight_gradients_are_a_fragment_of_their_own():
     """Zero-bubble schedules split the backward of every stage, the first included; others do not."""
-    step, params = chain((0, 1, 2))
-    x = jnp.ones((8, WIDTH))
-    kinds = {f.name: f.kind for f in step.lower(params, x, "zero-bubble-h1", 4).program.fragments if f.tasks}
-    assert kinds == {f"s{i}{end}": kind for i in range(3) for end, kind in (("", "F"), ("_bwd", "B"), ("_wgt", "W"))}
-    assert not any(f.kind == "W" for f in step.lower(params, x, "1f1b", 4).program.fragments)
+
+    def fragments(schedule):
+        return runner().lower(parameters(3), batch(4), (0, 1, 2), schedule, 4).program.fragments
+
+    whole = {f"s{i}{end}": kind for i in range(3) for end, kind in (("", "F"), ("_bwd", "B"), ("_wgt", "W"))}
+    for schedule in ("zero-bubble-h1", by_hand((0, 1, 2), 4, True)):
+        assert {f.name: f.kind for f in fragments(schedule) if f.tasks} == whole
+    for schedule in ("1f1b", by_hand((0, 1, 2), 4, False)):
+        assert not any(f.kind == "W" for f in fragments(schedule))
 
 
 ROWS = [["front", "front", "front_bwd", "front_bwd"], ["back", "back_bwd", "back", "back_bwd"]]
 
 
-def two_tasks(rows, **statements):
+def two_tasks(rows, microbatches=2, **statements):
     front = mm.task(block, "front", devices=[0])
     back = mm.task(lambda w, x: jnp.sum(block(w, x)), "back", devices=[1])
-    loss = lambda ws, x: back(ws[1], front(ws[0], x))  # noqa: E731
-    run = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=2, custom_schedule=rows, **statements)
+
+    def loss(ws, x):
+        return back(ws[1], front(ws[0], x))
+
+    run = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=microbatches, custom_schedule=rows, **statements)
     params = [(jnp.eye(WIDTH), jnp.eye(WIDTH))] * 2
     return run, params, jnp.ones((4, WIDTH))
 
@@ -100,15 +180,51 @@ def test_a_custom_schedule_of_task_names():
 @pytest.mark.parametrize(
     "rows,statements,words",
     [
-        ([["frnt"], ["back"]], {}, "row 0 of custom_schedule names 'frnt'; did you mean 'front'?"),
-        ([ROWS[0], ["back", "back", "back_bwd", "back_bwd"]], {"num_stages": 3}, "num_stages=3, but the program has 2"),
-        (ROWS, {"interleave": 2}, "interleave=2 says how many stages each submesh has"),
+        (
+            [["frnt"], ["back"]],
+            {},
+            "microbatch(loss): row 0 of custom_schedule names 'frnt'; did you mean 'front'? The tasks are "
+            "['back', 'back_bwd', 'front', 'front_bwd']",
+        ),
+        (
+            [["front"], ["zzz"]],
+            {},
+            "microbatch(loss): row 1 of custom_schedule names 'zzz'; The tasks are",
+        ),
+        (
+            [ROWS[0], ["back", "back", "back_bwd", "back_bwd"]],
+            {"num_stages": 3},
+            "microbatch(loss): num_stages=3, but the program has 2 stages on submeshes (0, 1) (2 if every task counts); "
+            "correct num_stages or leave it out",
+        ),
+        (
+            ROWS,
+            {"interleave": 2},
+            "microbatch(loss): interleave=2 says how many stages each submesh has, but the program has submesh 0: 1, "
+            "submesh 1: 1; correct interleave or leave it out",
+        ),
         (
             [["front", "front_bwd", "front", "front_bwd"], ["back", "back", "back_bwd", "back_bwd"]],
             {},
-            "front:B0 waits for back:B0 waits for back:F1 waits for front:F1 waits for front:B0",
+            "microbatch(loss): the schedule deadlocks: front:F1 waits for back:B0 waits for front:F1. In it submesh 0 "
+            "lists front:B0, which reads back:B0, before front:F1, and submesh 1 lists back:F1, which reads front:F1, "
+            "before back:B0; move one of them so that the circle opens.",
         ),
-        ([ROWS[0], ["back", "back_bwd"]], {}, "back:F1"),
+        (
+            [ROWS[0], ["back", "back_bwd"]],
+            {},
+            "microbatch(loss): submesh 1 never lists back:F1; list each action of its stages for each microbatch once.",
+        ),
+        (
+            [["front", "front", "front_bwd", "front_bwd"]],
+            {},
+            "microbatch(loss): the schedule has 1 rows, but placement (0, 1) has 2 submeshes; give one row per submesh.",
+        ),
+        (
+            [[(1, "front"), (0, "front"), "front_bwd", "front_bwd"], ROWS[1]],
+            {},
+            "microbatch(loss): submesh 0 lists front:F1 before front:F0; keep the microbatches of a stage in order",
+        ),
     ],
 )
 def test_an_impossible_custom_schedule_says_why(rows, statements, words):
@@ -116,11 +232,69 @@ def test_an_impossible_custom_schedule_says_why(rows, statements, words):
     run, params, x = two_tasks(rows, **statements)
     with pytest.raises(mm.errors.ScheduleError) as error:
         mm.jit(run).lower(params, x)
+    assert str(error.value).startswith(words)
+
+
+def test_a_circle_of_four_microbatches_names_the_tasks():
+    """The one of the documentation: front:F3 waits for back:B1 waits for front:F3."""
+    front = ["front"] * 3 + ["front_bwd"] * 2 + ["front"] + ["front_bwd"] * 2
+    back = ["back", "back_bwd"] + ["back"] * 3 + ["back_bwd"] * 3
+    run, params, _ = two_tasks([front, back], microbatches=4)
+    with pytest.raises(mm.errors.ScheduleError) as error:
+        mm.jit(run).lower(params, jnp.ones((8, WIDTH)))
+    assert "front:F3 waits for back:B1 waits for front:F3" in str(error.value)
+    assert "submesh 0 lists front:B1, which reads back:B1, before front:F3" in str(error.value)
+
+
+def test_a_custom_object_names_the_tasks_too():
+    """Rows of actions, given as a schedule, are checked under the names of the program."""
+    rows = [[Action(kind, s, m) for m in range(2) for kind in kinds] for s, kinds in enumerate(("BF", "FB"))]
+    with pytest.raises(mm.errors.ScheduleError, match="s0:B0 waits for s0:F0 waits for s0:B0"):
+        runner().lower(parameters(2), batch(2), (0, 1), Custom(rows), 2)
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        ({"schedule": "1f1c"}, "unknown schedule '1f1c'; did you mean '1f1b'?"),
+        ({"schedule": 3}, "expected the name of a schedule or a schedule, found 3"),
+        ({"schedule": "custom"}, "schedule 'custom' needs rows"),
+        (
+            {"schedule": "gpipe", "custom_schedule": ROWS},
+            "microbatch(plain_loss): custom_schedule goes with schedule='custom', found 'gpipe'",
+        ),
+    ],
+)
+def test_a_schedule_that_is_none(options, words):
+    """Said when the loop is described, before anything is traced."""
+    with pytest.raises(mm.errors.ScheduleError) as error:
+        mm.microbatch(plain_loss, argnum=1, num_microbatches=2, **options)
+    assert str(error.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    "schedule,placement,words",
+    [
+        (
+            "zbv",
+            (0, 1, 2),
+            "microbatch(loss): schedule 'zbv' needs two stages on each submesh in a V, for these submeshes",
+        ),
+        (
+            "dualpipev",
+            (0, 1, 0, 1),
+            "(0, 1, 1, 0), but found (0, 1, 0, 1); place the stages so or choose a schedule that",
+        ),
+        (
+            Interleaved1F1B(2),
+            (0, 1, 2),
+            "microbatch(loss): schedule 'interleaved' needs 2 stages on each submesh, dealt out",
+        ),
+    ],
+)
+def test_a_schedule_that_needs_another_placement_says_which(schedule, placement, words):
+    """The program's placement and the one that would do are both in the message."""
+    with pytest.raises(mm.errors.ScheduleError) as error:
+        runner().lower(parameters(len(placement)), batch(4), placement, schedule, 4)
     assert words in str(error.value)
-
-
-def test_a_v_schedule_on_a_chain_says_what_it_needs():
-    """ZBV needs two stages a submesh."""
-    step, params = chain((0, 1, 2))
-    with pytest.raises(mm.errors.ScheduleError, match="needs two stages on each submesh in a V"):
-        step.lower(params, jnp.ones((8, WIDTH)), "zbv", 4)
+    assert str(placement) in str(error.value)

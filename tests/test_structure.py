@@ -36,9 +36,11 @@ LAYERS = (
     "_reshard",
     "_runtime",
     "_report",
+    "_measure",
     "_progress",
     "_compiled",
     "_api",
+    "_parallelize",
     "__init__",  # the face, `import manymesh`
     "_flax_meta",
     "_flax_axes",

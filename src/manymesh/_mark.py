@@ -24,7 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _compat
 from ._errors import ArgumentError, AxisError, TaskError
-from ._scope import Scope, current_scope, enter_scope
+from ._implicit import Matcher
+from ._scope import Scope, carrying, current_scope, enter_scope
 from ._task import Task, names_as_axes
 
 P = ParamSpec("P")
@@ -41,12 +42,14 @@ class Recording:
       tasks: unique mark -> the task it stands for.
       loops: unique mark -> what `microbatch` said about the loop.
       findings: sentences about what is suspicious, in order, each once.
+      implicit: the tasks registered by name when the trace began.
       token: a number that no other recording of this process has or had; an ``id`` could come back.
     """
 
     tasks: dict[str, Task] = field(default_factory=dict)
     loops: dict[str, Any] = field(default_factory=dict)
     findings: dict[str, None] = field(default_factory=dict)
+    implicit: Matcher = field(default_factory=Matcher)
     _ids: Iterator[int] = field(default_factory=itertools.count)
     token: int = field(default_factory=itertools.count().__next__)
 
@@ -70,7 +73,8 @@ def recording(record: Recording) -> Iterator[None]:
     """Traces the block as a program: tasks and loops leave marks in ``record``."""
     token = _recording.set(record)
     try:
-        with _compat.separate_jit_caches(record.token), enter_scope(None):
+        carrier = carry_box_names if record.implicit else None
+        with _compat.separate_jit_caches(record.token), enter_scope(None), carrying(carrier):
             yield
     finally:
         _recording.reset(token)
@@ -198,20 +202,22 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
 def _call_nested(
     record: Recording, described: Task, outer: Scope, scope: Scope, fun: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    surrounding = outer.task
-    if (
-        described.mesh is not None
-        and surrounding is not None
-        and surrounding.mesh is not None
-        and described.mesh != surrounding.mesh
-    ):
-        raise TaskError(
-            f"task {described.name!r} on devices {[d.id for d in described.mesh.devices.flat]} is called inside task "
-            f"{surrounding.name!r} on devices {[d.id for d in surrounding.mesh.devices.flat]}; a task cannot leave the "
-            "submesh of the task around it: call one after the other, or place both on the same mesh"
-        )
+    if outer.task is not None:
+        check_nested(described, outer.task)
     with enter_scope(scope if described.mesh is not None else outer):
         return fun(*args, **kwargs)
+
+
+def check_nested(inner: Task, outer: Task, pattern: str | None = None) -> None:
+    """Raises a `TaskError` if a task cannot be inside another one; ``pattern`` is what made the outer one of a scope."""
+    if inner.mesh is None or outer.mesh is None or inner.mesh == outer.mesh:
+        return
+    made = f", which register_task({pattern!r}) makes of a scope" if pattern is not None else ""
+    raise TaskError(
+        f"task {inner.name!r} on devices {[d.id for d in inner.mesh.devices.flat]} is called inside task "
+        f"{outer.name!r} on devices {[d.id for d in outer.mesh.devices.flat]}{made}; a task cannot leave the "
+        "submesh of the task around it: call one after the other, or place both on the same mesh"
+    )
 
 
 def is_dynamic(leaf: Any) -> bool:
@@ -286,6 +292,29 @@ def _batch_names(params: dict[str, Any], dim: int) -> dict[str, Any]:
 
 # The identity, carrying per-dimension names to wherever the value is placed.
 constraint_p = _compat.linear_identity("manymesh_constraint", _apply_names, _batch_names)
+
+
+def _batch_box(params: dict[str, Any], dim: int) -> dict[str, Any]:
+    return {**params, **_batch_names(params, dim)}
+
+
+# The identity, carrying what a box says about a value to the implicit task that it may turn out to be in.
+box_constraint_p = _compat.linear_identity("manymesh_box", lambda x, **_: x, _batch_box)
+
+
+def carry_box_names(value: Any, names: tuple[Any, ...], rules: tuple[Any, ...], where: object) -> Any:
+    """Notes the names that a box gives to a value in a recording; elsewhere the value as it is.
+
+    Args:
+      value: an array.
+      names: one entry a dimension.
+      rules: logical rules of the box, after which those of the task come.
+      where: the box, for messages.
+    """
+    if current_recording() is None:
+        return value
+    label = where if isinstance(where, str) else type(where).__name__
+    return box_constraint_p.bind(value, names=tuple(names), rules=tuple(rules), where=label)
 
 
 def with_sharding_constraint(x: Any, spec: Any) -> Any:

@@ -44,6 +44,35 @@ def current_scope() -> Scope | None:
     return _scope.get()
 
 
+Carrier = Callable[[Any, tuple[Any, ...], Any, object], Any]
+
+_carrier: contextvars.ContextVar[Carrier | None] = contextvars.ContextVar("manymesh_carrier", default=None)
+
+
+def current_carrier() -> Carrier | None:
+    """What takes along a constraint made outside every task, for a task that code may turn out to be in.
+
+    Called with the value, the names of its axes, the rules for them, and what constrains it; returns the value.
+    None where there is a task already, or where no such task can come.
+    """
+    return _carrier.get() if _scope.get() is None else None
+
+
+def names_may_be_known() -> bool:
+    """Whether there is a task that may know names of axes, or one may come."""
+    return _scope.get() is not None or _carrier.get() is not None
+
+
+@contextlib.contextmanager
+def carrying(carrier: Carrier | None) -> Iterator[None]:
+    """Makes ``carrier`` take constraints along inside the block; None lets them be."""
+    token = _carrier.set(carrier)
+    try:
+        yield
+    finally:
+        _carrier.reset(token)
+
+
 @contextlib.contextmanager
 def enter_scope(scope: Scope | None) -> Iterator[None]:
     """Makes ``scope`` the current one inside the block; None hides an outer task."""

@@ -2,14 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from ._errors import MeshError
+
+
+@dataclass(frozen=True, order=True)
+class PlannedDevice:
+    """Stands for a device that is not at hand; equal to any other of its id.
+
+    Attributes:
+      id: its number, from 0.
+    """
+
+    # What `jax.sharding.Mesh` and `jax.make_mesh` ask of a device.
+    platform: ClassVar[str] = "planned"
+    device_kind: ClassVar[str] = "planned"
+    process_index: ClassVar[int] = 0
+    id: int
+
+    def __repr__(self) -> str:
+        return f"PlannedDevice({self.id})"
+
+    @property
+    def client(self) -> Any:
+        """What JAX asks for when it wants to put an array here.
+
+        Raises:
+          MeshError: always.
+        """
+        raise MeshError(
+            f"{self!r} only stands for a device: a step can be lowered for it, but no array can be put there; use "
+            "devices of jax.devices() for that"
+        )
+
+
+def planned_devices(count: int) -> list[Any]:
+    """Devices to plan with on a machine that does not have them.
+
+    They go wherever ``jax.devices()`` go when a step is described: into ``jax.make_mesh(..., devices=)``,
+    ``jax.sharding.Mesh``, `submeshes` and ``Task(devices=)``. ``mm.jit(step).lower(*args)``, with
+    `jax.ShapeDtypeStruct` for arguments, then gives the program and its instructions, and no array is made.
+    To run, describe the step with real devices.
+
+    Args:
+      count: how many.
+
+    Returns:
+      Devices with the ids 0 to ``count - 1``; those of two calls are the same.
+
+    Raises:
+      MeshError: `count` is not a positive number; later, ``lower(...).compile()`` or a call of the step.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, manymesh as mm
+      >>> mesh = jax.make_mesh((2, 64), ("stage", "data"), devices=mm.planned_devices(128))
+      >>> front, back = (mm.task(jnp.sin, name, mesh=m) for name, m in zip("ab", mm.submeshes(mesh, "stage")))
+      >>> mm.jit(lambda x: back(front(x))).lower(jax.ShapeDtypeStruct((1024, 8), "float32")).program.edges[0].nbytes
+      32768
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise MeshError(f"planned_devices: count has to be a positive int, found {count!r}")
+    return [PlannedDevice(i) for i in range(count)]
+
+
+def require_devices(name: str, meshes: Iterable[Mesh]) -> None:
+    """Refuses to go on where a submesh is only planned.
+
+    Args:
+      name: name of the step, for the message.
+      meshes: its submeshes.
+
+    Raises:
+      MeshError: one of them holds a planned device.
+    """
+    for i, mesh in enumerate(meshes):
+        planned = [d for d in mesh.devices.flat if isinstance(d, PlannedDevice)]
+        if planned:
+            raise MeshError(
+                f"mm.jit({name}): submesh {i} {dict(mesh.shape)} has planned devices "
+                f"{_ranges([d.id for d in planned])}, which only stand for real ones: the step can be lowered, but not "
+                "compiled or run; describe it with devices of jax.devices() for that"
+            )
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
@@ -71,11 +152,10 @@ def resolve_devices(devices: Any) -> np.ndarray[Any, Any]:
                 ids = sorted(by_id)
                 raise MeshError(f"devices: there is no device with id {int(d)}; this process sees ids {_ranges(ids)}")
             d = by_id[int(d)]
-        elif not isinstance(d, jax.Device):
+        elif not isinstance(d, (jax.Device, PlannedDevice)):
             raise MeshError(f"devices: expected jax devices or their integer ids, found {type(d).__name__} {d!r}")
         out[index] = d
-    ids = [d.id for d in out.flat]
-    twice = sorted({i for i in ids if ids.count(i) > 1})
+    twice = sorted({d.id for d, times in Counter(out.flat).items() if times > 1})
     if twice:
         raise MeshError(f"devices: device ids {twice} are named more than once")
     return out

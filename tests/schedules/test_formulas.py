@@ -73,6 +73,20 @@ def test_zero_bubble_h1(p: int, m: int) -> None:
     assert result.live_activations == (p,) * p
 
 
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["zero-bubble-h1", "zero-bubble-h2"])
+def test_zero_bubble_with_fewer_microbatches_than_stages(name: str, p: int) -> None:
+    """The formula is out of reach there, and no schedule is faster.
+
+    The last stage starts after p - 1 forwards, runs m forwards and m input gradients, and from its last one the
+    way back to the first stage's weight gradient is p - 1 input gradients and that weight gradient.
+    """
+    for m in range(1, p + 1):
+        way = (p - 1) + m * 2 + (p - 1) + 1
+        assert way >= WORK * m + (p - 1)
+        assert simulate(name, p, m).makespan == way
+
+
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p - 1])
 def test_zero_bubble_h2(p: int, m: int) -> None:
     """(p - 1)(F + B - 2W) = 0 without a barrier at the end of the step; 2p - 1 activations."""

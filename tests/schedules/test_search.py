@@ -6,7 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manymesh.errors import ScheduleError
-from manymesh.schedules import Choice, Costs, Custom, check, get, live_activations, peak_memory, search, simulate
+from manymesh.schedules import (
+    Choice,
+    Costs,
+    Custom,
+    _search,
+    check,
+    get,
+    live_activations,
+    names,
+    peak_memory,
+    search,
+    simulate,
+)
 from manymesh.schedules._greedy import Load, greedy
 from schedules.strategies import ANYWHERE, NAMED, placements, times
 
@@ -72,6 +84,30 @@ def test_never_worse_than_the_best_named_schedule(submeshes: int, virtual: int, 
     check_choice(choice, cost)
     assert memory is None or max(choice.memory) <= memory * (1 + 1e-9)
     assert not named or choice.simulation.makespan <= min(named) * (1 + 1e-9)
+
+
+def test_it_tries_every_name(monkeypatch) -> None:
+    """Those that are registered, and on equal stages the V that none of the list-scheduled orders beats."""
+    tried = []
+    monkeypatch.setattr(_search, "get", lambda named: tried.append(named) or get(named))
+    choice = search(Costs(forward=16.0, backward=32.0), 8, [16], submeshes=4)
+    assert set(tried) == set(names())
+    assert choice.simulation.makespan == simulate("zbv", 8, 16, forward=1.0, backward=2.0).makespan
+
+
+def test_it_tries_the_usual_placements() -> None:
+    """In blocks, dealt out and in a V: whichever is the best one is found."""
+    for placement, name in (((0, 1, 2, 3) * 3, "interleaved"), ((0, 1, 2, 3, 3, 2, 1, 0), "zbv")):
+        stages = len(placement)
+        named = simulate(name, microbatches=8, placement=placement, forward=4 / stages, backward=8 / stages)
+        choice = search(Costs(forward=32 / stages, backward=64 / stages), stages, [8], submeshes=4, schedules=[name])
+        assert choice.simulation.makespan <= named.makespan
+        choice = search(Costs(forward=32 / stages, backward=64 / stages), stages, [8], submeshes=4, schedules=[])
+        assert choice.placement != tuple(s * 4 // stages for s in range(stages))
+    assert _search._usual_placements(4, 2) == [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0)]
+    assert _search._usual_placements(5, 2) == [(0, 0, 0, 1, 1)]
+    slow = Costs(forward=8.0, backward=16.0, transfer=1e3)
+    assert search(slow, 8, [8], submeshes=4).placement == (0, 0, 1, 1, 2, 2, 3, 3)
 
 
 def test_it_beats_the_named_ones_on_unequal_stages() -> None:

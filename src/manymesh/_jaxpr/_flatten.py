@@ -126,13 +126,13 @@ class _Flattener:
             if result in actual:  # handed through unchanged
                 env[outer] = actual[result]
                 continue
-            chain = cheap_chain(result, producer, actual)
+            chain = cheap_chain(result, producer, actual) if loop is not None else []
             # A weight's cast or constraint, kept for the backward pass: recompute it there instead of
             # storing a copy of the weight for every microbatch in flight.
             if chain and actual[chain[0].invars[0]] not in self._varying:
                 sub = {chain[0].invars[0]: actual[chain[0].invars[0]]}
                 for e in chain:
-                    self.nodes.append(Node(substitute(e, sub), None, True, loop))
+                    self.nodes.append(Node(substitute(e, sub), None, True, loop, beside=part))
                 env[outer] = sub[result]
 
     def _of_iteration(self, mark: str) -> str | None:
@@ -376,6 +376,8 @@ class _Flattener:
         return self._marked[key]
 
     def _is_opened(self, eqn: Any, stack: str) -> bool:
+        if not jaxprs_of(eqn):
+            return False
         return self._holds_mark(eqn) or bool(matched_inside(eqn, stack, self.record.implicit))
 
     def _tasks_in(self, eqn: Any, stack: str) -> list[str]:

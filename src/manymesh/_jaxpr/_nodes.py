@@ -27,6 +27,7 @@ class Node:
         sharding follows the loop's.
       apart: whether it takes a stacked value apart, layer by layer. It stays out of the layers' fragments, which
         would otherwise differ by their index.
+      beside: mark of the task on whose submesh it runs, though it is no part of it.
       stack: its name stack: the scopes it was traced in. Empty for what no user wrote.
       weight: whether it is the half of a backward task that only makes weight gradients.
     """
@@ -38,6 +39,7 @@ class Node:
     deferred: bool = False
     weight: bool = False
     apart: bool = False
+    beside: str | None = None
     stack: str = ""
 
     @property

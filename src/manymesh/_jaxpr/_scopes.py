@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import _compat
-from .._implicit import Iteration, Matcher, called, path_of
+from .._implicit import Iteration, Matcher, Path, called, path_of
 
 
 def jaxprs_of(eqn: Any) -> list[Any]:
@@ -38,10 +38,12 @@ def matched_inside(eqn: Any, stack: str, matcher: Matcher) -> list[str]:
       stack: its name stack, complete.
       matcher: the registered tasks.
     """
-    if not matcher or not jaxprs_of(eqn) or matcher.match(stack, is_backward(stack)) is not None:
+    if not matcher or matcher.match(stack, is_backward(stack)) is not None:
         return []
+    path = path_of(stack)
+    around = path[-1:] if path and isinstance(path[-1], Iteration) else ()
     found: dict[str, None] = {}
-    for names, inner in scopes_in(eqn):
+    for names, inner in _in_eqn(eqn, around, set()):
         made = matcher.task(names, is_backward(stack) or is_backward(inner))
         if made is not None:
             found[made[0].name or names[0]] = None
@@ -50,40 +52,39 @@ def matched_inside(eqn: Any, stack: str, matcher: Matcher) -> list[str]:
 
 def scope_names(closed: Any) -> set[str]:
     """Every name by which a scope of a program could be matched."""
-    return {name for names, _ in _in_jaxpr(closed, 0, set()) for name in names}
+    return {name for names, _ in _in_jaxpr(closed, (), set()) for name in names}
 
 
-def scopes_in(eqn: Any) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Names of each scope inside an equation, and the name stack of what carries it, from the equation on."""
-    yield from _in_eqn(eqn, set())
+# Names of each scope, and the name stack of what carries it. ``around`` are the iterations of the scan in whose
+# body it is, where no scope is between.
+_Scopes = Iterator[tuple[tuple[str, ...], str]]
 
 
-def _in_eqn(eqn: Any, seen: set[Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    length = _compat.scan_parts(eqn).length if eqn.primitive.name == "scan" else 0
+def _in_eqn(eqn: Any, around: Path, seen: set[Any]) -> _Scopes:
+    if eqn.primitive.name == "scan":
+        length = _compat.scan_parts(eqn).length
+        around = tuple(Iteration(i, length) for i in range(length))
     for jaxpr in jaxprs_of(eqn):
-        yield from _in_jaxpr(jaxpr, length, seen)
+        yield from _in_jaxpr(jaxpr, around, seen)
 
 
-def _in_jaxpr(jaxpr: Any, length: int, seen: set[Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """``length``: of the scan whose body it is, else 0."""
-    if (id(jaxpr), length) in seen:
+def _in_jaxpr(jaxpr: Any, around: Path, seen: set[Any]) -> _Scopes:
+    if (id(jaxpr), around) in seen:
         return
-    seen.add((id(jaxpr), length))
+    seen.add((id(jaxpr), around))
     stacks: set[str] = set()
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
         stack = _compat.name_stack(eqn)
         if stack not in stacks:
             stacks.add(stack)
-            yield from _on_path(stack, length)
-        yield from _in_eqn(eqn, seen)
+            yield from _on_path(stack, around)
+        yield from _in_eqn(eqn, () if path_of(stack) else around, seen)
 
 
-def _on_path(stack: str, length: int) -> Iterator[tuple[tuple[str, ...], str]]:
+def _on_path(stack: str, around: Path) -> _Scopes:
     path = path_of(stack)
-    for at, name in enumerate(path):
-        if at == 0 and length:
-            for i in range(length):
-                yield called((Iteration(i, length), *path), 1), stack
-        else:
-            assert isinstance(name, str), "iterations come from unrolling"
-            yield (name,), stack
+    for at in range(len(path)):
+        for iteration in around if at == 0 else ():
+            yield called((iteration, *path), 1), stack
+        if at or not around:
+            yield called(path, at), stack

@@ -74,7 +74,8 @@ class _Placer:
             for v in dict.fromkeys(n.inputs):
                 self.consumers[v].append(n)
         for n in flat.nodes:
-            mesh = record.tasks[n.task].mesh if n.task is not None else None
+            mark = n.task or n.beside
+            mesh = record.tasks[mark].mesh if mark is not None else None
             if mesh is not None:
                 self.where[n] = self._submesh(mesh)
                 self.reason[n] = "task"

@@ -54,11 +54,7 @@ def check_progress(order: Order, *, labels: Callable[[Action], str] = str) -> tu
     walked = walk(order)
     if len(walked.actions) == sum(map(len, order.rows)):
         return walked.actions
-    circle = " waits for ".join(labels(action) for action in _circle(order, walked.positions))
-    raise ScheduleError(
-        f"the schedule deadlocks: {circle}. Each waits for a result it reads or for what its submesh lists "
-        "before it; move one of them so that the circle opens."
-    )
+    raise ScheduleError(_describe(_circle(order, walked.positions), order, labels))
 
 
 def _check_rows(order: Order) -> None:
@@ -113,22 +109,35 @@ def _missing(submesh: int, action: Action, labels: Callable[[Action], str]) -> S
     )
 
 
-def _circle(order: Order, positions: tuple[int, ...]) -> list[Action]:
-    """The actions of one deadlock, each waiting for the next, the first repeated at the end.
+def _circle(order: Order, positions: tuple[int, ...]) -> list[tuple[Action, Action]]:
+    """One deadlock: heads of unfinished rows, each with a result that it reads and that has not been made.
 
-    The head of every unfinished row waits for a producer that has not run. That producer is
-    in an unfinished row, behind or at its head; so heads lead to heads until one comes twice.
+    That result comes from an unfinished row, behind its head or as its head; so heads lead to heads until one
+    comes twice. The result that an entry awaits is on the submesh of the next entry.
     """
     ran = {action for row, position in zip(order.rows, positions, strict=True) for action in row[:position]}
     submesh = next(s for s, row in enumerate(order.rows) if positions[s] < len(row))
-    heads: dict[int, list[Action]] = {}  # submesh -> its head and the producer that it waits for
+    heads: dict[int, tuple[Action, Action]] = {}
     while submesh not in heads:
         head = order.rows[submesh][positions[submesh]]
-        producer = next(p for p in producers(order, head) if p not in ran)
-        heads[submesh] = [head, producer]
-        submesh = order.placement[producer.stage]
-    order_seen = list(heads)
-    circle = [action for s in order_seen[order_seen.index(submesh) :] for action in heads[s]]
-    # A producer may be the head of its row: then it is the next entry too.
-    closed = [*circle, circle[0]]
-    return [action for i, action in enumerate(closed) if i == 0 or action != closed[i - 1]]
+        awaited = next(p for p in producers(order, head) if p not in ran)
+        heads[submesh] = (head, awaited)
+        submesh = order.placement[awaited.stage]
+    seen = list(heads)
+    return [heads[s] for s in seen[seen.index(submesh) :]]
+
+
+def _describe(circle: list[tuple[Action, Action]], order: Order, labels: Callable[[Action], str]) -> str:
+    """The circle from result to result, the earliest stage first, and why each waits for the next."""
+    start = min(range(len(circle)), key=lambda k: (circle[k][1].stage, "FBW".index(circle[k][1].kind)))
+    circle = circle[start:] + circle[:start]
+    reasons = []
+    for (_, result), (head, awaited) in zip(circle, [*circle[1:], circle[0]], strict=True):
+        reads = f"{labels(head)}, which reads {labels(awaited)}, before {labels(result)}"
+        submesh = order.placement[head.stage]
+        reasons.append(
+            f"{labels(head)} reads {labels(awaited)}" if head == result else f"submesh {submesh} lists {reads}"
+        )
+    named = [awaited for _, awaited in circle] if len(circle) > 1 else [*circle[0]]
+    text = " waits for ".join(labels(action) for action in [*named, named[0]])
+    return f"the schedule deadlocks: {text}. In it {', and '.join(reasons)}; move one of them so that the circle opens."

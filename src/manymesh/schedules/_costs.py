@@ -36,11 +36,12 @@ class Costs:
     activation: Times = 1.0
     overhead: float = 0.0
 
-    def split(self, microbatches: int) -> Costs:
+    def split(self, microbatches: float) -> Costs:
         """The costs of one of several equal microbatches of a batch that has these costs.
 
         Args:
-          microbatches: how many pieces the batch is cut into.
+          microbatches: how many pieces the batch is cut into; costs of one of 8 pieces become those of one of 16
+            by ``split(16 / 8)``.
 
         Returns:
           Every cost divided by `microbatches`, except the overhead.

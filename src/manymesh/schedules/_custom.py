@@ -40,6 +40,11 @@ class Custom(AbstractSchedule):
                         "Action('F', stage, microbatch)."
                     )
 
+    @property
+    def splits_backward(self) -> bool:  # type: ignore[override]  # the rows say it, not the class
+        """Whether a row holds a ``W``."""
+        return any(action.kind == "W" for row in self.rows for action in row)
+
     def default_placement(self, num_stages: int) -> tuple[int, ...]:
         """See `AbstractSchedule.default_placement`: each stage where the rows have it first."""
         home = {action.stage: submesh for submesh, row in reversed(list(enumerate(self.rows))) for action in row}
@@ -51,7 +56,6 @@ class Custom(AbstractSchedule):
     def order(self, placement: Sequence[int], num_microbatches: int, *, backward: bool = True) -> Order:
         """See `AbstractSchedule.order`; raises what `check` raises."""
         placement = validate(self.name, placement, num_microbatches)
-        splits = backward and any(action.kind == "W" for row in self.rows for action in row)
-        order = Order(placement, num_microbatches, self.rows, splits, backward)
+        order = Order(placement, num_microbatches, self.rows, backward and self.splits_backward, backward)
         check(order)
         return order

@@ -6,6 +6,10 @@ wait at the end. The bubble shrinks to ``(p - 1) (F + B - W)``, from ``(p - 1) (
 (``B`` being the input gradient alone), and no stage keeps more than the ``p`` activations
 of 1F1B's first stage.
 
+With ``m < p`` microbatches that bubble is out of reach: the last stage waits for ``p - 1`` forwards,
+runs ``m`` of each, and the last gradient goes back over ``p - 1`` stages and becomes a weight gradient
+there. That makes ``(m + p - 1) (F + B) + W`` for any schedule, and this one takes no longer.
+
 Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, section 2.
 """
 

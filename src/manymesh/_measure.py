@@ -1,0 +1,99 @@
+"""Task times, measured: what `manymesh.schedules.search` needs to know of a compiled step."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._jaxpr._nodes import nbytes
+from ._program import Program
+from ._runtime._execute import Executor
+from ._runtime._instructions import Run
+from ._runtime._lower import Lowered
+from .schedules import Costs
+
+
+def measure(executor: Executor, leaves: list[Any]) -> list[float]:
+    """Runs a step once, waiting after each instruction.
+
+    Args:
+      executor: the step.
+      leaves: its arguments, flat; donated ones are gone afterwards.
+
+    Returns:
+      ``float[instruction]``, the seconds that each took.
+    """
+    seconds: list[float] = []
+
+    def clocked(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*values: Any) -> Any:
+            start = time.perf_counter()
+            results = jax.block_until_ready(call(*values))
+            seconds.append(time.perf_counter() - start)
+            return results
+
+        return run
+
+    alone = copy.copy(executor)  # the caller's executor keeps its own instructions
+    alone.code = [(clocked(call), *rest) for call, *rest in executor.code]
+    jax.block_until_ready(leaves)
+    alone(leaves)
+    return seconds
+
+
+def loop_costs(lowered: Lowered, seconds: list[float], loop: int) -> Costs:
+    """The costs of one microbatch of a loop, each the median over its microbatches.
+
+    Args:
+      lowered: the step.
+      seconds: ``float[instruction]``, as from `measure`.
+      loop: which of its loops.
+
+    Returns:
+      Seconds for the stages and for the hops between them, and bytes a device for the activations.
+    """
+    program = lowered.program
+    plan = program.loops[loop]
+    stages = len(plan.placement)
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)  # (kind, stage) -> each microbatch
+    hops: dict[int, list[float]] = defaultdict(list)
+    runs: dict[int, list[float]] = defaultdict(list)
+    maker = None
+    for ins, took in zip(lowered.plan.instructions, seconds, strict=True):
+        if isinstance(ins, Run):
+            maker = program.fragments[ins.fragment]
+            if maker.loop == loop:
+                runs[ins.fragment].append(took)
+        elif maker is not None and maker.loop == loop:
+            hops[(maker.stage or 0) - (maker.kind != "F")].append(took)
+    for index, each in runs.items():
+        f = program.fragments[index]
+        times[f.kind, f.stage or 0].append(median(each))
+    forward, backward, weight = ([sum(times.get((kind, s), ())) for s in range(stages)] for kind in ("F", "B", "W"))
+    return Costs(
+        forward=tuple(forward),
+        backward=tuple(b + w for b, w in zip(backward, weight, strict=True)) if any(backward) else None,
+        weight=tuple(weight) if any(weight) else None,
+        transfer=tuple(median(hops[s]) if s in hops else 0.0 for s in range(stages - 1)),
+        activation=tuple(_activations(program, loop, plan.placement)),
+    )
+
+
+def _activations(program: Program, loop: int, placement: tuple[int, ...]) -> list[float]:
+    """Bytes a device that each stage keeps of a microbatch: what its backward pass reads of its forward pass."""
+    made = {inner for inner, _ in program.loops[loop].cut}
+    read: dict[int, set[Any]] = defaultdict(set)
+    for f in program.body(loop):
+        if f.kind == "F":
+            made.update(f.outvars)
+        else:
+            read[f.stage or 0].update(f.invars)
+    sizes = [program.submeshes[s].size for s in placement]
+    return [float(np.ceil(sum(nbytes(v.aval) for v in read[s] & made) / size)) for s, size in enumerate(sizes)]

@@ -1,0 +1,169 @@
+"""Linen models whose modules become tasks by their names."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+import manymesh as mm
+from manymesh.flax import parallelize_step, shard_axes
+from stages import assert_agrees, assert_same, reference
+
+WIDTH, ROWS = 16, 24
+
+
+@pytest.fixture(autouse=True)
+def no_tasks_left():
+    """What one test registers does not place another's program."""
+    yield
+    mm.clear_tasks()
+
+
+def mesh(*ids):
+    return Mesh(np.array([jax.devices()[i] for i in ids]), ("model",))
+
+
+def batch():
+    return jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, WIDTH)), jnp.float32)
+
+
+def fragments(fun, *args):
+    """(name, devices) of each fragment that holds a task."""
+    program = mm.jit(fun).lower(*args).program
+    return [(f.name, [d.id for d in program.submeshes[f.submesh].devices.flat]) for f in program.fragments if f.tasks]
+
+
+class Block(nn.Module):
+    """Made in setup, with axes named for the parameters."""
+
+    boxes: str = "ours"
+
+    def setup(self):
+        init = {
+            "ours": shard_axes("embed", "hidden"),
+            "flax": nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "hidden")),
+        }[self.boxes]
+        self.inside = nn.Dense(32, kernel_init=init)
+        self.outside = nn.Dense(WIDTH)
+
+    def __call__(self, x):
+        return x + self.outside(nn.gelu(self.inside(x)))
+
+
+class Model(nn.Module):
+    """Some layers with names of their own, some with automatic ones."""
+
+    remat: bool = False
+    boxes: str = "ours"
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Block) if self.remat else Block
+        x = nn.Dense(WIDTH, name="embed")(x)
+        x = block(boxes=self.boxes, name="first")(x)
+        x = block(boxes=self.boxes, name="second")(x)
+        return nn.Dense(1, name="head")(x)
+
+
+RULES = [("hidden", "model"), ("embed", None)]
+
+
+def training(model):
+    params = model.init(jax.random.key(0), batch())
+
+    def loss(params, x):
+        return jnp.mean(model.apply(params, x) ** 2)
+
+    return loss, params
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_linen_model_is_placed_with_no_edit(remat):
+    """By the names of its modules, as a pipeline."""
+    mm.register_task("embed|first", mesh=mesh(0, 1), logical_axes=RULES)
+    mm.register_task("second|head", mesh=mesh(2, 3), logical_axes=RULES)
+    loss, params = training(Model(remat))
+    step = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4, schedule="1f1b", reduce="mean")
+    found = dict(fragments(step, params, batch()))
+    assert {k: v for k, v in found.items() if "bwd" not in k} == {
+        "embed": [0, 1], "first": [0, 1], "second": [2, 3], "head": [2, 3]
+    }  # fmt: skip
+    assert {k.split("_bwd")[0]: v for k, v in found.items() if "bwd" in k} == {
+        "embed": [0, 1], "first": [0, 1], "second": [2, 3], "head": [2, 3]
+    }  # fmt: skip
+    jitted = mm.jit(step)
+    assert_same(jitted(params, batch()), reference(jitted, params, batch()))
+    program = jitted.lower(params, batch()).program
+    assert program.loops[0].in_order
+    for name in ("embed", "first", "second", "head"):  # both passes are of one task, so of one stage
+        assert len({m for f in program.fragments for m in re.findall(rf"name=({name}__mm\d+)", str(f.jaxpr))}) == 1
+
+
+def test_parallelize_step_leaves_the_placement_to_registered_tasks():
+    """A model without tasks would otherwise be one task on the whole mesh."""
+
+    class Loss(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.mean(Model()(x) ** 2)
+
+    mm.register_task("embed|first", mesh=mesh(0, 1), logical_axes=RULES)
+    mm.register_task("second|head", mesh=mesh(2, 3), logical_axes=RULES)
+    whole = jax.make_mesh((4,), ("model",), devices=jax.devices()[:4])
+    step, state, _ = parallelize_step(Loss(), optax.sgd(1e-2), whole, batch())
+    loss, state = step(state, batch())
+    placed = {k: {d.id for d in jax.tree.leaves(v)[0].devices()} for k, v in state.params["Model_0"].items()}
+    assert placed == {"embed": {0, 1}, "first": {0, 1}, "second": {2, 3}, "head": {2, 3}}
+    assert np.isfinite(loss)
+
+
+@pytest.mark.parametrize("boxes", ["ours", "flax"])
+def test_boxes_mean_what_the_task_says(boxes):
+    """Ours where they are opened; Flax's, which say nothing then, by what the arguments carry."""
+    mm.register_task("embed|first", mesh=mesh(0, 1), logical_axes=RULES)
+    mm.register_task("second|head", mesh=mesh(2, 3), logical_axes=RULES)
+    loss, params = training(Model(boxes=boxes))
+    program = mm.jit(jax.grad(loss)).lower(params, batch()).program
+    spec = re.compile(r"spec=P\w*\(None, 'model'\)")
+    constrained = {f.name for f in program.fragments if spec.search(str(f.jaxpr))}
+    assert {"first", "second", "first_bwd", "second_bwd"} <= constrained
+    assert not any(n.startswith(("embed", "head")) for n in constrained)
+    step = mm.jit(jax.value_and_grad(loss))
+    actual = step(params, batch())
+    assert_same(actual, reference(step, params, batch()))
+    kernel = actual[1]["params"]["first"]["inside"]["kernel"]
+    assert kernel.value.sharding.spec == jax.sharding.PartitionSpec(None, "model")
+
+
+class Stacked(nn.Module):
+    """Layers stacked by nn.scan."""
+
+    @nn.compact
+    def __call__(self, x):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return x + nn.tanh(nn.Dense(WIDTH)(x)), None
+
+        scan = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=5)
+        x, _ = scan(name="layers")(x, None)
+        return nn.Dense(1, name="head")(x)
+
+
+def test_stacked_linen_layers_over_submeshes():
+    """Five layers over three submeshes, which does not divide."""
+    loss, params = training(Stacked())
+    step = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2, reduce="mean")
+    mm.register_task(r"layers\[(\d+)\]", callback=lambda match, _: mm.Task(devices=[int(match[1]) // 2]))
+    mm.register_task("head", devices=[2])
+    found = fragments(step, params, batch())
+    assert [d for n, d in found if "bwd" not in n] == [[0], [0], [1], [1], [2], [2]]
+    assert {n.split("_bwd")[0]: d for n, d in found if "bwd" in n} == {
+        **{f"layers[{i}]": [i // 2] for i in range(5)}, "head": [2]
+    }  # fmt: skip
+    assert_agrees(step, params, batch())
