@@ -304,3 +304,75 @@ def test_submeshes_of_unequal_sizes(parts):
     spans = {f.name: len(compiled.program.submeshes[f.submesh].devices.flat) for f in compiled.program.fragments}
     assert [spans[f"stage{i}_bwd"] for i in range(3)] == [len(p) for p in parts]
     check(loss, params, floats(8, WIDTH))
+
+
+def two_stages():
+    """Two dense layers whose weights are too large to be sent unseen, and their squared mean."""
+    run = [mm.task(lambda w, x: jnp.tanh(x @ w), f"stage{i}", devices=[i]) for i in range(2)]
+
+    def loss(p, x):
+        return jnp.mean(run[1](p[1], run[0](p[0], x)) ** 2)
+
+    return loss, [floats(32, 32, seed=i) / 6 for i in range(2)]
+
+
+def train(step, state, steps=3):
+    """Steps of the compiled and of the reference program, compared; returns the compiled step."""
+    compiled, plain = mm.jit(step), state
+    for i in range(steps):
+        state, value = compiled(state, floats(8, 32, seed=i))
+        plain, expected = reference(step, plain, floats(8, 32, seed=i))
+        assert_same((state, value), (plain, expected), tolerance=1e-4)
+    return compiled.lower(state, floats(8, 32)).compile()
+
+
+def bytes_of(compiled):
+    """Bytes that cross in a step, between any submeshes."""
+    return sum(e.nbytes for e in compiled.report().edges)
+
+
+def test_gradient_accumulation_over_steps():
+    """optax.MultiSteps decides in one lax.cond over all parameters; they stay where they are."""
+    loss, params = two_stages()
+    optimizer = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), every_k_schedule=2)
+
+    def step(state, x):
+        value, grads = microbatched(jax.value_and_grad(loss), num_microbatches=2)(state[0], x)
+        updates, moments = optimizer.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), moments), value
+
+    compiled = train(step, (params, optimizer.init(params)), steps=4)
+    assert bytes_of(compiled) < 4 * 8 * 32 * 4  # activations and scalars, no parameter
+
+
+def test_an_average_of_parameters_metrics_and_two_loops():
+    """An EMA beside the parameters, a loop that trains and one that only evaluates, and metrics of both."""
+    loss, params = two_stages()
+
+    def step(state, x):
+        p, ema = state
+        (value, norm), grads = microbatched(
+            jax.value_and_grad(lambda p, x: (loss(p, x), jnp.max(x)), has_aux=True), num_microbatches=2
+        )(p, x)
+        p = jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
+        ema = jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, ema, p)
+        evaluated = microbatched(loss, num_microbatches=4)(ema, x)
+        return (p, ema), {"loss": value, "evaluated": evaluated, "largest": norm}
+
+    compiled = train(step, (params, params))
+    assert len(compiled.program.loops) == 2
+    assert bytes_of(compiled) < 4 * 8 * 32 * 4
+    ema = compiled.input_shardings[0][0][1]
+    assert [sorted(d.id for d in s.device_set) for s in ema] == [[0], [1]]
+
+
+def test_a_forward_program():
+    """No gradients: results of every microbatch, in order."""
+    loss, params = two_stages()
+    run = [mm.task(lambda w, x: jnp.tanh(x @ w), f"stage{i}", devices=[i]) for i in range(2)]
+
+    def predict(p, x):
+        return run[1](p[1], run[0](p[0], x))
+
+    assert_agrees(microbatched(predict, reduce="concat"), params, floats(8, 32))
+    assert_agrees(predict, params, floats(8, 32))

@@ -18,7 +18,7 @@ from .._errors import PlacementError, TaskError
 from .._implicit import Iteration
 from .._mark import MARK, Recording
 from .._task import Task
-from ._nodes import Carry, Flat, Loop, Node, Pieces, substitute, trace_nodes
+from ._nodes import Carry, Flat, Loop, Node, Pieces, rename, substitute, trace_nodes
 from ._scopes import is_backward, jaxprs_of, matched_inside
 
 _CALL_JAXPR = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -47,6 +47,18 @@ def flatten(closed: Any, record: Recording) -> Flat:
     out = [_lookup(env, v) for v in parts.outvars]
     consts = {**dict(zip(parts.constvars, parts.consts, strict=True)), **worker.consts}
     return Flat([*consts, *parts.invars], out, worker.nodes, worker.loops, consts, worker.stacked)
+
+
+def open_conditional(flat: Flat, node: Node, record: Recording) -> None:
+    """Replaces a conditional, in place, by its branches and a selection between their results."""
+    worker = _Flattener(record)
+    env: dict[Any, Any] = {}
+    worker.select(node.eqn, env, node.stack, node.loop)
+    at = flat.nodes.index(node)
+    flat.nodes[at : at + 1] = worker.nodes
+    flat.invars[len(flat.consts) : len(flat.consts)] = worker.consts
+    flat.consts.update(worker.consts)
+    rename(flat, env)
 
 
 def _lookup(env: dict[Any, Any], atom: Any) -> Any:
@@ -92,7 +104,7 @@ class _Flattener:
                 else:
                     self._unroll(eqn, env, inner_stack, loop)
             elif eqn.primitive.name == "cond":
-                self._select(eqn, env, inner_stack, loop)
+                self.select(eqn, env, inner_stack, loop)
             elif any(_compat.is_jaxpr(eqn.params.get(k)) for k in _CALL_JAXPR):
                 self._call(eqn, env, inner_stack, loop, None)
             else:
@@ -207,7 +219,7 @@ class _Flattener:
         outs = carry + [self._stack(column, loop) for column in collected]
         env.update({v: o for v, o in zip(eqn.outvars, outs, strict=True) if _compat.is_var(v)})
 
-    def _select(self, eqn: Any, env: dict[Any, Any], stack: str, loop: Loop | None) -> None:
+    def select(self, eqn: Any, env: dict[Any, Any], stack: str, loop: Loop | None) -> None:
         """A conditional that holds tasks: every branch runs, where its tasks are, and the results are selected.
 
         Which submesh has work then never depends on data, and no device waits for the host.

@@ -17,7 +17,7 @@ from .._mark import Recording, box_constraint_p, check_nested
 from ._contract import Item, cut_convex
 from ._dead import remove_dead
 from ._flatten import cheap_chain
-from ._nodes import Flat, Loop, Node, substitute
+from ._nodes import Flat, Loop, Node, rename, substitute
 from ._resolve import resolve_names
 from ._scopes import is_rematerialised
 
@@ -122,7 +122,7 @@ class _Marker:
                 reader.eqn = reader.eqn.replace(invars=[own[key] if v is result else v for v in reader.eqn.invars])
         dropped = {b for b in boxes if b not in self.place}
         flat.nodes = [m for n in flat.nodes if n not in dropped for m in [*clones.get(n, ()), n]]
-        _rename(flat, alias)
+        rename(flat, alias)
 
     def _leave_sums(self, groups: list[list[Node]]) -> None:
         """Takes out of each backward group what adds gradients of other tasks to its own.
@@ -263,25 +263,3 @@ def _tied(flat: Flat) -> set[Any]:
         found |= {v for c in loop.carries for v in (c.out, c.init)} | {p.inner for p in loop.collected}
         found |= {v for p in loop.cut for v in p.outer}
     return {v for v in found if _compat.is_var(v)}
-
-
-def _rename(flat: Flat, alias: dict[Any, Any]) -> None:
-    """Reads every variable of ``alias`` under its other name, in the whole program."""
-
-    def now(v: Any) -> Any:
-        while _compat.is_var(v) and v in alias:
-            v = alias[v]
-        return v
-
-    for n in flat.nodes:
-        if any(v in alias for v in n.inputs):
-            n.eqn = n.eqn.replace(invars=[now(v) for v in n.eqn.invars])
-    flat.outvars = [now(v) for v in flat.outvars]
-    flat.stacked = {now(v): [now(w) for w in column] for v, column in flat.stacked.items()}
-    for loop in flat.loops:
-        for c in loop.carries:
-            c.out, c.init = now(c.out), now(c.init)
-        for p in loop.cut:
-            p.outer = tuple(now(v) for v in p.outer)
-        for p in loop.collected:
-            p.inner = now(p.inner)

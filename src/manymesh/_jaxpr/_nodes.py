@@ -144,3 +144,25 @@ def substitute(eqn: Any, env: dict[Any, Any]) -> Any:
         else:
             outvars.append(v)
     return eqn.replace(invars=invars, outvars=outvars)
+
+
+def rename(flat: Flat, alias: dict[Any, Any]) -> None:
+    """Reads every variable of ``alias`` under its other name, in the whole program."""
+
+    def now(v: Any) -> Any:
+        while _compat.is_var(v) and v in alias:
+            v = alias[v]
+        return v
+
+    for n in flat.nodes:
+        if any(v in alias for v in n.inputs):
+            n.eqn = n.eqn.replace(invars=[now(v) for v in n.eqn.invars])
+    flat.outvars = [now(v) for v in flat.outvars]
+    flat.stacked = {now(v): [now(w) for w in column] for v, column in flat.stacked.items()}
+    for loop in flat.loops:
+        for c in loop.carries:
+            c.out, c.init = now(c.out), now(c.init)
+        for p in loop.cut:
+            p.outer = tuple(now(v) for v in p.outer)
+        for p in loop.collected:
+            p.inner = now(p.inner)

@@ -21,6 +21,7 @@ from ._cluster import Cluster, cluster
 from ._place import Placement, place
 from ._schedule import fit_schedule
 from ._split import split_weights
+from ._spread import spread_conditionals
 from ._sums import regroup_sums
 
 
@@ -60,6 +61,9 @@ def build(
         return None
     kept = [(inputs[i], o) for i, o in states if o not in pinned_out]
     where = place(flat, record, pins, pinned_out, kept)
+    while spread_conditionals(flat, where, record):
+        remove_dead(flat)
+        where = place(flat, record, pins, pinned_out, kept)
     if regroup_sums(flat, where):
         remove_dead(flat)
         where = place(flat, record, pins, pinned_out, kept)
