@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import difflib
 import functools
 import itertools
 import numbers
@@ -239,9 +240,11 @@ def task_scope(record: Recording, described: Task) -> Scope:
         for name in unknown:
             known = [a for a, _ in described.logical_axes or ()]
             axes = tuple(described.mesh.axis_names) if described.mesh is not None else ()
+            near = difflib.get_close_matches(str(name), [*known, *axes], 1)
+            correct = f"did you mean {near[0]!r}?" if near else "correct the name"
             record.findings[
                 f"task {described.name!r}: axis name {name!r} of {names} is in no rule (the rules know {known}) and is "
-                f"no device axis {axes}, so it means replication; add a rule, map it to None, or correct the name"
+                f"no device axis {axes}, so it means replication; add a rule, map it to None, or {correct}"
             ] = None
         return spec
 

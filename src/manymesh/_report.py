@@ -43,7 +43,7 @@ class FragmentLine:
 
 @dataclass(frozen=True)
 class EdgeLine:
-    """What crosses between two submeshes in one call."""
+    """What crosses between two submeshes in one call: values, and arguments that are read away from their home."""
 
     source: int
     target: int
@@ -87,9 +87,18 @@ class Report:
             )
         for e in self.edges:
             lines.append(f"  {e.source} -> {e.target}: {e.values} values in {e.transfers} transfers, {e.nbytes} bytes")
+        for (submesh, why), primitives in self._unmarked_groups().items():
+            lines.append(f"  unmarked on submesh {submesh}, {why}: {', '.join(primitives)}")
         for device, m in self.memory.items():
             lines.append(f"  {device}: {m.argument_bytes} bytes of arguments, peak {m.peak_bytes}")
         return "\n".join(lines)
+
+    def _unmarked_groups(self) -> dict[tuple[int, str], list[str]]:
+        """(submesh, why) -> the equations that are there, the most frequent first."""
+        groups: dict[tuple[int, str], list[str]] = {}
+        for primitive, submesh, why, count in sorted(self.unmarked, key=lambda u: (u[1], u[2], -u[3], u[0])):
+            groups.setdefault((submesh, why), []).append(primitive if count == 1 else f"{count} {primitive}")
+        return groups
 
 
 def make_report(lowered: Lowered, made: tuple[int, int]) -> Report:
@@ -105,6 +114,13 @@ def make_report(lowered: Lowered, made: tuple[int, int]) -> Report:
             line[0] += len(ins.variables)
             line[1] += 1
             line[2] += sum(nbytes(v.aval) for v in ins.variables)
+    for i, s, _ in plan.inputs:  # an argument that several submeshes read comes to its home, and goes on from there
+        v = program.invars[i]
+        if i >= len(program.consts) and s != program.home[v]:
+            line = crossing.setdefault((program.home[v], s), [0, 0, 0])
+            line[0] += 1
+            line[1] += 1
+            line[2] += nbytes(v.aval)
     ids: dict[int, int] = {}
     lines = tuple(
         FragmentLine(
