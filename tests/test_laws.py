@@ -51,7 +51,7 @@ def check_laws(graph, microbatches=2, reduce="mean"):
         assert_same_bits(results["1f1b"], results["gpipe"])
 
 
-COUNTS, REDUCTIONS = st.sampled_from([1, 2, 3, 4]), st.sampled_from(["sum", "mean"])
+COUNTS, REDUCTIONS = st.sampled_from([1, 2, 3]), st.sampled_from(["sum", "mean"])
 
 
 # In parts, so that workers share them.
