@@ -316,7 +316,9 @@ def test_more_names_than_dimensions():
 def test_an_unknown_logical_name_warns_once():
     """The name, what the rules know, and what to do; the second program with the same slip stays silent."""
     step = mm.jit(constrained((None, "hiden")))
-    with pytest.warns(UserWarning, match="(?s)'decoder'.*'hiden'.*'hidden'.*replication.*did you mean 'hidden'") as seen:
+    with pytest.warns(
+        UserWarning, match="(?s)'decoder'.*'hiden'.*'hidden'.*replication.*did you mean 'hidden'"
+    ) as seen:
         step(jnp.ones((4, 4)), rows())
     assert len(seen) == 1 and seen[0].filename == __file__
     with warnings.catch_warnings():
