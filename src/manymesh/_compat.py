@@ -87,6 +87,18 @@ def close(jaxpr: Jaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, [])
 
 
+def with_body(jaxpr: Any, invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[Eqn]) -> Any:
+    """A jaxpr, open or closed, with other equations, operands and results, as many as before; constants stay."""
+    inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr  # 0.12 has one class for both
+    new = inner.replace(invars=list(invars), outvars=list(outvars), eqns=list(eqns))
+    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+def stacked(aval: Any, count: int) -> Any:
+    """The abstract value of ``count`` values with a dimension before theirs, without sharding."""
+    return jax.core.ShapedArray((count, *aval.shape), aval.dtype)
+
+
 class OpenJaxpr(NamedTuple):
     """A jaxpr taken apart; ``constvars`` pair with ``consts``."""
 

@@ -55,6 +55,7 @@ class LoopSpec:
       schedule: the schedule object.
       interleave, num_stages: statements about the program, checked against it.
       custom_schedule: rows of task names for the custom schedule.
+      dim: the dimension along which the batch was cut.
     """
 
     name: str
@@ -63,6 +64,7 @@ class LoopSpec:
     interleave: int | None = None
     num_stages: int | None = None
     custom_schedule: Any = None
+    dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def microbatch(
         call = _Call(fun, args, kwargs, argnums, dim, count, reduce, arg_shardings, rng_argnum)
         if record is None or count == 1:
             return call.reference()
-        spec = LoopSpec(name, count, chosen, interleave, num_stages, custom_schedule)
+        spec = LoopSpec(name, count, chosen, interleave, num_stages, custom_schedule, dim)
         return call.traced(record, spec)
 
     return over_microbatches

@@ -101,6 +101,31 @@ class LoopPlan:
     in_order: bool = True
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """The sum of a loop's accumulator over the devices that share the batch.
+
+    Attributes:
+      task: the task that makes its terms, or ``unmarked``.
+      value: dtype and shape of the accumulator.
+      submesh: where it is.
+      loop: index into `Program.loops`.
+      axes: mesh axes over which it is taken once a call, after the loop; none if it is taken in every microbatch.
+      why: why it could not wait for the end of the loop; empty if it does.
+    """
+
+    task: str
+    value: str
+    submesh: int
+    loop: int
+    axes: tuple[str, ...]
+    why: str
+
+    def __repr__(self) -> str:
+        when = f"over {', '.join(self.axes)} once a call" if self.axes else f"in every microbatch: {self.why}"
+        return f"{self.task} {self.value} on submesh {self.submesh}, {when}"
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """A whole step.
@@ -117,6 +142,7 @@ class Program:
       arrivals: input -> submeshes that read it.
       consts: values of the constants, in order.
       unmarked: (primitive, submesh, reason, count) of the equations outside tasks.
+      reductions: sums of accumulators over the devices that share a batch.
     """
 
     submeshes: tuple[Mesh, ...]
@@ -130,6 +156,7 @@ class Program:
     arrivals: dict[Any, tuple[int, ...]]
     consts: tuple[Any, ...]
     unmarked: tuple[tuple[str, int, str, int], ...] = field(default=())
+    reductions: tuple[Reduction, ...] = field(default=())
 
     def body(self, loop: int) -> Iterator[Fragment]:
         """Fragments of a loop's body, in topological order."""

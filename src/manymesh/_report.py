@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ._jaxpr._nodes import nbytes
+from ._program import Reduction
 from ._runtime._instructions import Run, Transfer
 from ._runtime._lower import Lowered
 from ._task import mesh_devices
@@ -64,6 +65,8 @@ class Report:
       memory: device -> `Memory`.
       unmarked: (primitive, submesh, why it is there, count) of the equations outside tasks.
       schedules: for each microbatch loop, its schedule's name, its stages' submeshes and microbatches.
+      reductions: for each sum over microbatches whose batch is sharded, whether the devices' parts are added up once
+        a call, and if not, why.
     """
 
     fragments: tuple[FragmentLine, ...]
@@ -73,11 +76,16 @@ class Report:
     memory: dict[Any, Memory]
     unmarked: tuple[tuple[str, int, str, int], ...]
     schedules: tuple[tuple[str, tuple[int, ...], int], ...]
+    reductions: tuple[Reduction, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{len(self.fragments)} fragments, {self.compiled} compiled, {self.reused} reused"]
         for name, placement, count in self.schedules:
             lines.append(f"schedule {name}: {count} microbatches, stages on submeshes {placement}")
+        if self.reductions:
+            once = sum(bool(r.axes) for r in self.reductions)
+            lines.append(f"{once} of {len(self.reductions)} sums over a sharded batch are taken once a call")
+            lines += [f"  {r!r}" for r in self.reductions if not r.axes]
         width = max((len(f.name) for f in self.fragments), default=0)
         for f in self.fragments:
             stage = "" if f.stage is None else f" stage {f.stage}"
@@ -133,7 +141,7 @@ def make_report(lowered: Lowered, made: tuple[int, int]) -> Report:
     schedules = tuple(
         (getattr(x.schedule, "name", str(x.schedule)), x.placement, x.num_microbatches) for x in program.loops
     )
-    return Report(lines, edges, *made, _memory(lowered), program.unmarked, schedules)
+    return Report(lines, edges, *made, _memory(lowered), program.unmarked, schedules, program.reductions)
 
 
 def _memory(lowered: Lowered) -> dict[Any, Memory]:

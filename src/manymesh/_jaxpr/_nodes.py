@@ -30,6 +30,7 @@ class Node:
       beside: mark of the task on whose submesh it runs, though it is no part of it.
       stack: its name stack: the scopes it was traced in. Empty for what no user wrote.
       weight: whether it is the half of a backward task that only makes weight gradients.
+      mesh: the submesh of an unmarked equation that names axes of it; None where placement is free.
     """
 
     eqn: Any
@@ -41,6 +42,7 @@ class Node:
     apart: bool = False
     beside: str | None = None
     stack: str = ""
+    mesh: Any = None
 
     @property
     def phase(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -18,6 +19,7 @@ from .._jaxpr._stacks import sum_layers_apart
 from .._mark import Recording
 from .._program import Edge, Fragment, Kind, LoopPlan, Program
 from ._cluster import Cluster, cluster
+from ._defer import defer_sums
 from ._place import Placement, place
 from ._schedule import fit_schedule
 from ._split import split_weights
@@ -67,7 +69,11 @@ def build(
     if regroup_sums(flat, where):
         remove_dead(flat)
         where = place(flat, record, pins, pinned_out, kept)
-    program = _Builder(flat, where, record).run()
+    reductions = defer_sums(flat, where, record)
+    if any(r.axes for r in reductions):
+        remove_dead(flat)
+        where = place(flat, record, pins, pinned_out, kept)
+    program = replace(_Builder(flat, where, record).run(), reductions=reductions)
     check(program)
     return program
 

@@ -75,10 +75,10 @@ class _Placer:
                 self.consumers[v].append(n)
         for n in flat.nodes:
             mark = n.task or n.beside
-            mesh = record.tasks[mark].mesh if mark is not None else None
+            mesh = record.tasks[mark].mesh if mark is not None else n.mesh
             if mesh is not None:
                 self.where[n] = self._submesh(mesh)
-                self.reason[n] = "task"
+                self.reason[n] = "task" if mark is not None else "parts of a sum"
         self.pinned = {v: self._submesh(m) for v, m in pinned_in.items()}
         self.wanted: dict[Any, int] = {}
         for i, mesh in pinned_out.items():

@@ -225,6 +225,7 @@ class _Emitter:
                     candidates = [k for k in candidates if slots[k] in free and (once or slots.count(slots[k]) == 1)]
                 possible[ins.fragment] = candidates
         chosen = {}
+        finals = {final for loop in self.program.loops for *_, final in loop.carries}
         for index, positions in possible.items():
             f = self.program.fragments[index]
             room: dict[Any, int] = defaultdict(int)
@@ -234,9 +235,12 @@ class _Emitter:
             keep = []
             for k in positions:
                 aval = reads[k].aval
-                if room[aval.shape, aval.dtype] > 0:
-                    room[aval.shape, aval.dtype] -= 1
-                    keep.append(k)
+                # The parts of a sum have a dimension more than the sum, and on each device the same size.
+                for shape in (aval.shape, aval.shape[1:]) if reads[k] in finals else (aval.shape,):
+                    if room[shape, aval.dtype] > 0:
+                        room[shape, aval.dtype] -= 1
+                        keep.append(k)
+                        break
             chosen[index] = tuple(keep)
         return chosen
 

@@ -191,8 +191,11 @@ class _Lowerer:
                 (late if f.deferred else last if prepares else ordered).append(f)
             else:
                 ordered += self.program.body(-1 - item)
-                ordered += late
-                late = []
+                loop = self.program.loops[-1 - item]
+                fed = {init for _, _, init, _ in loop.carries if _compat.is_var(init)}
+                fed |= {v for _, outer in loop.cut for v in outer if _compat.is_var(v)}
+                ordered += [f for f in late if not fed.isdisjoint(f.outvars)]
+                late = [f for f in late if fed.isdisjoint(f.outvars)]
         return ordered + late + last
 
     def _sharding(self, v: Any, s: int) -> NamedSharding:
