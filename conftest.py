@@ -35,7 +35,9 @@ hypothesis.settings.register_profile(
     # Shrinking a program compiles hundreds of others; a failing example is small enough to read as it is.
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
-hypothesis.settings.load_profile("ci")
+# For a second pair of Python and JAX, after `ci` has run on the first.
+hypothesis.settings.register_profile("brief", hypothesis.settings.get_profile("ci"), max_examples=3)
+hypothesis.settings.load_profile("ci")  # `--hypothesis-profile` is read later and wins
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

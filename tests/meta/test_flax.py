@@ -447,7 +447,8 @@ def test_a_box_of_ones_own_can_be_registered() -> None:
 def test_orbax_saves_boxed_trees_and_restores_them_boxed_or_not(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the library, at import and in use
-        ocp = pytest.importorskip("orbax.checkpoint")
+        import orbax.checkpoint as ocp
+
         mesh = mesh_of()
         values = {"w": meta.Partitioned(jnp.arange(32.0).reshape(4, 8), (None, "model")), "b": jnp.ones(3)}
         tree = jax.device_put(values, meta.get_sharding(values, mesh))
@@ -477,7 +478,8 @@ def test_orbax_saves_boxed_trees_and_restores_them_boxed_or_not(tmp_path: Path) 
 def test_checkpoints_of_flax_boxes_and_of_ours_are_the_same(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the library, at import and in use
-        ocp = pytest.importorskip("orbax.checkpoint")
+        import orbax.checkpoint as ocp
+
         ours = {"w": meta.Partitioned(jnp.arange(8.0), ("model",)), "own": Decayed(jnp.arange(4.0), 0.1)}
         theirs = to_flax(ours)
         with ocp.StandardCheckpointer() as checkpointer:
