@@ -264,6 +264,18 @@ def test_a_reduction_that_does_not_fit_the_result():
         microbatched(reduce=("mean", mm.WeightedMean("tokens")))
 
 
+def test_a_count_that_is_no_scalar_leaf():
+    """The function gave more than one leaf; the leaf it gave has a shape."""
+
+    def step(p, x):
+        return loss(p, x), {"count": jnp.ones(3)}
+
+    with raises(ValueError, "WeightedMean", "has to pick one leaf", "(0, {'count': 1})"):
+        microbatched(step, reduce=mm.WeightedMean(lambda out: out))(parameters(), rows())
+    with raises(ValueError, "WeightedMean('count')", "shape (3,)", "has to be a scalar"):
+        microbatched(step, reduce=mm.WeightedMean("count"))(parameters(), rows())
+
+
 def test_random_keys_that_are_no_argument():
     """rng_argnum past the arguments."""
     with raises(ValueError, "rng_argnum 2", "2 positional arguments"):
