@@ -162,3 +162,65 @@ def test_the_persistent_cache_of_jax_is_used(tmp_path):
         for name, value in before.items():
             jax.config.update(name, value)
         jax.experimental.compilation_cache.compilation_cache.reset_cache()
+
+
+def chain(count, devices_each=1):
+    """A pipeline of equal stages, the gradient of its loss in a microbatch loop, and arguments for it."""
+    devices = np.array(jax.devices())
+    meshes = [Mesh(devices[k * devices_each : (k + 1) * devices_each], "d") for k in range(count)]
+    tasks = [
+        mm.task(lambda w, x: jnp.tanh(mm.with_sharding_constraint(x, ("d", None)) @ w), f"s{k}", mesh=mesh)
+        for k, mesh in enumerate(meshes)
+    ]
+
+    def total(weights, x):
+        for task, w in zip(tasks, weights, strict=True):
+            x = task(w, x)
+        return jnp.sum(x)
+
+    step = mm.microbatch(jax.value_and_grad(total), argnum=1, num_microbatches=4, schedule="1f1b")
+    return step, ([jnp.eye(4) * (k + 1) for k in range(count)], rows(16))
+
+
+@pytest.mark.parametrize("devices_each", [1, 2])
+def test_equal_stages_compile_once_for_all_submeshes(devices_each):
+    """The executable of one stage is loaded again on the devices of the next: values, places and counts."""
+    counts = {}
+    for stages in (3, 4, 8 // devices_each):
+        step, args = chain(stages, devices_each)
+        compiled = mm.jit(step).lower(*args).compile()
+        counts[stages] = compiled.report().compiled
+        value, grads = compiled(*args)
+        with mm.ignore_transforms():
+            assert_same((value, grads), jax.jit(step)(*args))
+        for k, grad in enumerate(grads):
+            assert sorted(d.id for d in grad.devices()) == list(range(k * devices_each, (k + 1) * devices_each))
+    assert len(set(counts.values())) == 1, counts
+
+
+def test_what_cannot_be_loaded_again_is_compiled(monkeypatch):
+    """The same results, at the price of compiling."""
+    step, args = chain(4)
+    shared = mm.jit(step).lower(*args).compile()
+    monkeypatch.setattr(_compile._compat, "load_executable", lambda *args, **kwargs: None)
+    alone = mm.jit(step).lower(*args).compile()
+    assert alone.report().compiled > shared.report().compiled
+    assert alone.report().compiled + alone.report().reused == shared.report().compiled + shared.report().reused
+    assert_same(alone(*args), shared(*args))
+
+
+def test_host_callbacks_in_equal_stages():
+    """A callback belongs to this process: every stage has an executable of its own, and the callback runs in each."""
+    seen = []
+
+    def note(x):
+        seen.append(x.shape)
+        return x
+
+    def stage(x):
+        return jax.pure_callback(note, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + 1
+
+    tasks = [mm.task(stage, f"s{k}", devices=[k]) for k in range(3)]
+    out = mm.jit(lambda x: tasks[2](tasks[1](tasks[0](x))))(rows())
+    np.testing.assert_allclose(out, rows() + 3, rtol=1e-6)
+    assert len(seen) == 3

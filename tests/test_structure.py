@@ -21,6 +21,7 @@ LAYERS = (
     "_errors",
     "errors",
     "_compat",
+    "_key",
     "_config",
     "_scope",
     "meta",

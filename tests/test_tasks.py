@@ -267,3 +267,66 @@ def test_a_constraint_is_differentiated_and_mapped():
         return jnp.mean(jax.checkpoint(jax.vmap(run, (None, 0)))(p["back"], y.reshape(2, -1, WIDTH)) ** 2)
 
     assert_agrees(jax.value_and_grad(f), parameters(), rows())
+
+
+def task_bodies(fun, *args):
+    """What the tasks of a traced function hold, in order."""
+    jaxpr = mm.jit(fun).trace(*args).jaxpr
+    inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+    return [e.params["jaxpr"] for e in inner.eqns if "__mm" in str(e.params.get("name"))]
+
+
+def test_equal_tasks_hold_one_jaxpr():
+    """So JAX differentiates and transposes it once, however many layers there are."""
+    layers = [mm.task(lambda w, x: jnp.tanh(x @ w), f"layer_{k}", devices=[k]) for k in range(4)]
+
+    def f(w, x):
+        for layer in layers:
+            x = layer(w, x)
+        return jnp.sum(x)
+
+    w, x = parameters()["front"], rows()
+    assert len({id(body) for body in task_bodies(f, w, x)}) == 1
+    forward, backward = task_bodies(jax.grad(f), w, x)[:4], task_bodies(jax.grad(f), w, x)[4:]
+    assert len(forward) == len(backward) == 4
+    assert len({id(body) for body in forward[1:]}) == 1  # x of the first layer has no gradient
+    assert_agrees(jax.value_and_grad(f), w, x)
+
+
+def test_tasks_that_differ_in_more_than_their_equations():
+    """In the rule for a derivative, in what they close over, in a number."""
+
+    def scaled_gradient(factor):
+        @jax.custom_vjp
+        def identity(x):
+            return x * 1.0
+
+        identity.defvjp(lambda x: (x * 1.0, None), lambda _, g: (factor * g,))
+        return identity
+
+    def f(w, x):
+        hidden = jnp.sin(w)
+        x = mm.task(scaled_gradient(2.0), "two", devices=[0])(x @ w)
+        x = mm.task(scaled_gradient(3.0), "three", devices=[0])(x)
+        x = mm.task(lambda x: x @ hidden, "inside", devices=[1])(x)
+        hidden = jnp.cos(w)
+        x = mm.task(lambda x: x @ hidden, "outside", devices=[1])(x)
+        for k in range(2):
+            x = mm.task(lambda x, k=k: x * (k + 1), "number", devices=[0])(x)
+        return jnp.mean(x**2)
+
+    assert len({id(body) for body in task_bodies(f, parameters()["front"], rows())}) == 6
+    assert_agrees(jax.value_and_grad(f, (0, 1)), parameters()["front"], rows())
+
+
+def test_equal_tasks_on_submeshes_of_other_shapes():
+    """A constraint says something else there."""
+    tall = Mesh(np.array(jax.devices()[4:]).reshape(4, 1), ("data", "model"))
+
+    def f(x):
+        for mesh in (mesh_2x2(), tall):
+            x = mm.task(lambda x: jnp.sin(mm.with_sharding_constraint(x, ("data", "model"))), "wide", mesh=mesh)(x)
+        return x
+
+    assert len({id(body) for body in task_bodies(f, rows())}) == 2
+    assert_agrees(f, rows())

@@ -7,18 +7,21 @@ Served versions: JAX 0.10 to 0.12. A comment names the version that needs each b
 from __future__ import annotations
 
 import contextlib
+import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax._src import compiler, sharding_impls, source_info_util
 from jax._src import mesh as mesh_lib
-from jax._src import sharding_impls, source_info_util
 from jax._src.array import ArrayImpl
+from jax.experimental import serialize_executable
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 Var = jex.Var
 Literal = jex.Literal
@@ -66,20 +69,37 @@ def with_eqns(jaxpr: Any, eqns: Sequence[Eqn]) -> Any:
 _plain_call: list[Any] = []
 
 
-def call_eqn(name: str, jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Any]) -> Eqn:
-    """The equation that calling a jitted function of this name would have left, from its jaxpr."""
+def _call_template() -> Eqn:
+    """The equation that a call of some jitted function leaves."""
     if not _plain_call:
         with without_mesh():
             _plain_call.append(open_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0)).eqns[0])
-    template = _plain_call[0]
-    params = dict(template.params)
-    for key in ("in_shardings", "in_layouts", "donated_invars"):
-        params[key] = params[key][:1] * len(invars)
-    for key in ("out_shardings", "out_layouts"):
-        params[key] = params[key][:1] * len(outvars)
-    params |= {"name": name, "jaxpr": close(jaxpr)}
-    eqn: Eqn = template.replace(invars=list(invars), outvars=list(outvars), params=params, effects=jaxpr.effects)
+    eqn: Eqn = _plain_call[0]
     return eqn
+
+
+def _call_params(name: str, jaxpr: ClosedJaxpr, num_inputs: int, num_results: int) -> dict[str, Any]:
+    params = dict(_call_template().params)
+    for key in ("in_shardings", "in_layouts", "donated_invars"):
+        params[key] = params[key][:1] * num_inputs
+    for key in ("out_shardings", "out_layouts"):
+        params[key] = params[key][:1] * num_results
+    return params | {"name": name, "jaxpr": jaxpr}
+
+
+def call_eqn(name: str, jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Any]) -> Eqn:
+    """The equation that calling a jitted function of this name would have left, from its jaxpr."""
+    params = _call_params(name, close(jaxpr), len(invars), len(outvars))
+    eqn: Eqn = _call_template().replace(
+        invars=list(invars), outvars=list(outvars), params=params, effects=jaxpr.effects
+    )
+    return eqn
+
+
+def call(name: str, jaxpr: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+    """Calls a jitted function of this name, traced before."""
+    params = _call_params(name, jaxpr, len(operands), len(jaxpr.out_avals))
+    return list(_call_template().primitive.bind(*operands, **params))
 
 
 def close(jaxpr: Jaxpr) -> ClosedJaxpr:
@@ -237,3 +257,48 @@ def as_named(sharding: Any, mesh: Any, ndim: int) -> NamedSharding:
         return NamedSharding(mesh, sharding_impls.parse_flatten_op_sharding(tiling, mesh)[0])
     except Exception:  # the parser has no error type of its own
         return NamedSharding(mesh, PartitionSpec())
+
+
+class _Loader(serialize_executable._JaxPjrtUnpickler):
+    """Reads what `save_executable` wrote with the devices of another mesh in place of those it was written for."""
+
+    def __init__(self, file: io.BytesIO, source: Mesh, target: Mesh) -> None:
+        targets = list(target.devices.flat)
+        super().__init__(file, targets[0].client, targets)  # type: ignore[no-untyped-call]
+        self.devices_by_id = {old.id: new for old, new in zip(source.devices.flat, targets, strict=True)}
+        self.options = compiler.get_compile_options(
+            1, len(targets), np.array([[d.id for d in targets]]), backend=targets[0].client
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        if pid[0] == "exec":
+            # Without options the executable would still be assigned to the devices that it was compiled for.
+            return self.backend.deserialize_executable(pid[1], self.execution_devices, self.options)
+        return super().persistent_load(pid)  # type: ignore[no-untyped-call]
+
+
+def save_executable(compiled: Any) -> Any:
+    """An executable in a form that `load_executable` reads, or None if there is none.
+
+    There is none where host callbacks or constants of this process are part of it.
+    """
+    unloaded = compiled._executable._unloaded_executable
+    if unloaded.host_callbacks or unloaded.keepalive or unloaded.ordered_effects or unloaded.unordered_effects:
+        return None
+    try:
+        return serialize_executable.serialize(compiled)
+    except Exception:  # backends say in their own ways that they cannot
+        return None
+
+
+def load_executable(saved: Any, source: Mesh, target: Mesh) -> Any:
+    """An executable saved for the devices of one mesh, loaded for those of another; None where that does not work."""
+    if saved is None:
+        return None
+    data, in_tree, out_tree = saved
+    try:
+        unloaded, args_info, no_kwargs = _Loader(io.BytesIO(data), source, target).load()
+        loaded = unloaded.load()
+    except Exception:  # as above
+        return None
+    return jax.stages.Compiled(loaded, [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs)

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from . import _compat
 from ._errors import ArgumentError, AxisError, TaskError
 from ._implicit import Matcher
+from ._key import Keys
 from ._scope import Scope, carrying, current_scope, enter_scope
 from ._task import Task, names_as_axes
 
@@ -44,6 +45,8 @@ class Recording:
       loops: unique mark -> what `microbatch` said about the loop.
       findings: sentences about what is suspicious, in order, each once.
       implicit: the tasks registered by name when the trace began.
+      keys: of what tasks compute.
+      bodies: key and abstract mesh -> what such tasks compute, one jaxpr for all that are equal.
       token: a number that no other recording of this process has or had; an ``id`` could come back.
     """
 
@@ -51,6 +54,8 @@ class Recording:
     loops: dict[str, Any] = field(default_factory=dict)
     findings: dict[str, None] = field(default_factory=dict)
     implicit: Matcher = field(default_factory=Matcher)
+    keys: Keys = field(default_factory=lambda: Keys(exact=True))
+    bodies: dict[Any, Any] = field(default_factory=dict)
     _ids: Iterator[int] = field(default_factory=itertools.count)
     token: int = field(default_factory=itertools.count().__next__)
 
@@ -192,12 +197,29 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
     record.tasks[mark] = described
     body.__name__ = body.__qualname__ = mark
     try:
-        outs = iter(jax.jit(body)(*[leaves[i] for i in traced]))
+        outs = iter(_call_equal(record, described, mark, jax.jit(body), [leaves[i] for i in traced]))
     except Exception as error:
         _note(error, described)
         raise
     tree, static = out_tree[-1]
     return jax.tree.unflatten(tree, [next(outs) if s is None else s for s in static])
+
+
+def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, operands: list[Any]) -> list[Any]:
+    """Calls a marked function with the jaxpr of an equal task before it, if there was one.
+
+    JAX differentiates and transposes one jaxpr once, however often it is called, so that a model of equal layers
+    costs the differentiation of one. A scope registered by name may hold in one layer and not in the next, so names
+    inside have to stay what they are.
+    """
+    if record.implicit or not jax.sharding.get_abstract_mesh().empty:
+        return list(jitted(*operands))
+    traced = jitted.trace(*operands)
+    inner = _compat.open_jaxpr(traced.jaxpr)
+    if inner.consts or len(inner.invars) != len(operands):  # it reads values from around the function
+        return list(jitted(*operands))
+    key = record.keys(traced.jaxpr), described.mesh.abstract_mesh if described.mesh is not None else None
+    return _compat.call(mark, record.bodies.setdefault(key, traced.jaxpr), operands)
 
 
 def _call_nested(

@@ -21,8 +21,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
-from .._jaxpr._key import jaxpr_key
 from .._jaxpr._nodes import Carry, Flat, Loop, Node, substitute, trace_nodes
+from .._key import Keys
 from .._mark import constraint_p
 from ._dims import Analysis, Frame, constraint_entries
 from ._linear import is_zero, linear_operands
@@ -322,4 +322,4 @@ class _Rewriter:
 def _key(eqn: Any) -> Any:
     """What an equation computes, whatever its variables are called."""
     invars = list(dict.fromkeys(v for v in eqn.invars if _compat.is_var(v)))
-    return jaxpr_key(_compat.new_jaxpr(invars, [v for v in eqn.outvars if _compat.is_var(v)], [eqn]))
+    return Keys()(_compat.new_jaxpr(invars, [v for v in eqn.outvars if _compat.is_var(v)], [eqn]))

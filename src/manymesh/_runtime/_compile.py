@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
+
+from jax.sharding import Mesh
+
+from .. import _compat
 
 Request = Generator["Future[Any]", Any, Any]
 
@@ -15,34 +20,96 @@ Request = Generator["Future[Any]", Any, Any]
 class Executables:
     """Compiled fragments by structure, shardings and donation; shared by the programs of one ``mm.jit``.
 
+    Stages of one kind compile once: for the devices of another submesh of the same form the executable of the
+    first is loaded again. JAX ties executables to devices, so each submesh has to have its own.
+
     Attributes:
-      by_key: key -> the executable, or its compilation under way.
-      compiled: how many were made.
-      reused: how often one was asked for that there was already.
+      by_key: (what makes executables equal, submesh) -> the executable, or the work that will give it. None for
+        an executable that could not be loaded again and has to be compiled.
+      compiled: how many were made by XLA.
+      reused: how often one was asked for that there was already, or that was loaded again.
     """
 
-    by_key: dict[Any, Future[Any]] = field(default_factory=dict)
+    by_key: dict[tuple[Any, Mesh], Future[Any]] = field(default_factory=dict)
     compiled: int = 0
     reused: int = 0
+    _first: dict[Any, tuple[Mesh, Future[Any]]] = field(default_factory=dict)
+    _saved: dict[Any, Future[Any]] = field(default_factory=dict)
 
-    def submit(self, pool: ThreadPoolExecutor, key: Any, lower: Callable[[], Callable[[], Any]]) -> Future[Any]:
-        """The executable of a key.
+    def request(
+        self, pool: ThreadPoolExecutor, key: Any, mesh: Mesh, lower: Callable[[], Callable[[], Any]]
+    ) -> Request:
+        """Asks for an executable; a generator, as `run_requests` takes them.
 
         Args:
           pool: where XLA compiles.
-          key: what makes executables equal.
+          key: what makes executables equal, without devices.
+          mesh: the submesh, whose devices it is for.
           lower: called here, because JAX's settings belong to a thread; what it returns is called in the pool.
         """
-        if key in self.by_key:
-            self.reused += 1
-        else:
-            self.by_key[key] = pool.submit(lower())
-            self.compiled += 1
-        return self.by_key[key]
+        while True:
+            if (key, mesh) in self.by_key:
+                self.reused += 1
+            elif (first := self._first.get(key)) is not None and _same_form(first[0], mesh):
+                self.by_key[key, mesh] = self._load_again(pool, key, *first, mesh)
+                self.reused += 1
+            else:
+                self.by_key[key, mesh] = pool.submit(lower())
+                self.compiled += 1
+                self._first.setdefault(key, (mesh, self.by_key[key, mesh]))
+            future = self.by_key[key, mesh]
+            executable = yield future
+            if executable is not None:
+                return executable
+            self.reused -= 1
+            self._first.pop(key, None)  # neither this one nor another can be loaded for other devices
+            if self.by_key.get((key, mesh)) is future:
+                del self.by_key[key, mesh]
 
-    def forget_failures(self) -> None:
-        """Drops what did not compile, so that another call tries again."""
+    def _load_again(
+        self, pool: ThreadPoolExecutor, key: Any, source: Mesh, made: Future[Any], target: Mesh
+    ) -> Future[Any]:
+        if key not in self._saved:
+            self._saved[key] = _then(pool, made, _compat.save_executable)
+        load = functools.partial(_compat.load_executable, source=source, target=target)
+        return _then(pool, self._saved[key], load)
+
+    def settle(self) -> None:
+        """Drops what is needed only while a program is compiled, and what did not compile, so that another call tries."""
+        self._saved.clear()
         self.by_key = {k: f for k, f in self.by_key.items() if f.done() and not f.cancelled() and not f.exception()}
+        self._first = {k: (mesh, f) for k, (mesh, f) in self._first.items() if (k, mesh) in self.by_key}
+
+
+def _same_form(a: Mesh, b: Mesh) -> bool:
+    """Whether an executable for the devices of one mesh can be loaded for those of the other."""
+    kinds = {(d.platform, d.device_kind, d.process_index) for mesh in (a, b) for d in mesh.devices.flat}
+    return (
+        len(kinds) == 1
+        and (a.axis_names, a.axis_types, a.devices.shape) == (b.axis_names, b.axis_types, b.devices.shape)
+        # On TPU what the devices of a submesh say to each other depends on where in the torus they are.
+        and (a.size == 1 or next(iter(kinds))[0] != "tpu")
+    )
+
+
+def _then(pool: ThreadPoolExecutor, first: Future[Any], call: Callable[[Any], Any]) -> Future[Any]:
+    """What ``call`` makes of a future's result, in the pool; no thread waits for the future."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call(first.result()))
+        except BaseException as error:
+            result.set_exception(error)
+
+    def start(_: Future[Any]) -> None:
+        try:
+            pool.submit(run)
+        except RuntimeError as error:  # the pool was closed, because something else failed
+            result.set_exception(error)
+
+    first.add_done_callback(start)
+    return result
 
 
 def workers() -> int:

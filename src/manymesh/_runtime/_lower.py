@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from .._jaxpr._key import jaxpr_key
 from .._jaxpr._wants import first_constraint
+from .._key import Keys
 from .._mark import placed_on
 from .._program import Fragment, Program
 from .._reshard._plan import Step, adapt_spec, plan_transfer
@@ -91,8 +91,9 @@ def lower(
             return _Lowerer(program, plan, cache, compiler_options, pool).run(given, wanted, states, progress)
         except BaseException:
             pool.shutdown(cancel_futures=True)
-            cache.forget_failures()
             raise
+        finally:
+            cache.settle()
 
 
 class _Lowerer:
@@ -102,6 +103,7 @@ class _Lowerer:
         self.program, self.plan, self.cache = program, plan, cache
         self.options, self.pool = options, pool
         self.groups = _Groups()
+        self.keys = Keys()
         self.known: dict[tuple[Any, int], NamedSharding] = {}
         self.crossing = {(e.var, e.target): e.source for e in program.edges}
         self.wanted_by_reader = {
@@ -229,7 +231,7 @@ class _Lowerer:
         if not f.invars:
             outs = [s or NamedSharding(mesh, PartitionSpec()) for s in outs]
         tied = {self.groups.find(v) for v in f.outvars} & {self.groups.find(v) for v in f.invars}
-        executable = yield self._executable(f, ins, outs)
+        executable = yield from self._executable(f, ins, outs)
         found_in, found_out = _shardings_of(executable, f, mesh, ins, outs)
         # A tiling without a name, or named after another mesh of these devices, would reach the user as such.
         found = (*executable.input_shardings[0], *executable.output_shardings)
@@ -244,18 +246,20 @@ class _Lowerer:
         if changed:
             ins = [self._known(v, f.submesh) or found_in[k] for k, v in enumerate(f.invars)]
             outs = [self._known(v, f.submesh) or found_out[k] for k, v in enumerate(f.outvars)]
-            executable = yield self._executable(f, ins, outs)
+            executable = yield from self._executable(f, ins, outs)
             found_in, found_out = _shardings_of(executable, f, mesh, ins, outs)
         for variables, shardings in ((f.invars, found_in), (f.outvars, found_out)):
             for v, s in zip(variables, shardings, strict=True):
                 self.known.setdefault((self.groups.find(v), f.submesh), s)
         return executable
 
-    def _executable(self, f: Fragment, ins: list[Any], outs: list[Any]) -> Future[Any]:
+    def _executable(self, f: Fragment, ins: list[Any], outs: list[Any]) -> Request:
         donated = self.plan.donated.get(f.index, ())
         options = tuple(sorted((self.options or {}).items()))
-        key = (jaxpr_key(f.jaxpr), self.program.submeshes[f.submesh], tuple(ins), tuple(outs), donated, options)
-        return self.cache.submit(self.pool, key, lambda: self._make(f, ins, outs, donated))
+        specs = tuple(tuple(None if s is None else s.spec for s in shardings) for shardings in (ins, outs))
+        key = (self.keys(f.jaxpr), specs, donated, options)
+        mesh = self.program.submeshes[f.submesh]
+        return self.cache.request(self.pool, key, mesh, lambda: self._make(f, ins, outs, donated))
 
     def _make(self, f: Fragment, ins: list[Any], outs: list[Any], donated: tuple[int, ...]) -> Callable[[], Any]:
         """Lowers a fragment; what is returned compiles it."""
