@@ -87,9 +87,10 @@ def _call_params(name: str, jaxpr: ClosedJaxpr, num_inputs: int, num_results: in
     return params | {"name": name, "jaxpr": jaxpr}
 
 
-def call_eqn(name: str, jaxpr: Jaxpr, invars: Sequence[Any], outvars: Sequence[Any]) -> Eqn:
-    """The equation that calling a jitted function of this name would have left, from its jaxpr."""
-    params = _call_params(name, close(jaxpr), len(invars), len(outvars))
+def call_eqn(name: str, jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Eqn:
+    """The equation that calling a jitted function of this name would have left, from its jaxpr, open or closed."""
+    closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else close(jaxpr)
+    params = _call_params(name, closed, len(invars), len(outvars))
     eqn: Eqn = _call_template().replace(
         invars=list(invars), outvars=list(outvars), params=params, effects=jaxpr.effects
     )

@@ -168,3 +168,40 @@ def rename(flat: Flat, alias: dict[Any, Any]) -> None:
             p.outer = tuple(now(v) for v in p.outer)
         for p in loop.collected:
             p.inner = now(p.inner)
+
+
+# Calls that mean no more than their body once derivatives were taken, with the names of their body.
+_INLINED = {
+    "jit": ("jaxpr",),
+    "pjit": ("jaxpr",),
+    "checkpoint": ("jaxpr",),
+    "remat2": ("jaxpr",),
+    "remat": ("jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr", "fun_jaxpr"),
+}
+
+
+def inlined(eqns: list[Any]) -> tuple[list[Any], dict[Any, Any]]:
+    """Equations with plain calls opened, so that what is inside can be told apart."""
+    env: dict[Any, Any] = {}
+    out: list[Any] = []
+
+    def walk(inner: list[Any], sub: dict[Any, Any]) -> None:
+        for e in inner:
+            names = _INLINED.get(e.primitive.name, ())
+            body = next((e.params[n] for n in names if _compat.is_jaxpr(e.params.get(n))), None)
+            parts = _compat.open_jaxpr(body) if body is not None else None
+            if parts is None or parts.consts:
+                out.append(substitute(e, sub))
+                continue
+            operands = [sub.get(v, v) if _compat.is_var(v) else v for v in e.invars]
+            deeper = dict(zip(parts.invars, operands, strict=True))
+            walk(parts.eqns, deeper)
+            for outer, result in zip(e.outvars, parts.outvars, strict=True):
+                if _compat.is_var(outer):
+                    sub[outer] = deeper.get(result, result) if _compat.is_var(result) else result
+
+    walk(eqns, env)
+    return out, env

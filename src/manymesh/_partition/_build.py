@@ -21,6 +21,7 @@ from .._program import Edge, Fragment, Kind, LoopPlan, Program
 from ._cluster import Cluster, cluster
 from ._defer import defer_sums
 from ._place import Placement, place
+from ._residuals import keep_fewer_bytes
 from ._schedule import fit_schedule
 from ._split import split_weights
 from ._spread import spread_conditionals
@@ -56,6 +57,7 @@ def build(
     if sum_layers_apart(flat):
         remove_dead(flat)
     split_weights(flat)
+    keep_fewer_bytes(flat, record)
     settle_constants(flat)
     inputs = flat.invars[len(flat.consts) :]
     pins = {inputs[i]: mesh for i, mesh in pinned_in.items()}

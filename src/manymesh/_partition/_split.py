@@ -15,18 +15,10 @@ from typing import Any
 import jax
 
 from .. import _compat
-from .._jaxpr._nodes import Flat, Loop, Node, substitute, trace_nodes
+from .._jaxpr._nodes import Flat, Loop, Node, inlined, trace_nodes
 
 # The operations that turn activations and their gradients into the gradient of a weight.
 _CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot"})
-_INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "checkpoint": "jaxpr",
-    "remat2": "jaxpr",
-    "remat": "jaxpr",
-    "closed_call": "call_jaxpr",
-}
 
 
 def split_weights(flat: Flat) -> None:
@@ -53,7 +45,7 @@ def _waited_for(flat: Flat, loop: Loop) -> set[Any]:
 def _split(node: Node, waited_for: set[Any]) -> list[Node]:
     """The two halves of a backward task; the whole task where there is nothing to split off."""
     inner = _compat.open_jaxpr(node.eqn.params["jaxpr"])
-    eqns, env = _inlined(inner.eqns)
+    eqns, env = inlined(inner.eqns)
     outs = [env.get(v, v) if _compat.is_var(v) else v for v in inner.outvars]
     producer = {v: i for i, e in enumerate(eqns) for v in e.outvars if _compat.is_var(v)}
     is_weight = [
@@ -157,26 +149,3 @@ def _walk_back(eqns: list[Any], producer: dict[Any, int], starts: list[Any], fou
         if i is not None and i not in found and i not in stop:
             found.add(i)
             stack += [v for v in eqns[i].invars if _compat.is_var(v)]
-
-
-def _inlined(eqns: list[Any]) -> tuple[list[Any], dict[Any, Any]]:
-    """Equations with plain calls opened, so that what is inside can be told apart."""
-    env: dict[Any, Any] = {}
-    out: list[Any] = []
-
-    def walk(inner: list[Any], sub: dict[Any, Any]) -> None:
-        for e in inner:
-            name = _INLINED.get(e.primitive.name)
-            parts = _compat.open_jaxpr(e.params[name]) if name else None
-            if parts is None or parts.consts:
-                out.append(substitute(e, sub))
-                continue
-            operands = [sub.get(v, v) if _compat.is_var(v) else v for v in e.invars]
-            deeper = dict(zip(parts.invars, operands, strict=True))
-            walk(parts.eqns, deeper)
-            for outer, result in zip(e.outvars, parts.outvars, strict=True):
-                if _compat.is_var(outer):
-                    sub[outer] = deeper.get(result, result) if _compat.is_var(result) else result
-
-    walk(eqns, env)
-    return out, env

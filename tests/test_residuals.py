@@ -1,0 +1,186 @@
+"""What tasks keep for their backward pass: the fewest bytes, and nothing expensive computed twice."""
+
+import itertools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import manymesh as mm
+from manymesh._key import Keys
+from manymesh._partition import _build, _residuals
+from stages import WIDTH, assert_agrees, rows
+
+ROWS = 8
+ACTIVATION = ROWS * WIDTH * 4  # bytes
+
+
+# The minimum cut
+
+
+@st.composite
+def networks(draw):
+    """Edges between few nodes, each with a capacity; 0 is the source, 1 the sink."""
+    nodes = draw(st.integers(2, 6))
+    pairs = [(a, b) for a, b in itertools.permutations(range(nodes), 2) if a != 1 and b != 0]
+    chosen = draw(st.lists(st.sampled_from(pairs), unique=True, max_size=14))
+    return nodes, {pair: draw(st.sampled_from([0, 1, 2, 3, 7, float("inf")])) for pair in chosen}
+
+
+@given(networks())
+def test_the_cut_is_minimal_and_closest_to_the_sink(case):
+    """Beside every possible cut."""
+    nodes, edges = case
+    network = _residuals._Network()
+    network.add(0, 1, edges.get((0, 1), 0))
+    for (a, b), capacity in edges.items():
+        if (b, a) not in edges:  # one direction between two nodes, as in the network of a task
+            network.add(a, b, capacity)
+    kept = {(a, b): c for (a, b), c in edges.items() if (b, a) not in edges}
+
+    def price(behind):
+        return sum(c for (a, b), c in kept.items() if a not in behind and b in behind)
+
+    others = range(2, nodes)
+    sides = [{1, *more} for k in range(len(others) + 1) for more in itertools.combinations(others, k)]
+    best = min(price(side) for side in sides)
+    if best == float("inf"):
+        return
+    found = {node for node in network.behind_minimum_cut(0, 1) if node in {1, *others}}
+    assert price(found) == best
+    assert all(found <= side for side in sides if price(side) == best)
+
+
+# Programs
+
+
+def kept_bytes(fun, *args):
+    """Bytes that the forward fragments of the gradient hand to their backward fragments, once a microbatch."""
+    program = mm.jit(gradient(fun)).trace(*args).lower().program
+    body = list(program.body(0))
+    read = {v for f in body if f.kind != "F" for v in f.invars}
+    return sum(
+        int(np.prod(v.aval.shape)) * v.aval.dtype.itemsize
+        for f in body if f.kind == "F" for v in f.outvars if v in read
+    )  # fmt: skip
+
+
+def gradient(fun, schedule="1f1b"):
+    """Of the mean over a microbatch loop, of two tasks with ``fun`` between two matrix products."""
+
+    def layer(w, x):
+        return fun(x @ w) @ w
+
+    tasks = [mm.task(layer, f"layer_{k}", devices=[k]) for k in range(2)]
+
+    def loss(w, x):
+        for task in tasks:
+            x = task(w, x)
+        return jnp.mean(x**2)
+
+    return mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2, schedule=schedule, reduce="mean")
+
+
+def arguments():
+    return jnp.asarray(np.random.default_rng(3).normal(size=(WIDTH, WIDTH)), jnp.float32), rows(2 * ROWS)
+
+
+# What the second layer reads from the first, what both keep of the activation function, the result and the loss's share.
+CASES = {
+    "gelu": (jax.nn.gelu, 2 * ACTIVATION),  # the operand and its tanh
+    "relu": (jax.nn.relu, ACTIVATION),  # the operand, from which mask and result follow
+    "silu": (jax.nn.silu, 2 * ACTIVATION),  # the operand and its sigmoid
+    "tanh": (jnp.tanh, ACTIVATION),  # the result
+    "polynomial": (lambda x: x**3 + 2 * x**2 - x, ACTIVATION),  # the operand
+    "scaled": (lambda x: 3 * jnp.exp(x) + 1, ACTIVATION),  # the exponential
+    "dropout": (lambda x: jnp.where(x > 0.5, x, 0) / 0.9, ACTIVATION),  # what the second product reads, and ...
+}
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n != "dropout"])
+def test_what_is_kept_of_an_activation_function(name):
+    """As a hand would count: beside the input of the layer, which the gradient of its first weight reads."""
+    fun, expected = CASES[name]
+    linear = kept_bytes(lambda x: x, *arguments())
+    # A linear layer keeps x @ w for its second product; what an activation function keeps takes its place.
+    assert kept_bytes(fun, *arguments()) - linear == 2 * (expected - ACTIVATION)
+    assert_agrees(gradient(fun), *arguments())
+
+
+def expensive(program):
+    """How often each operation that is not cheap appears in the fragments of a program."""
+    found = Counter()
+
+    def count(eqns):
+        for e in _residuals.inlined(eqns)[0]:
+            if not _residuals._is_cheap(e):
+                found[e.primitive.name] += 1
+
+    for fragment in program.fragments:
+        count(fragment.jaxpr.eqns)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_expensive_is_computed_twice(name, schedule, monkeypatch):
+    """The same products, exponentials and sums as without, under a schedule that splits the backward pass too."""
+    fun, _ = CASES[name]
+    thin = mm.jit(gradient(fun, schedule)).trace(*arguments()).lower().program
+    monkeypatch.setattr(_build, "keep_fewer_bytes", lambda flat, record: None)
+    thick = mm.jit(gradient(fun, schedule)).trace(*arguments()).lower().program
+    assert expensive(thin) == expensive(thick)
+    assert [f.kind for f in thin.fragments] == [f.kind for f in thick.fragments]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients(name, schedule):
+    """Those of the reference mode."""
+    assert_agrees(gradient(CASES[name][0], schedule), *arguments())
+
+
+def test_equal_layers_share_what_was_found(monkeypatch):
+    """The cut is looked for once, and the layers stay one executable."""
+    cuts = []
+    real = _residuals._cheapest
+    monkeypatch.setattr(_residuals, "_cheapest", lambda *args: cuts.append(1) or real(*args))
+    layers = [mm.task(lambda w, x: jax.nn.gelu(x @ w), f"layer_{k}", devices=[k // 4]) for k in range(8)]
+
+    def loss(ws, x):
+        for layer, w in zip(layers, ws, strict=True):
+            x = layer(w, x)
+        return jnp.mean(x**2)
+
+    w, x = arguments()
+    grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2, schedule="1f1b")
+    body = list(mm.jit(grad).trace([w] * 8, x).lower().program.body(0))
+    assert len(cuts) == 2  # the first layer has no gradient of x
+    keys = Keys()
+    assert len({keys(f.jaxpr) for f in body if f.kind == "B"}) == 3  # the last is beside the gradient of the loss
+
+
+def test_a_cast_weight_is_not_kept():
+    """Not even one cast inside an expression: the weight is there anyway."""
+
+    def half(w, x):
+        return (x.astype(jnp.bfloat16) @ (2 * w.astype(jnp.bfloat16))).astype(jnp.float32)
+
+    tasks = [mm.task(half, f"half_{k}", devices=[k]) for k in range(2)]
+
+    def loss(ws, x):
+        for task, w in zip(tasks, ws, strict=True):
+            x = task(w, x)
+        return jnp.mean(x**2)
+
+    w, x = arguments()
+    grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2, schedule="1f1b")
+    program = mm.jit(grad).trace((w, w + 1), x).lower().program
+    body = list(program.body(0))
+    read = {v for f in body if f.kind != "F" for v in f.invars}
+    shapes = [v.aval.shape for f in body if f.kind == "F" for v in f.outvars if v in read]
+    assert (WIDTH, WIDTH) not in shapes
