@@ -168,9 +168,10 @@ class Program:
             lines.append(f"  submesh {i}: {dict(mesh.shape)}, devices {[d.id for d in mesh.devices.flat]}")
         lines += [f"  {f!r}" for f in self.fragments]
         for i, loop in enumerate(self.loops):
+            name = getattr(loop.schedule, "name", loop.schedule)
+            how = name if loop.in_order else f"one after the other, as its stages are in no order that {name} could run"
             lines.append(
-                f"  loop {i} {loop.name}: {loop.num_microbatches} microbatches, {getattr(loop.schedule, 'name', loop.schedule)}, "
-                f"stages on submeshes {loop.placement}"
+                f"  loop {i} {loop.name}: {loop.num_microbatches} microbatches, {how}, stages on submeshes {loop.placement}"
             )
         for e in self.edges:
             each = "once a call" if e.loop is None else f"each microbatch of loop {e.loop}"
