@@ -70,9 +70,9 @@ def test_costs_are_medians_by_stage_and_hop():
     assert costs.weight == (100.0, 101.0, 102.0)
     assert costs.backward == (110.0, 112.0, 114.0)
     assert costs.transfer == (0.5, 0.25)
-    # Bytes a device of what is kept: the input, tanh and its derivative, and in the last stage the output to square.
+    # Bytes a device of what is kept: the input and tanh, and in the last stage the output to square.
     value = 4 * WIDTH * 4
-    assert costs.activation == (3 * value / 2, 3 * value / 2, 4 * value / 4)
+    assert costs.activation == (2 * value / 2, 2 * value / 2, 3 * value / 4)
 
 
 def test_forward_only():

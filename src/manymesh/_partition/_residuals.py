@@ -23,7 +23,7 @@ from .._mark import Recording, constraint_p
 # Elementwise, without a function that takes more than a few instructions; and what only moves or names elements.
 _CHEAP = {
     "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "eq", "expand_dims",
-    "ge", "gt", "iota", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "reshape",
+    "ge", "gt", "iota", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "reshape", "reshard",
     "select_n", "sharding_constraint", "sign", "square", "squeeze", "sub", "transpose", "xor", constraint_p.name,
 }  # fmt: skip
 _SMALL_POWER = 4
@@ -119,7 +119,7 @@ def _thin(
     n.eqn = _with_body(n.eqn, how.jaxpr, [before[k] for k in how.used], results)
     for c, change in zip(consumers, how.consumers, strict=True):
         sources = {"own": c.eqn.invars, "kept": results, "read": before}
-        for v in c.inputs:
+        for v in dict.fromkeys(c.inputs):
             readers[v].remove(c)
         c.eqn = _with_body(c.eqn, change.jaxpr, [sources[kind][k] for kind, k in change.operands], c.eqn.outvars)
         for v in dict.fromkeys(c.inputs):
@@ -165,7 +165,8 @@ def _rewrite(
 def _is_cheap(eqn: Any) -> bool:
     if eqn.primitive.name == "integer_pow":
         return bool(abs(eqn.params["y"]) <= _SMALL_POWER and eqn.params["y"] > 0)
-    return eqn.primitive.name in _CHEAP and not eqn.effects
+    constant = not any(_compat.is_var(v) for v in eqn.invars)
+    return (constant or eqn.primitive.name in _CHEAP) and not eqn.effects
 
 
 def _cheapest(wanted: list[Any], producer: dict[Any, Any], cost: dict[Any, float]) -> set[Any]:
