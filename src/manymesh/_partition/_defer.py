@@ -74,6 +74,7 @@ class _Planner:
         self.carried = {c.inner: c for c in loop.carries}
         self.made_by = {v: n for n in flat.nodes for v in n.outputs}
         self._readers: dict[Frame, dict[Any, list[tuple[int, int]]]] = {}
+        self._carrying: dict[Carry, set[Any]] = {}
 
     def run(self) -> tuple[dict[Carry, Parts], dict[Carry, str]]:
         """The accumulators that keep parts, and why others that sum over a sharded batch do not."""
@@ -109,6 +110,8 @@ class _Planner:
             raise _Refused
         if not starts_at_zero(carry.init, self.made_by):
             raise _Refused("it does not start at zero")
+        if (top, carry.inner) not in plan.values:
+            raise _Refused  # it is not added to
         plan.axes = _common_axes(plan)
         if not plan.axes:
             raise _Refused(self._why_no_axes(plan))
@@ -130,7 +133,7 @@ class _Planner:
         i = frame.producer.get(v)
         if i is None:
             return self._operand(plan, frame, v)
-        if v not in frame.reduced:
+        if not self._is_reduced(plan, frame, v):
             raise _Refused
         eqn, s = frame.eqns[i], plan.submesh
         name = eqn.primitive.name
@@ -174,7 +177,18 @@ class _Planner:
     def _is_reduced(self, plan: Parts, frame: Frame, v: Any) -> bool:
         if not _compat.is_var(v):
             return False
-        return v in frame.reduced or (frame, v) in plan.values or (frame.up is None and v in self.carried)
+        if v in frame.reduced or (frame, v) in plan.values:
+            return True
+        return frame.up is None and (v in self.carried or v in self._made_from(plan.carry))
+
+    def _made_from(self, carry: Carry) -> set[Any]:
+        """The values of the body that depend on what an accumulator held before."""
+        if carry not in self._carrying:
+            found = self._carrying[carry] = {carry.inner}
+            for n in self.flat.nodes:
+                if n.loop is self.loop and not found.isdisjoint(n.inputs):
+                    found.update(n.outputs)
+        return self._carrying[carry]
 
     @staticmethod
     def _is_spread(frame: Frame, v: Any) -> bool:
