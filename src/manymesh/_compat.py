@@ -181,6 +181,11 @@ def source_line(eqn: Eqn) -> str:
         return ""
 
 
+def eqn_context(eqn: Eqn) -> tuple[Any, ...]:
+    """What `jax.experimental.compute_on` and the like say about an equation; hashable."""
+    return (eqn.ctx.compute_type, str(eqn.ctx.xla_metadata) if eqn.ctx.xla_metadata else None)
+
+
 def dce(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
     """Removes dead code, also inside nested calls. Returns the jaxpr and which inputs it uses."""
     out, used = pe.dce_jaxpr(jaxpr, list(used_outputs))

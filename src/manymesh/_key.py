@@ -52,6 +52,10 @@ class Keys:
             self._known[id(jaxpr)] = jaxpr, Key(self._content(jaxpr))
         return self._known[id(jaxpr)][1]
 
+    def clear(self) -> None:
+        """Lets go of the jaxprs."""
+        self._known.clear()
+
     def _content(self, jaxpr: Any) -> Any:
         parts = _compat.open_jaxpr(jaxpr)
         number: dict[Any, int] = {}
@@ -67,7 +71,7 @@ class Keys:
             ins = tuple(atom(v) for v in e.invars)
             params = tuple((k, self._param(v)) for k, v in sorted(e.params.items()) if self._exact or k not in _IGNORED)
             outs = tuple((atom(v), _aval(v.aval)) if _compat.is_var(v) else None for v in e.outvars)
-            eqns.append((e.primitive.name, ins, params, outs))
+            eqns.append((e.primitive.name, ins, params, outs, _compat.eqn_context(e)))
         return (head, tuple(eqns), tuple(atom(v) for v in parts.outvars), tuple(_content(c) for c in parts.consts))
 
     def _param(self, value: Any) -> Any:

@@ -45,8 +45,8 @@ class Recording:
       loops: unique mark -> what `microbatch` said about the loop.
       findings: sentences about what is suspicious, in order, each once.
       implicit: the tasks registered by name when the trace began.
-      keys: of what tasks compute.
-      bodies: key and abstract mesh -> what such tasks compute, one jaxpr for all that are equal.
+      keys: of what tasks compute, while tracing.
+      bodies: key and abstract mesh -> what such tasks compute, one jaxpr for all that are equal; while tracing.
       token: a number that no other recording of this process has or had; an ``id`` could come back.
     """
 
@@ -84,6 +84,8 @@ def recording(record: Recording) -> Iterator[None]:
             yield
     finally:
         _recording.reset(token)
+        record.keys.clear()
+        record.bodies.clear()
 
 
 def transforms_ignored() -> bool:

@@ -69,10 +69,10 @@ class Executables:
     def _load_again(
         self, pool: ThreadPoolExecutor, key: Any, source: Mesh, made: Future[Any], target: Mesh
     ) -> Future[Any]:
-        if key not in self._saved:
-            self._saved[key] = _then(pool, made, _compat.save_executable)
-        load = functools.partial(_compat.load_executable, source=source, target=target)
-        return _then(pool, self._saved[key], load)
+        saved = self._saved.get(key)
+        if saved is None:
+            saved = self._saved[key] = _then(pool, made, _compat.save_executable)
+        return _then(pool, saved, functools.partial(_compat.load_executable, source=source, target=target))
 
     def settle(self) -> None:
         """Drops what is needed only while a program is compiled, and what did not compile, so that another call tries."""
