@@ -4,6 +4,10 @@
 
 Each batch of examples runs in a process of its own, because JAX keeps what it compiles. A program that
 breaks a law is written, as small as Hypothesis got it, to tests/regressions/, which test_laws.py runs.
+
+Nearly all the time goes into compiling, and what is compiled runs on a few numbers once. So XLA generates
+code without optimizing it (test_laws.py runs its programs with XLA as users have it), and the batches
+share a compilation cache for as long as the run takes.
 """
 
 from __future__ import annotations
@@ -16,12 +20,19 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
 REGRESSIONS = HERE / "regressions"
 BATCH = 100
+# They concern the code of a kernel only: how a program is partitioned over devices is decided before.
+CHEAP_COMPILATION = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_cpu_use_fusion_emitters=false",  # gone from the newest XLA
+)
 
 
 def run_batch(first_seed: int, examples: int) -> None:
@@ -40,7 +51,7 @@ def run_batch(first_seed: int, examples: int) -> None:
     @given(graph=graphs(), microbatches=COUNTS, reduce=REDUCTIONS)
     def check(graph, microbatches, reduce):
         nonlocal ran
-        ran += 1
+        ran += not broken  # what Hypothesis tries in order to make a broken program smaller is no new example
         try:
             check_laws(graph, microbatches, reduce)
         except Exception as error:
@@ -68,8 +79,10 @@ def main() -> int:
         return 0
     sizes = [min(BATCH, given.examples - done) for done in range(0, given.examples, BATCH)]
     ran, kept, start = 0, [], time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
-        futures = [pool.submit(in_a_process, given.seed + k, size) for k, size in enumerate(sizes)]
+    with tempfile.TemporaryDirectory() as cache, concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
+        environment = cheap_environment(cache)
+        print(f"XLA_FLAGS={environment['XLA_FLAGS']}", flush=True)
+        futures = [pool.submit(in_a_process, given.seed + k, size, environment) for k, size in enumerate(sizes)]
         for k, future in enumerate(concurrent.futures.as_completed(futures)):
             result = future.result()
             ran += result["ran"]
@@ -82,10 +95,30 @@ def main() -> int:
     return 1 if kept else 0
 
 
-def in_a_process(seed: int, examples: int) -> dict:
+def cheap_environment(cache: str) -> dict[str, str]:
+    """This process's environment with what makes compilation cheap; flags that are already set win."""
+    flags = [flag for flag in CHEAP_COMPILATION if is_known(flag)]
+    return {
+        **os.environ,
+        "XLA_FLAGS": " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip(),
+        # A program of another batch is rarely the same, but fragments and changes of layout often are.
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def is_known(flag: str) -> bool:
+    """Whether XLA has a flag. It ends the process where it does not, so another process asks."""
+    environment = {**os.environ, "XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    return subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
+
+
+def in_a_process(seed: int, examples: int, environment: dict[str, str]) -> dict:
     """The result of a batch; one that died is a failure too."""
     command = [sys.executable, __file__, "--batch", str(seed), str(examples)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     try:
         return json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
