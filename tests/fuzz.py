@@ -6,8 +6,7 @@ Each batch of examples runs in a process of its own, because JAX keeps what it c
 breaks a law is written, as small as Hypothesis got it, to tests/regressions/, which test_laws.py runs.
 
 Nearly all the time goes into compiling, and what is compiled runs on a few numbers once. So XLA generates
-code without optimizing it (test_laws.py runs its programs with XLA as users have it), and the batches
-share a compilation cache for as long as the run takes.
+code without optimizing it; test_laws.py runs its programs with XLA as users have it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -79,8 +77,8 @@ def main() -> int:
         return 0
     sizes = [min(BATCH, given.examples - done) for done in range(0, given.examples, BATCH)]
     ran, kept, start = 0, [], time.monotonic()
-    with tempfile.TemporaryDirectory() as cache, concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
-        environment = cheap_environment(cache)
+    with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
+        environment = cheap_environment()
         print(f"XLA_FLAGS={environment['XLA_FLAGS']}", flush=True)
         futures = [pool.submit(in_a_process, given.seed + k, size, environment) for k, size in enumerate(sizes)]
         for k, future in enumerate(concurrent.futures.as_completed(futures)):
@@ -95,17 +93,10 @@ def main() -> int:
     return 1 if kept else 0
 
 
-def cheap_environment(cache: str) -> dict[str, str]:
+def cheap_environment() -> dict[str, str]:
     """This process's environment with what makes compilation cheap; flags that are already set win."""
     flags = [flag for flag in CHEAP_COMPILATION if is_known(flag)]
-    return {
-        **os.environ,
-        "XLA_FLAGS": " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip(),
-        # A program of another batch is rarely the same, but fragments and changes of layout often are.
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+    return {**os.environ, "XLA_FLAGS": " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip()}
 
 
 def is_known(flag: str) -> bool:

@@ -158,6 +158,11 @@ def test_the_persistent_cache_of_jax_is_used(tmp_path):
         jax.clear_caches()
         step(parameters(), rows())
         assert of_tasks(tmp_path) == written
+        # Executables from the disk cannot be written out again for other devices; nobody tries.
+        equal, args = chain(4)
+        first = mm.jit(equal)(*args)
+        jax.clear_caches()
+        assert_same(mm.jit(equal)(*args), first)
     finally:
         for name, value in before.items():
             jax.config.update(name, value)

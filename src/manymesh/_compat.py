@@ -283,6 +283,11 @@ class _Loader(serialize_executable._JaxPjrtUnpickler):
         return super().persistent_load(pid)  # type: ignore[no-untyped-call]
 
 
+def caches_on_disk() -> bool:
+    """Whether JAX keeps executables on disk."""
+    return all(getattr(jax.config, name) for name in ("jax_enable_compilation_cache", "jax_compilation_cache_dir"))
+
+
 def save_executable(compiled: Any) -> Any:
     """An executable in a form that `load_executable` reads, or None if there is none.
 

@@ -50,7 +50,7 @@ class Executables:
         while True:
             if (key, mesh) in self.by_key:
                 self.reused += 1
-            elif (first := self._first.get(key)) is not None and _same_form(first[0], mesh):
+            elif (first := self._first.get(key)) is not None and _can_load_again(first[0], mesh):
                 self.by_key[key, mesh] = self._load_again(pool, key, *first, mesh)
                 self.reused += 1
             else:
@@ -81,8 +81,12 @@ class Executables:
         self._first = {k: (mesh, f) for k, (mesh, f) in self._first.items() if (k, mesh) in self.by_key}
 
 
-def _same_form(a: Mesh, b: Mesh) -> bool:
+def _can_load_again(a: Mesh, b: Mesh) -> bool:
     """Whether an executable for the devices of one mesh can be loaded for those of the other."""
+    if _compat.caches_on_disk():
+        # What comes from JAX's cache on disk cannot be written out again (on CPU it then lacks its kernels), and the
+        # cache, which goes by devices, should have the executables of all submeshes.
+        return False
     kinds = {(d.platform, d.device_kind, d.process_index) for mesh in (a, b) for d in mesh.devices.flat}
     return (
         len(kinds) == 1
