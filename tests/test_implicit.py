@@ -1,6 +1,7 @@
 """`register_task`: scopes that become tasks by their names."""
 
 import re
+import sys
 import threading
 
 import jax
@@ -577,3 +578,81 @@ def test_a_task_without_a_mesh_lets_constraints_travel():
     program = mm.jit(f).lower(weights(1)[0], batch()).program
     assert "manymesh_constraint" in str(program.fragments[0].jaxpr)
     assert_agrees(f, weights(1)[0], batch())
+
+
+# How much work it is
+
+
+def work(fun, *args):
+    """Calls of functions, Python's and C's, that it takes to plan a traced function."""
+    mm.jit(fun).lower(*args)  # fills JAX's caches
+    traced = mm.jit(fun).trace(*args)
+    calls = 0
+
+    def count(frame, event, arg):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        traced.lower()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def training(f, microbatches):
+    return mm.microbatch(jax.value_and_grad(f), argnum=1, num_microbatches=microbatches, reduce="mean")
+
+
+def test_twice_the_layers_are_twice_the_work():
+    """With a registration for each layer and many microbatches, too."""
+
+    def planned(count):
+        names = [f"layer_{i}" for i in range(count)]
+        for i, name in enumerate(names):
+            mm.register_task(name, devices=[i % 8])
+        calls = work(training(layers(names), 24), weights(count), batch())
+        mm.clear_tasks()
+        return calls
+
+    assert planned(96) < 2.1 * planned(48)
+
+
+def test_more_microbatches_are_no_more_work_than_for_explicit_tasks():
+    """The body of the loop is looked at once."""
+    names = [f"layer_{i}" for i in range(8)]
+    devices = {name: i for i, name in enumerate(names)}
+    args = weights(len(names)), batch()
+
+    def more(f):
+        return work(training(f, 24), *args) - work(training(f, 12), *args)
+
+    expected = more(explicit(names, devices))
+    for name in names:
+        mm.register_task(name, devices=[devices[name]])
+    assert more(layers(names)) < 1.1 * expected
+
+
+def test_patterns_for_one_name_and_for_many_are_tried_in_order():
+    """Escaped names, names with an iteration, and patterns, the first one first."""
+
+    def f(ws, x):
+        def body(h, w):
+            with jax.named_scope("layer-a"):
+                h = dense(w, h)
+            with jax.named_scope("layer"):
+                return dense(w, h), None
+
+        return jax.lax.scan(body, x, ws)[0]
+
+    mm.register_task(re.escape("layer-a[1]"), devices=[1])
+    mm.register_task("LAYER", devices=[7])
+    mm.register_task(re.compile("LAYER[-]A", re.IGNORECASE), devices=[2])
+    mm.register_task(r"layer\[[02]\]", devices=[3])
+    mm.register_task("layer", devices=[4])
+    mm.register_task(".*", devices=[5])
+    with pytest.warns(UserWarning, match=r"register_task\('LAYER'\) matches no scope") as found:
+        placed = fragments(f, jnp.stack(weights(3)), batch())
+    assert str(found[0].message).count("matches no scope") == 1
+    assert [device for _, (device,) in placed] == [2, 3, 1, 4, 2, 3]

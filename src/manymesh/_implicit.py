@@ -11,7 +11,7 @@ import difflib
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -307,7 +307,12 @@ def called(path: Path, at: int) -> tuple[str, ...]:
     name = path[at]
     assert isinstance(name, str), "an iteration has no name"
     before = path[at - 1] if at else None
-    return (name, f"{name}[{before.index}]") if isinstance(before, Iteration) else (name,)
+    return (name, _in_iteration(name, before.index)) if isinstance(before, Iteration) else (name,)
+
+
+def _in_iteration(name: str, index: int) -> str:
+    """The other name of a scope directly in the body of a scan."""
+    return f"{name}[{index}]"
 
 
 @dataclass(frozen=True)
@@ -341,6 +346,17 @@ class Matcher:
         self.rules = tuple(rules)
         self._tasks: dict[tuple[int, str, bool], Task | None] = {}
         self._matched: dict[tuple[str, bool], Matched | None] = {}
+        self._used: set[int] = set()  # the rules, by number, whose pattern matched some name
+        # A pattern for one name is looked up by it, so that of one for each layer not all are tried on every layer.
+        self._for_one: dict[str, list[int]] = {}
+        self._for_many: list[int] = []
+        for number, rule in enumerate(self.rules):
+            name = re.sub(r"\\(\W)", r"\1", rule.pattern.pattern)
+            if rule.pattern.pattern == re.escape(name) and rule.pattern.flags == re.UNICODE:
+                self._for_one.setdefault(name, []).append(number)
+            else:
+                self._for_many.append(number)
+        self._for_iterations = {number for number, rule in enumerate(self.rules) if _may_match_iteration(rule.pattern)}
 
     def __bool__(self) -> bool:
         return bool(self.rules)
@@ -364,26 +380,44 @@ class Matcher:
 
     def task(self, names: tuple[str, ...], backward: bool) -> tuple[Task, str] | None:
         """The task of a scope, which may have several names, and the pattern that made it."""
-        for number, rule in enumerate(self.rules):
+        by_name = [number for name in names for number in self._for_one.get(name, ())]
+        for number in sorted(by_name + self._for_many) if by_name else self._for_many:
+            rule = self.rules[number]
             for name in names:
                 key = (number, name, backward)
                 if key not in self._tasks:
                     match = rule.pattern.fullmatch(name)
                     self._tasks[key] = None if match is None else rule.describe(match, backward)
+                    if match is not None:
+                        self._used.add(number)
                 made = self._tasks[key]
                 if made is not None:
                     return made, rule.pattern.pattern
         return None
 
-    def unmatched(self, names: Iterable[str]) -> dict[str, str]:
-        """Patterns that match none of a program's scopes -> a sentence about each."""
-        known = sorted(set(names))
+    def tasks(self, name: str, iterations: range, backward: bool) -> Iterator[Task]:
+        """The tasks of a scope in the iterations of the scan that it is directly in, if it is in one."""
+        several: Iterable[tuple[str, ...]] = ((name,),)
+        if iterations and self._for_iterations:
+            several = ((name, _in_iteration(name, i)) for i in iterations)
+        for names in several:
+            found = self.task(names, backward)
+            if found is not None:
+                yield found[0]
+
+    def unmatched(self, scopes: Mapping[str, int]) -> dict[str, str]:
+        """Patterns that match none of a program's scopes -> a sentence about each.
+
+        Args:
+          scopes: name of each scope -> the iterations of the scan that it is directly in; 0 outside scans.
+        """
         found = {}
-        for rule in self.rules:
-            if any(rule.pattern.fullmatch(name) for name in known):
+        for number, rule in enumerate(self.rules):
+            if number in self._used or self._matches_one(number, scopes):
                 continue
             pattern = rule.pattern.pattern
             plain = re.sub(r"\\[a-zA-Z]|[\\^$.|?*+()\[\]{}]", "", pattern)
+            known = [*scopes, *(_in_iteration(name, 0) for name, length in scopes.items() if length)]
             near = difflib.get_close_matches(plain, known, 3, 0.0)
             said = f"the nearest names are {near}" if near else "the program has no scopes; jax.named_scope makes them"
             found[pattern] = (
@@ -391,3 +425,15 @@ class Matcher:
                 f"a whole name; {said}"
             )
         return found
+
+    def _matches_one(self, number: int, scopes: Mapping[str, int]) -> bool:
+        matches = self.rules[number].pattern.fullmatch
+        if any(matches(name) for name in scopes):
+            return True
+        counted = scopes.items() if number in self._for_iterations else ()
+        return any(matches(_in_iteration(name, i)) for name, length in counted for i in range(length))
+
+
+def _may_match_iteration(pattern: re.Pattern[str]) -> bool:
+    """Whether a pattern may match a name with the number of an iteration: one of letters and digits alone cannot."""
+    return re.search(r"[][.\\]", re.sub(r"\\[dwsbBAZ]", "", pattern.pattern)) is not None

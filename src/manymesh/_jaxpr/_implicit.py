@@ -195,23 +195,23 @@ class _Marker:
     def _contract(self, parts: list[tuple[Any, int, int, Item]]) -> list[Node]:
         """Makes one node of each part. Returns the new nodes."""
         flat = self.flat
-        total = Counter(v for n in flat.nodes for v in n.inputs)
-        kept = {v for v in flat.outvars if _compat.is_var(v)} | _tied(flat)
+        inside = {n for *_, item in parts for n in item.nodes}
+        # What a part makes and somebody else reads: another part, an equation of none, a loop, the caller.
+        leaving = {v for v in flat.outvars if _compat.is_var(v)} | _tied(flat)
+        leaving.update(v for *_, item in parts for v in item.reads)
+        leaving.update(v for n in flat.nodes if n not in inside for v in n.inputs)
         replaced: dict[Node, list[Node]] = {}
         made = []
         for (scope, task, backward, again, loop), number, count, item in parts:
             # The backward pass comes to the last call of a scope first.
             nth = count - 1 - number if backward and not again else number
             mark = self._mark(scope, task, loop, nth)
-            inside = Counter(v for n in item.nodes for v in n.inputs)
-            produced = list(dict.fromkeys(v for n in item.nodes for v in n.outputs))
-            outvars = [v for v in produced if v in kept or total[v] > inside[v]]
-            own = set(produced)
-            invars = [v for v in inside if v not in own]
-            env = {v: _compat.new_var(v.aval) for v in invars}
-            eqns = [substitute(n.eqn, env) for n in resolve_names(item.nodes, self.record, mark)]
-            jaxpr = _compat.new_jaxpr([env[v] for v in invars], [env[v] for v in outvars], eqns)
-            node = Node(_compat.call_eqn(mark, jaxpr, invars, outvars), mark, backward, loop, stack=item.nodes[0].stack)
+            outvars = [v for v in item.writes if v in leaving]
+            env = {v: _compat.new_var(v.aval) for v in (*item.reads, *outvars)}
+            eqns = [_renamed(n.eqn, env) for n in resolve_names(item.nodes, self.record, mark)]
+            jaxpr = _compat.new_jaxpr([env[v] for v in item.reads], [env[v] for v in outvars], eqns)
+            eqn = _compat.call_eqn(mark, jaxpr, item.reads, outvars)
+            node = Node(eqn, mark, backward, loop, stack=item.nodes[0].stack)
             made.append(node)
             replaced.update(dict.fromkeys(item.nodes, []))
             replaced[item.nodes[-1]] = [node]
@@ -254,6 +254,16 @@ class _Marker:
                     invars = [sub[result] if v is outer else v for v in reader.eqn.invars]
                     reader.eqn = reader.eqn.replace(invars=invars)
         flat.nodes = [m for n in flat.nodes for m in [n, *after.get(n, ())]]
+
+
+def _renamed(eqn: Any, names: dict[Any, Any]) -> Any:
+    """The equation with the variables that it shares with others under other names; its own stay its own."""
+    if not any(_compat.is_var(v) and v in names for v in (*eqn.invars, *eqn.outvars)):
+        return eqn
+    return eqn.replace(
+        invars=[names.get(v, v) if _compat.is_var(v) else v for v in eqn.invars],
+        outvars=[names.get(v, v) for v in eqn.outvars],
+    )
 
 
 def _tied(flat: Flat) -> set[Any]:

@@ -6,17 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import _compat
-from .._implicit import Iteration, Matcher, Path, called, path_of
+from .._implicit import Iteration, Matcher, path_of
+
+_JAXPRS = (_compat.Jaxpr, _compat.ClosedJaxpr)
 
 
 def jaxprs_of(eqn: Any) -> list[Any]:
     """The jaxprs among the parameters of an equation: bodies, branches, conditions."""
-    found = []
+    found: list[Any] = []
     for value in eqn.params.values():
-        if _compat.is_jaxpr(value):
+        if isinstance(value, (tuple, list)):
+            found += [v for v in value if isinstance(v, _JAXPRS)]
+        elif isinstance(value, _JAXPRS):
             found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += [v for v in value if _compat.is_jaxpr(v)]
     return found
 
 
@@ -41,50 +43,49 @@ def matched_inside(eqn: Any, stack: str, matcher: Matcher) -> list[str]:
     if not matcher or matcher.match(stack, is_backward(stack)) is not None:
         return []
     path = path_of(stack)
-    around = path[-1:] if path and isinstance(path[-1], Iteration) else ()
+    around = path[-1] if path else None
+    iterations = range(around.index, around.index + 1) if isinstance(around, Iteration) else _NONE
+    scopes = dict.fromkeys(
+        (name, among, is_backward(stack) or is_backward(inner))
+        for name, among, inner in _in_eqn(eqn, iterations, set())
+    )
     found: dict[str, None] = {}
-    for names, inner in _in_eqn(eqn, around, set()):
-        made = matcher.task(names, is_backward(stack) or is_backward(inner))
-        if made is not None:
-            found[made[0].name or names[0]] = None
+    for name, among, backward in scopes:
+        found.update((task.name or name, None) for task in matcher.tasks(name, among, backward))
     return list(found)
 
 
-def scope_names(closed: Any) -> set[str]:
-    """Every name by which a scope of a program could be matched."""
-    return {name for names, _ in _in_jaxpr(closed, (), set()) for name in names}
+def scope_names(closed: Any) -> dict[str, int]:
+    """Every name of a scope of a program -> the most iterations of a scan that such a scope is directly in, or 0."""
+    found: dict[str, int] = {}
+    for name, iterations, _ in _in_jaxpr(closed, _NONE, set()):
+        found[name] = max(found.get(name, 0), len(iterations))
+    return found
 
 
-# Names of each scope, and the name stack of what carries it. ``around`` are the iterations of the scan in whose
-# body it is, where no scope is between.
-_Scopes = Iterator[tuple[tuple[str, ...], str]]
+# Name of each scope, the iterations of the scan in whose body it is where no scope is between, and the name stack of
+# what carries it.
+_Scopes = Iterator[tuple[str, range, str]]
+_NONE = range(0)
 
 
-def _in_eqn(eqn: Any, around: Path, seen: set[Any]) -> _Scopes:
+def _in_eqn(eqn: Any, iterations: range, seen: set[Any]) -> _Scopes:
     if eqn.primitive.name == "scan":
-        length = _compat.scan_parts(eqn).length
-        around = tuple(Iteration(i, length) for i in range(length))
+        iterations = range(_compat.scan_parts(eqn).length)
     for jaxpr in jaxprs_of(eqn):
-        yield from _in_jaxpr(jaxpr, around, seen)
+        yield from _in_jaxpr(jaxpr, iterations, seen)
 
 
-def _in_jaxpr(jaxpr: Any, around: Path, seen: set[Any]) -> _Scopes:
-    if (id(jaxpr), around) in seen:
+def _in_jaxpr(jaxpr: Any, iterations: range, seen: set[Any]) -> _Scopes:
+    if (id(jaxpr), iterations) in seen:
         return
-    seen.add((id(jaxpr), around))
+    seen.add((id(jaxpr), iterations))
     stacks: set[str] = set()
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
         stack = _compat.name_stack(eqn)
         if stack not in stacks:
             stacks.add(stack)
-            yield from _on_path(stack, around)
-        yield from _in_eqn(eqn, () if path_of(stack) else around, seen)
-
-
-def _on_path(stack: str, around: Path) -> _Scopes:
-    path = path_of(stack)
-    for at in range(len(path)):
-        for iteration in around if at == 0 else ():
-            yield called((iteration, *path), 1), stack
-        if at or not around:
-            yield called(path, at), stack
+            for at, name in enumerate(path_of(stack)):
+                assert isinstance(name, str), "a jaxpr knows nothing of iterations"
+                yield name, _NONE if at else iterations, stack
+        yield from _in_eqn(eqn, _NONE if path_of(stack) else iterations, seen)
