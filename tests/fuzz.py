@@ -6,7 +6,8 @@ Each batch of examples runs in a process of its own, because JAX keeps what it c
 breaks a law is written, as small as Hypothesis got it, to tests/regressions/, which test_laws.py runs.
 
 Nearly all the time goes into compiling, and what is compiled runs on a few numbers once. So XLA generates
-code without optimizing it; test_laws.py runs its programs with XLA as users have it.
+code without optimizing it; test_laws.py runs its programs with XLA as users have it. JAX's cache on disk is
+not used: kernels that are made this way are not found again in what it reads back.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ BATCH = 100
 CHEAP_COMPILATION = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
-    "--xla_cpu_use_fusion_emitters=false",  # gone from the newest XLA
+    "--xla_cpu_use_fusion_emitters=false",  # saves the most; gone from the newest XLA
 )
 
 
 def run_batch(first_seed: int, examples: int) -> None:
     """Runs one batch in this process and prints what came of it as one line of JSON."""
-    sys.path[:0] = [str(HERE.parent), str(HERE)]
+    sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent), str(HERE)]  # this tree, not an installed one
     import conftest  # noqa: F401  # devices and profiles, before JAX is imported
     from hypothesis import Phase, given, seed, settings
 

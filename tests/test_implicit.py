@@ -656,3 +656,15 @@ def test_patterns_for_one_name_and_for_many_are_tried_in_order():
         placed = fragments(f, jnp.stack(weights(3)), batch())
     assert str(found[0].message).count("matches no scope") == 1
     assert [device for _, (device,) in placed] == [2, 3, 1, 4, 2, 3]
+
+
+def test_gradients_that_nobody_reads_are_dropped_in_linear_time():
+    """Of a step that returns the loss alone."""
+    names = [f"layer_{i}" for i in range(96)]
+    mm.register_task("layer_.*", callback=lambda match, _: mm.Task(devices=[int(match[0][6:]) % 8]))
+
+    def planned(count):
+        step = training(layers(names[:count]), 2)
+        return work(lambda ws, x: step(ws, x)[0], weights(count), batch())
+
+    assert planned(96) < 2.1 * planned(48)

@@ -39,6 +39,8 @@ def _step(params, x, graph, microbatches, reduce, schedule):
     return jax.tree.map(lambda p, g: p - 0.1 * g / jnp.maximum(norm, 1.0), params, grads), loss, grads
 
 
+# One step for all graphs, which are static: a fragment that an earlier graph had too is not compiled again, and two
+# fragments that are taken for equal and are not break a law.
 STEP = mm.jit(_step, static_argnums=(2, 3, 4, 5))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _compat
-from ._nodes import Flat, Node
+from ._nodes import Flat, Loop, Node
 
 
 def remove_dead(flat: Flat) -> None:
@@ -55,7 +55,8 @@ def _drop_from_loops(flat: Flat) -> bool:
     changed = False
     for loop in flat.loops:
         # A carry is alive if its final value is read, or if something other than its own update reads it.
-        carries = [c for c in loop.carries if c.final in read or _read_by_others(flat, loop, c)]
+        read_by_others = _read_by_others(flat, loop)
+        carries = [c for c in loop.carries if c.final in read or c.inner in read_by_others]
         cut = [p for p in loop.cut if p.inner in read or any(p.inner is c.out for c in carries)]
         collected = [p for p in loop.collected if any(v in read for v in p.outer)]
         if (len(carries), len(cut), len(collected)) != (len(loop.carries), len(loop.cut), len(loop.collected)):
@@ -64,11 +65,16 @@ def _drop_from_loops(flat: Flat) -> bool:
     return changed
 
 
-def _read_by_others(flat: Flat, loop: Any, carry: Any) -> bool:
-    return any(
-        node.loop is loop and carry.inner in node.inputs and not all(v is carry.out for v in node.outputs)
+def _read_by_others(flat: Flat, loop: Loop) -> set[Any]:
+    """What the body reads of the carries, but for the equations that only make a carry's next value of it."""
+    out = {c.inner: c.out for c in loop.carries}
+    return {
+        v
         for node in flat.nodes
-    )
+        if node.loop is loop
+        for v in node.inputs
+        if v in out and not all(made is out[v] for made in node.outputs)
+    }
 
 
 def _trim_task(node: Node, used: list[bool]) -> Node:

@@ -214,9 +214,9 @@ class _Builder:
     def _edges(self) -> list[Edge]:
         edges = []
         loop_of = {v: n.loop for n in self.flat.nodes for v in n.outputs}
-        finals = {c.final for loop in self.flat.loops for c in loop.carries}
-        finals |= {v for loop in self.flat.loops for p in loop.collected for v in p.outer}
-        for v in [*self.made_at, *finals]:
+        finals = [c.final for loop in self.flat.loops for c in loop.carries]
+        finals += [v for loop in self.flat.loops for p in loop.collected for v in p.outer]
+        for v in dict.fromkeys([*self.made_at, *finals]):
             source = self.where.home[v]
             for target in sorted(self._needed_at(v) - self.made_at.get(v, {source})):
                 loop = loop_of.get(v)

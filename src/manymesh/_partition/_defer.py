@@ -110,8 +110,8 @@ class _Planner:
             raise _Refused
         if not starts_at_zero(carry.init, self.made_by):
             raise _Refused("it does not start at zero")
-        if (top, carry.inner) not in plan.values:
-            raise _Refused  # it is not added to
+        if (top, carry.inner) not in plan.values and self._readers_of(top).get(carry.inner):
+            raise _Refused("it is read in every microbatch, and not to be added to")
         plan.axes = _common_axes(plan)
         if not plan.axes:
             raise _Refused(self._why_no_axes(plan))
