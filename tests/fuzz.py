@@ -7,7 +7,7 @@ breaks a law is written, as small as Hypothesis got it, to tests/regressions/, w
 
 Nearly all the time goes into compiling, and what is compiled runs on a few numbers once. So XLA generates
 code without optimizing it; test_laws.py runs its programs with XLA as users have it. JAX's cache on disk is
-not used: kernels that are made this way are not found again in what it reads back.
+not used: with it no executable is loaded again for another submesh, which is to be tested too.
 """
 
 from __future__ import annotations
