@@ -164,6 +164,19 @@ def test_equal_layers_share_what_was_found(monkeypatch):
     assert len({keys(f.jaxpr) for f in body if f.kind == "B"}) == 3  # the last is beside the gradient of the loss
 
 
+def test_a_long_chain_of_cheap_operations():
+    """More than Python would recurse into; of all their results only the first is kept."""
+
+    def chain(x):
+        y = x
+        for _ in range(600):
+            y = 0.99 * y + 0.1
+        return x * x * y * y
+
+    linear = kept_bytes(lambda x: x, *arguments())
+    assert kept_bytes(chain, *arguments()) == linear
+
+
 def test_a_cast_weight_is_not_kept():
     """Not even one cast inside an expression: the weight is there anyway."""
 

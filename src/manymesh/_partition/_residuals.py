@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import _compat
-from .._jaxpr._nodes import Flat, Loop, Node, inlined, nbytes
+from .._jaxpr._nodes import Flat, Loop, Node, inlined, nbytes, substitute
 from .._mark import Recording, constraint_p
 
 # Elementwise, without a function that takes more than a few instructions; and what only moves or names elements.
@@ -209,7 +209,7 @@ class _Network:
     def behind_minimum_cut(self, source: Any, sink: Any) -> set[Any]:
         """The nodes from which the sink can be reached once the flow is maximal."""
         while (level := self._levels(source, sink)) is not None:
-            untried = {node: iter(list(neighbours)) for node, neighbours in self.edges.items()}
+            untried = {node: list(neighbours) for node, neighbours in self.edges.items()}
             while self._augment(source, sink, level, untried):
                 pass
         behind, queue = {sink}, deque([sink])
@@ -231,25 +231,24 @@ class _Network:
                     queue.append(other)
         return level if sink in level else None
 
-    def _augment(self, source: Any, sink: Any, level: dict[Any, int], untried: dict[Any, Any]) -> bool:
+    def _augment(self, source: Any, sink: Any, level: dict[Any, int], untried: dict[Any, list[Any]]) -> bool:
         """Sends flow along one path that goes up a level with each edge; whether there was one."""
         path = [source]
         while path[-1] is not sink:
-            node = path[-1]
-            for other in untried[node]:
-                if self.edges[node][other] > 0 and level.get(other) == level[node] + 1:
-                    path.append(other)
-                    break
-            else:
-                path.pop()
-                if not path:
-                    return False
+            node, others = path[-1], untried[path[-1]]
+            while others and not (self.edges[node][others[-1]] > 0 and level.get(others[-1]) == level[node] + 1):
+                others.pop()
+            if others:
+                path.append(others[-1])
+                continue
+            path.pop()
+            if not path:
+                return False
+            untried[path[-1]].pop()  # it leads nowhere
         flow = min(self.edges[a][b] for a, b in zip(path, path[1:], strict=False))
         for a, b in zip(path, path[1:], strict=False):
             self.edges[a][b] -= flow
             self.edges[b][a] += flow
-        for node in path[:-1]:  # the edges of this path may carry more
-            untried[node] = iter(list(self.edges[node]))
         return True
 
 
@@ -275,9 +274,8 @@ class _Assembly:
 
     def result(self) -> _Rewrite:
         stay = [k for k, v in enumerate(self.n.eqn.outvars) if _compat.is_var(v) and k not in self.kept]
-        first = {
-            v: k for k, v in reversed(list(enumerate(self.outs))) if _compat.is_var(v) and k in (*stay, *self.kept)
-        }
+        named = [(v, k) for k, v in enumerate(self.outs) if _compat.is_var(self.n.eqn.outvars[k]) and _compat.is_var(v)]
+        first = dict(reversed(named))
         # What a consumer reads and cannot compute (it is handed through, or a literal) stays as it is.
         stay += [k for k in self.kept if not (_compat.is_var(self.outs[k]) and self.outs[k] in self.producer)]
         values = [v for v in dict.fromkeys(v for e in self.eqns for v in e.outvars) if v in self.saved]
@@ -315,22 +313,24 @@ class _Assembly:
             operands.append((kind, k))
             return invars[-1]
 
-        def value(v: Any) -> Any:
+        def value(result: Any) -> Any:
             """A variable of the producer, made available here."""
-            if not _compat.is_var(v):
-                return v
-            if v not in env:
-                if v in self.saved and v in place:
+            stack = [result]  # no recursion: a chain of cheap equations may be as long as the task
+            while stack:
+                v = stack[-1]
+                if not _compat.is_var(v) or v in env:
+                    stack.pop()
+                elif v in place:
                     env[v] = take("kept", place[v], v.aval)
                 elif v in self.input:
                     env[v] = take("read", self.input[v], v.aval)
                 else:
                     eqn = self.producer[v]
-                    ins = [value(o) for o in eqn.invars]
-                    fresh = [_compat.new_var(o.aval) if _compat.is_var(o) else o for o in eqn.outvars]
-                    env.update({o: f for o, f in zip(eqn.outvars, fresh, strict=True) if _compat.is_var(o)})
-                    again.append(eqn.replace(invars=ins, outvars=fresh))
-            return env[v]
+                    missing = [o for o in eqn.invars if _compat.is_var(o) and o not in env]
+                    stack += missing
+                    if not missing:
+                        again.append(substitute(eqn, env))
+            return env.get(result, result) if _compat.is_var(result) else result
 
         for k, (outer, v) in enumerate(zip(c.eqn.invars, inner.invars, strict=True)):
             position = at.get(outer) if _compat.is_var(outer) else None
