@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
-from manymesh._reshard._plan import plan_transfer
+from manymesh._layout._transfers import plan_transfer
 from stages import assert_same, reference
 
 DEVICES = np.array(jax.devices())

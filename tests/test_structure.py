@@ -34,7 +34,7 @@ LAYERS = (
     "_jaxpr",
     "_program",
     "_partition",
-    "_reshard",
+    "_layout",
     "_runtime",
     "_report",
     "_measure",

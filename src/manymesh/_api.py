@@ -8,7 +8,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,6 +20,10 @@ from ._compiled import Compiled
 from ._errors import ArgumentError, AxisError, MeshError
 from ._implicit import Matcher, registered
 from ._jaxpr._scopes import scope_names
+from ._layout._donation import donation_pairs
+from ._layout._layout import Layout
+from ._layout._names import resolve_constraints
+from ._layout._solve import solve
 from ._mark import Recording, carry_box_names, current_recording, recording, transforms_ignored
 from ._partition._build import build
 from ._program import Program
@@ -28,7 +32,7 @@ from ._runtime._compile import Executables
 from ._runtime._emit import emit
 from ._runtime._execute import Executor
 from ._runtime._instructions import Plan
-from ._runtime._lower import lower
+from ._runtime._lower import compile_and_look, lower
 from ._task import mesh_devices
 from ._topology import auto_mesh, require_devices
 
@@ -385,14 +389,19 @@ class Traced:
             raise _with_parameter(error, given) from None
         if program is None:
             program = self._without_tasks()
+        try:
+            program, findings = resolve_constraints(program, self._record.tasks)
+        except AxisError as error:
+            raise _with_parameter(error, given) from None
+        self._record.findings.update(dict.fromkeys(findings))
         j._report(self._record, self.jaxpr)
         shift = len(program.consts)
         donated = frozenset(shift + i for i in given_away)
         states = [(shift + i, o) for i, o in pairs if program.outputs[o][1] == program.home[program.invars[shift + i]]]
         plan = emit(program, donated)
-        given_in = {i: s for i, x in enumerate(given.leaves) if (s := _arrival(x, program)) is not None}
-        given_in.update(wanted_in)
-        return Lowered(self, program, plan, given_in, wanted_out, states, donated)
+        arriving = {shift + i: s for i, x in enumerate(given.leaves) if (s := _arrival(x, program)) is not None}
+        asked = {shift + i: s for i, s in wanted_in.items()}
+        return Lowered(self, program, plan, asked, arriving, wanted_out, states, donated)
 
     def _without_tasks(self) -> Program:
         """The program where no task and no sharding says what runs where: everything is where its arguments are."""
@@ -494,11 +503,46 @@ class Lowered:
     _traced: Traced
     program: Program
     plan: Plan
-    _given: dict[int, Any]
-    _wanted: dict[int, Any]
+    _asked: dict[int, NamedSharding]
+    _arriving: dict[int, NamedSharding]
+    _wanted: dict[int, NamedSharding]
     _states: list[tuple[int, int]]
     _donated: frozenset[int]
-    _literals: dict[int, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """The sharding of every value on every submesh, the rule that decided it, and what is donated to what.
+
+        Found without compiling, also for `planned_devices`; it is what the arrays then have.
+        """
+        program = self.program
+        layout = solve(
+            program, asked=self._asked, arriving=self._arriving, wanted=self._made_in_place(), states=self._states,
+            names=self._names(), look=functools.partial(compile_and_look, program),
+        )  # fmt: skip
+        return replace(layout, donation=donation_pairs(program, layout, self.plan.donated))
+
+    def _names(self) -> dict[Any, str]:
+        """What users call values: results by their path, arguments by theirs, others by what makes them."""
+        program, given = self.program, self._traced._given
+        names: dict[Any, str] = {}
+        for loop in program.loops:
+            names.update(
+                dict.fromkeys(
+                    (v for inner, _, init, final in loop.carries for v in (inner, init, final)), "accumulator"
+                )
+            )
+            names.update(dict.fromkeys((v for inner, outer in loop.cut for v in (inner, *outer)), "piece of the batch"))
+        names |= {v: f"from {f.name}" for f in program.fragments for v in f.outvars if v not in names}
+        results = jax.tree_util.tree_leaves_with_path(self._traced.out_info)
+        for (v, _), (path, _) in zip(program.outputs, results, strict=True):
+            if _compat.is_var(v):
+                names[v] = f"result{jax.tree_util.keystr(path)}"
+        paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+        for v, (path, _) in zip(program.invars[len(program.consts) :], paths, strict=True):
+            names[v] = _keystr(path).strip()
+        names.update(dict.fromkeys(program.invars[: len(program.consts)], "constant"))
+        return names
 
     def as_text(self) -> str:
         """The program and the instructions of one call, readable."""
@@ -513,12 +557,12 @@ class Lowered:
         jitted = self._traced._jitted
         require_devices(jitted.name, self.program.submeshes)
         shift = len(self.program.consts)
+        layout = self.layout
         before = (jitted._executables.compiled, jitted._executables.reused)
         direct = self._made_in_place()
         with compiling(jitted.name, len(self.program.fragments)) as progress:
             lowered = lower(
-                self.program, self.plan, jitted._executables,
-                given={shift + i: s for i, s in self._given.items()}, wanted=direct, states=self._states,
+                self.program, self.plan, layout, jitted._executables,
                 compiler_options=jitted.compiler_options, progress=progress,
             )  # fmt: skip
         literals = {
@@ -542,7 +586,8 @@ class Lowered:
         made: dict[Any, int] = {}
         for o, sharding in self._wanted.items():
             v, s = self.program.outputs[o]
-            if _compat.is_var(v) and auto_mesh(sharding.mesh) == self.program.submeshes[s]:
+            mesh = sharding.mesh
+            if _compat.is_var(v) and isinstance(mesh, Mesh) and auto_mesh(mesh) == self.program.submeshes[s]:
                 first = made.setdefault(v, o)
                 if self._wanted[first].spec == sharding.spec:
                     direct[o] = sharding

@@ -152,7 +152,7 @@ def _memory(lowered: Lowered) -> dict[Any, Memory]:
     arguments = [0] * len(program.submeshes)
     size: dict[int, tuple[int, int]] = {}
     for i, s, slot in plan.inputs:
-        bytes_ = _shard_bytes(program.invars[i].aval, lowered.arrivals[i, s])
+        bytes_ = _shard_bytes(program.invars[i].aval, lowered.sharding(program.invars[i], s))
         arguments[s] += bytes_
         size[slot] = (s, bytes_)
         live[s] += bytes_
@@ -162,7 +162,11 @@ def _memory(lowered: Lowered) -> dict[Any, Memory]:
             executable = lowered.executables[ins.fragment]
             stats = executable.memory_analysis()
             outs = [_shard_bytes(v.aval, s) for v, s in zip(f.outvars, executable.output_shardings, strict=True)]
-            reused = sum(size[ins.inputs[k]][1] for k in plan.donated.get(ins.fragment, ()) if ins.inputs[k] in size)
+            reused = sum(
+                size[ins.inputs[k]][1]
+                for k, _ in lowered.layout.donation.get(ins.fragment, ())
+                if ins.inputs[k] in size
+            )
             s, temporary = ins.submesh, int(getattr(stats, "temp_size_in_bytes", 0) or 0)
             peak[s] = max(peak[s], live[s] + max(sum(outs) - reused, 0) + temporary)
             made = list(zip(ins.outputs, outs, strict=True))

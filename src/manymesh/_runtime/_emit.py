@@ -224,25 +224,7 @@ class _Emitter:
                     once = len(set(slots)) == len(slots)
                     candidates = [k for k in candidates if slots[k] in free and (once or slots.count(slots[k]) == 1)]
                 possible[ins.fragment] = candidates
-        chosen = {}
-        finals = {final for loop in self.program.loops for *_, final in loop.carries}
-        for index, positions in possible.items():
-            f = self.program.fragments[index]
-            room: dict[Any, int] = defaultdict(int)
-            for v in f.outvars:
-                room[v.aval.shape, v.aval.dtype] += 1
-            reads = f.invars
-            keep = []
-            for k in positions:
-                aval = reads[k].aval
-                # The parts of a sum have a dimension more than the sum, and on each device the same size.
-                for shape in (aval.shape, aval.shape[1:]) if reads[k] in finals else (aval.shape,):
-                    if room[shape, aval.dtype] > 0:
-                        room[shape, aval.dtype] -= 1
-                        keep.append(k)
-                        break
-            chosen[index] = tuple(keep)
-        return chosen
+        return {index: tuple(positions) for index, positions in possible.items()}
 
     def _aliasing_slots(self, instructions: tuple[Instruction, ...]) -> set[int]:
         """Slots of transfers between meshes over the same devices: both ends may be one buffer."""

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from .. import _compat
-from .._reshard._plan import Step, plan_transfer
+from .._layout._transfers import Step, plan_transfer
 from ._instructions import Run
 from ._lower import Lowered
 
@@ -33,7 +33,7 @@ class Executor:
         self.consts: list[tuple[int, Any]] = []
         self.inputs: list[tuple[int, NamedSharding, int]] = []
         for i, s, slot in plan.inputs:
-            sharding = lowered.arrivals[i, s]
+            sharding = lowered.sharding(lowered.program.invars[i], s)
             if i < num_consts:
                 self.consts.append((slot, jax.device_put(lowered.program.consts[i], sharding)))
             else:
