@@ -76,9 +76,9 @@ class _Ties:
         for k, out in enumerate(eqn.outvars):
             operands: list[Any] = eqn.invars[k : k + 1] if each else eqn.invars
             for v in operands:
-                if _compat.is_var(v) and _compat.is_var(out) and v not in spread:
-                    if _compat.shape(v) == _compat.shape(out):
-                        groups.join(v, out)
+                alike = _compat.is_var(v) and _compat.is_var(out) and _compat.shape(v) == _compat.shape(out)
+                if alike and v not in spread:
+                    groups.join(v, out)
 
     def _join_call(self, groups: Groups[Var], jaxpr: Jaxpr, invars: Sequence[Atom], outvars: Sequence[Atom]) -> None:
         atoms = [*invars, *outvars]
