@@ -8,7 +8,8 @@ from __future__ import annotations
 from . import errors as errors
 from . import meta as meta
 from . import schedules as schedules
-from ._api import jit as jit
+from ._api._jit import jit as jit
+from ._api._parallelize import parallelize as parallelize
 from ._compiled import Compiled as Compiled
 from ._implicit import clear_tasks as clear_tasks
 from ._implicit import register_task as register_task
@@ -17,7 +18,6 @@ from ._mark import task as task
 from ._mark import with_sharding_constraint as with_sharding_constraint
 from ._microbatch import WeightedMean as WeightedMean
 from ._microbatch import microbatch as microbatch
-from ._parallelize import parallelize as parallelize
 from ._task import Task as Task
 from ._topology import planned_devices as planned_devices
 from ._topology import submeshes as submeshes

@@ -11,7 +11,7 @@ import optax  # type: ignore[import-untyped]  # it ships no types
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
-from ._api import jit
+from ._api._jit import jit
 from ._compiled import Compiled
 from ._errors import ArgumentError, MeshError
 from ._flax_task import task

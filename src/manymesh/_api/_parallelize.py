@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._api import Jitted, jit
-from ._compiled import Compiled
-from ._errors import ArgumentError, MeshError
-from ._mark import ignore_transforms, transforms_ignored
-from ._task import mesh_devices
-from ._topology import resolve_devices
+from .._compiled import Compiled
+from .._errors import ArgumentError, MeshError
+from .._mark import ignore_transforms, transforms_ignored
+from .._task import mesh_devices
+from .._topology import resolve_devices
+from ._jit import Jitted, jit
 
 
 def parallelize(
