@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,9 +10,12 @@ import jax.numpy as jnp
 
 from . import _compat
 from ._errors import ArgumentError
+from ._jaxpr._stacked._boundary import positions
+from ._layout._stacked import StackedValue
 from ._measure import loop_costs, measure
 from ._report import Report, make_report
 from ._runtime._execute import Executor
+from ._runtime._stacks import Stacks
 from .schedules import Costs
 
 
@@ -32,6 +36,8 @@ class Compiled:
         donated: tuple[int, ...],
         made: tuple[int, int],
         name: str,
+        stacked_in: Sequence[StackedValue],
+        stacked_out: Sequence[StackedValue],
         moved: dict[int, Any],
     ) -> None:
         self._executor, self._in_tree, self._out_tree = executor, in_tree, out_tree
@@ -44,15 +50,19 @@ class Compiled:
             else executor.lowered.arrivals[shift + i, program.arrivals[v][0]]
             for i, v in enumerate(program.invars[shift:])
         ]
-        self.input_shardings: Any = jax.tree.unflatten(in_tree, homes)
+        self._stacks = stacks = Stacks(stacked_in, stacked_out, executor.bring)
+        self.input_shardings: Any = jax.tree.unflatten(in_tree, stacks.of_arguments(homes, lambda x: x.sharding))
         made_with = [s or executor.literals[o].sharding for o, s in enumerate(executor.lowered.outputs)]
         self._moved = tuple(moved.items())
-        self.output_shardings: Any = jax.tree.unflatten(out_tree, [moved.get(o, s) for o, s in enumerate(made_with)])
+        leaving = [moved.get(o, s) for o, s in enumerate(made_with)]
+        self.output_shardings: Any = jax.tree.unflatten(out_tree, stacks.of_results(leaving, lambda x: x.sharding))
         passed = {v for v, _ in program.outputs if _compat.is_var(v)}
+        at = positions(in_tree.num_leaves, program.stacked_inputs)
+        given = {i: program.invars[shift + at[i].start : shift + at[i].stop] for i in donated}
         # A donated argument that is also a result is the result; it must outlive the call.
-        self._dies = tuple(i for i in donated if program.invars[shift + i] not in passed)
-        self._avals = [v.aval for v in program.invars[shift:]]
-        self._copied = _shared_results(executor, frozenset(shift + i for i in donated))
+        self._dies = tuple(i for i in donated if passed.isdisjoint(given[i]))
+        self._avals = stacks.of_arguments([v.aval for v in program.invars[shift:]], lambda x: jax.core.ShapedArray(x.aval.shape, x.aval.dtype))
+        self._copied = _shared_results(executor, frozenset(shift + k for i in donated for k in at[i]))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
@@ -84,7 +94,7 @@ class Compiled:
                 unusable = isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted())
             if unusable:
                 raise self._unusable(i, x)
-        results = self._executor(leaves)
+        results = self._executor(self._stacks.cut(leaves))
         for o in self._copied:
             results[o] = jax.device_put(results[o], results[o].sharding, may_alias=False)
         for o, sharding in self._moved:
@@ -93,7 +103,7 @@ class Compiled:
             x = leaves[i]
             if isinstance(x, jax.Array) and not x.is_deleted():
                 x.delete()
-        return jax.tree.unflatten(self._out_tree, results)
+        return jax.tree.unflatten(self._out_tree, self._stacks.join(results))
 
     def bring(self, x: Any, sharding: Any) -> Any:
         """An array, or a host value, with a sharding of this step: asynchronously, from any devices."""
@@ -162,7 +172,7 @@ class Compiled:
         for i in self._donated:
             leaves[i] = jnp.copy(leaves[i])
         lowered = self._executor.lowered
-        return loop_costs(lowered, measure(self._executor, leaves), loop)
+        return loop_costs(lowered, measure(self._executor, self._stacks.cut(leaves)), loop)
 
     def as_text(self) -> str:
         """The optimized program of every fragment."""

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh
 
+from ._jaxpr._stacked._boundary import Stacked
+
 Kind = Literal["F", "B", "W"]
 
 
@@ -143,6 +145,8 @@ class Program:
       consts: values of the constants, in order.
       unmarked: (primitive, submesh, reason, count) of the equations outside tasks.
       reductions: sums of accumulators over the devices that share a batch.
+      stacked_inputs, stacked_outputs: arguments and results that lie in blocks on several submeshes. Each block is an
+        input, or a result, of its own.
     """
 
     submeshes: tuple[Mesh, ...]
@@ -157,6 +161,8 @@ class Program:
     consts: tuple[Any, ...]
     unmarked: tuple[tuple[str, int, str, int], ...] = field(default=())
     reductions: tuple[Reduction, ...] = field(default=())
+    stacked_inputs: tuple[Stacked, ...] = field(default=())
+    stacked_outputs: tuple[Stacked, ...] = field(default=())
 
     def body(self, loop: int) -> Iterator[Fragment]:
         """Fragments of a loop's body, in topological order."""

@@ -15,6 +15,7 @@ from .._compiled import Compiled
 from .._layout._donation import donation_pairs
 from .._layout._layout import Layout
 from .._layout._solve import solve
+from .._layout._stacked import Joints, stacked_inputs, stacked_outputs
 from .._program import Program
 from .._progress import compiling
 from .._runtime._execute import Executor
@@ -44,6 +45,7 @@ class Lowered:
     _wanted: dict[int, NamedSharding]
     _states: list[tuple[int, int]]
     _donated: frozenset[int]
+    _joints: Joints
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -71,7 +73,6 @@ class Lowered:
         """
         step = self._step
         require_devices(step.name, self.program.submeshes)
-        shift = len(self.program.consts)
         before = (step.executables.compiled, step.executables.reused)
         direct = self._made_in_place()
         layout = self.layout
@@ -87,11 +88,12 @@ class Lowered:
             for o, (v, s) in enumerate(self.program.outputs)
             if not _compat.is_var(v)
         }
+        moved = {o: s for o, s in self._wanted.items() if o not in direct and o not in literals}
         made = (step.executables.compiled - before[0], step.executables.reused - before[1])
         return Compiled(
-            Executor(lowered, literals), self._in_tree, self._out_tree,
-            tuple(sorted(i - shift for i in self._donated)), made, step.name,
-            {o: s for o, s in self._wanted.items() if o not in direct and o not in literals},
+            Executor(lowered, literals), self._in_tree, self._out_tree, tuple(sorted(self._donated)), made, step.name,
+            stacked_inputs(self.program, layout, self._joints), stacked_outputs(self.program, layout, self._joints, moved),
+            moved,
         )  # fmt: skip
 
     def _made_in_place(self) -> dict[int, Any]:

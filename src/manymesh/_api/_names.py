@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from .. import _compat
 from .._compat import Var
+from .._jaxpr._stacked._boundary import Stacked, positions
 from .._program import Program
 from ._arguments import keystr
 
@@ -29,14 +31,27 @@ def names_of_values(program: Program, in_tree: Any, out_tree: Any) -> dict[Var, 
     for f in program.fragments:
         for v in f.outvars:
             names.setdefault(v, f"from {f.name}")
-    for (v, _), path in zip(program.outputs, _paths(out_tree), strict=True):
+    results = [f"result{jax.tree_util.keystr(path)}" for path in _paths(out_tree)]
+    for (v, _), name in zip(program.outputs, _of_blocks(results, program.stacked_outputs), strict=True):
         if _compat.is_var(v):
-            names[v] = f"result{jax.tree_util.keystr(path)}"
+            names[v] = name
     count = len(program.consts)
     names.update(dict.fromkeys(program.invars[:count], "constant"))
-    for v, path in zip(program.invars[count:], _paths(in_tree), strict=True):
-        names[v] = keystr(path).strip()
+    names.update(zip(program.invars[count:], _of_blocks(names_of_arguments(in_tree), program.stacked_inputs), strict=True))
     return names
+
+
+def names_of_arguments(in_tree: Any) -> list[str]:
+    """``args[0]['w']`` of every leaf of the arguments."""
+    return [keystr(path).strip() for path in _paths(in_tree)]
+
+
+def _of_blocks(names: Sequence[str], stacked: Sequence[Stacked]) -> list[str]:
+    """The names, with one for each block of what is stacked."""
+    found = []
+    for name, at in zip(names, positions(len(names), stacked), strict=True):
+        found += [name] if len(at) == 1 else [f"{name} block {k}" for k in range(len(at))]
+    return found
 
 
 def _paths(tree: Any) -> list[Any]:

@@ -25,17 +25,21 @@ def mesh_of(x: Any) -> Mesh | None:
     return Mesh(np.array(devices), ("device",))
 
 
-def arrival(x: Any, program: Program) -> Any:
-    """The sharding an argument already has, if that is a layout on one of the submeshes."""
+def committed(x: Any) -> NamedSharding | None:
+    """The sharding over a mesh that an argument was given."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
-    if not getattr(x, "committed", True):
+    return sharding if getattr(x, "committed", True) else None
+
+
+def arrival(x: Any, program: Program) -> NamedSharding | None:
+    """The sharding an argument already has, if that is a layout on one of the submeshes."""
+    sharding = committed(x)
+    if sharding is None:
         return None
     devices = mesh_devices(sharding.mesh)
-    if any(mesh_devices(m) == devices for m in program.submeshes):
-        return sharding
-    return None
+    return sharding if any(mesh_devices(m) == devices for m in program.submeshes) else None
 
 
 def expand(label: str, prefix: Any, tree: Any) -> dict[int, Any]:

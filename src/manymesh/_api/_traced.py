@@ -19,7 +19,9 @@ from .._topology import auto_mesh
 from ._arguments import Arguments, donated_leaves
 from ._boxes import with_parameter
 from ._lowered import Lowered
-from ._shardings import arrival, expand, mesh_of
+from ._names import names_of_arguments
+from ._outside import Outside
+from ._shardings import expand, mesh_of
 from ._step import Step
 
 
@@ -56,7 +58,10 @@ class Traced:
         pairs = self._states(given_away)
         pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
         try:
-            program = build(self.jaxpr, self._record, pinned_in, pinned_out, pairs)
+            program = build(
+                self.jaxpr, self._record, pinned_in, pinned_out, pairs,
+                shardings_in=wanted_in, shardings_out=wanted_out, names=names_of_arguments(given.treedef),
+            )  # fmt: skip
         except AxisError as error:
             raise with_parameter(error, given) from None
         if program is None:
@@ -67,13 +72,21 @@ class Traced:
             raise with_parameter(error, given) from None
         self._record.findings.update(dict.fromkeys(findings))
         step.report(self._record, self.jaxpr)
-        shift = len(program.consts)
-        donated = frozenset(shift + i for i in given_away)
-        states = [(shift + i, o) for i, o in pairs if program.outputs[o][1] == program.home[program.invars[shift + i]]]
+        outside = Outside(program, given.leaves, self._shapes)
+        donated = frozenset(k for i in given_away for k in outside.inputs(i))
+        states = [
+            (i, o)
+            for pair in pairs
+            for i, o in outside.pairs(*pair)
+            if program.outputs[o][1] == program.home[program.invars[i]]
+        ]
         plan = emit(program, donated)
-        arriving = {shift + i: s for i, x in enumerate(given.leaves) if (s := arrival(x, program)) is not None}
-        asked = {shift + i: s for i, s in wanted_in.items()}
-        return Lowered(step, given.treedef, self._out_tree, program, plan, asked, arriving, wanted_out, states, donated)
+        arriving = outside.arriving()
+        return Lowered(
+            step, given.treedef, self._out_tree, program, plan, outside.shardings_in(wanted_in),
+            outside.shardings_in(arriving), outside.shardings_out(wanted_out), states, given_away,
+            outside.joints({**arriving, **wanted_in}, wanted_out),
+        )  # fmt: skip
 
     def _without_tasks(self) -> Program:
         """The program where no task and no sharding says what runs where: everything is where its arguments are."""

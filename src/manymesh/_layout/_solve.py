@@ -66,6 +66,7 @@ class _Solver:
         self.keys = Keys()
         self.decided: dict[tuple[Var, int], Decision] = {}  # (representative, submesh)
         self.mirrored: dict[Var, tuple[Var, ...]] = {}  # representative -> states that it mirrors
+        self.beside: dict[tuple[Var, int], list[tuple[Var, int]]] = {}  # a block -> all blocks of its value
         self.crossing = {(e.var, e.target): e.source for e in program.edges}
         self.propagated: dict[Any, Propagated] = {}
         for loop in program.loops:
@@ -92,6 +93,7 @@ class _Solver:
             if o not in wanted and _compat.is_var(out) and program.home[v] == s:
                 self.groups.join(out, v)
                 replaced.append(v)
+        self._join_blocks()
         for members in mirrors(program, replaced):
             for v in members:
                 self.mirrored[self.groups.find(v)] = members
@@ -106,9 +108,21 @@ class _Solver:
             self._propagate(f)
         return Layout(program.submeshes, self._table(), names=self.names)
 
+    def _join_blocks(self) -> None:
+        """The blocks of one value lie alike, each on its submesh."""
+        program = self.program
+        inputs = [(v, program.home[v]) for v in program.invars[len(program.consts) :]]
+        for stacked, values in ((program.stacked_inputs, inputs), (program.stacked_outputs, program.outputs)):
+            for each in stacked:
+                blocks = [(self.groups.find(values[i][0]), values[i][1]) for i in each.positions]
+                together = list(dict.fromkeys(b for block in blocks for b in self.beside.get(block, [block])))
+                self.beside.update(dict.fromkeys(together, together))
+
     def _decide(self, v: Var, s: int, spec: PartitionSpec, rule: str) -> None:
         """The first word counts."""
-        self.decided.setdefault((self.groups.find(v), s), Decision(_trimmed(spec), rule))
+        key = self.groups.find(v), s
+        for block in self.beside.get(key, (key,)):
+            self.decided.setdefault(block, Decision(_trimmed(spec), rule))
 
     def _place_inputs(self, shardings: Mapping[int, NamedSharding], rule: str) -> None:
         program = self.program
@@ -137,7 +151,7 @@ class _Solver:
             return self.decided[key]
         decision = self._follows(v, s)
         if decision is not None:
-            self.decided[key] = decision
+            self._decide(v, s, decision.spec, decision.rule)
         return decision
 
     def _follows(self, v: Var, s: int) -> Decision | None:

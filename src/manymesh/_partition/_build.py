@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from .. import _compat
 from .._jaxpr._dead import remove_dead
@@ -15,6 +15,7 @@ from .._jaxpr._flatten import flatten
 from .._jaxpr._implicit import mark_scopes
 from .._jaxpr._invariant import settle_constants
 from .._jaxpr._nodes import Flat, Loop, nbytes
+from .._jaxpr._stacked._pass import Pins, spread_stacks
 from .._jaxpr._stacks import sum_layers_apart
 from .._mark import Recording
 from .._program import Edge, Fragment, Kind, LoopPlan, Program
@@ -34,6 +35,10 @@ def build(
     pinned_in: dict[int, Mesh],
     pinned_out: dict[int, Mesh],
     states: Sequence[tuple[int, int]] = (),
+    *,
+    shardings_in: Mapping[int, NamedSharding] | None = None,
+    shardings_out: Mapping[int, NamedSharding] | None = None,
+    names: Sequence[str] = (),
 ) -> Program | None:
     """Splits a traced step.
 
@@ -43,6 +48,9 @@ def build(
       pinned_in: position among the step's inputs -> the submesh it is on.
       pinned_out: position among the results -> the submesh it has to be on.
       states: (position of an input, position of the result that replaces it).
+      shardings_in, shardings_out: the shardings that the inputs and results of ``pinned_in`` and ``pinned_out`` have to
+        have, where these are known.
+      names: what users call the inputs, for findings.
 
     Returns:
       The program, or None if nothing in the step says where anything runs.
@@ -56,14 +64,27 @@ def build(
     mark_scopes(flat, record)
     if sum_layers_apart(flat):
         remove_dead(flat)
+    stacks = spread_stacks(flat, record, Pins(pinned_in, pinned_out, shardings_in or {}, shardings_out or {}), names)
+    record.findings.update(dict.fromkeys(stacks.findings))
     split_weights(flat)
     keep_fewer_bytes(flat, record)
     settle_constants(flat)
     inputs = flat.invars[len(flat.consts) :]
-    pins = {inputs[i]: mesh for i, mesh in pinned_in.items()}
+    pins = {inputs[stacks.positions_in[i][0]]: mesh for i, mesh in pinned_in.items()}
+    pinned_out = {stacks.positions_out[o][0]: mesh for o, mesh in pinned_out.items()}
+    for each in stacks.inputs:
+        pins.update(zip((inputs[i] for i in each.positions), each.submeshes, strict=True))
+    for each in stacks.outputs:
+        pinned_out.update(zip(each.positions, each.submeshes, strict=True))
     if not any(n.task and record.tasks[n.task].mesh is not None for n in flat.nodes) and not pins and not pinned_out:
         return None
-    kept = [(inputs[i], o) for i, o in states if o not in pinned_out]
+    pairs = [
+        pair
+        for i, o in states
+        if len(ins := stacks.positions_in[i]) == len(outs := stacks.positions_out[o])
+        for pair in zip(ins, outs, strict=True)
+    ]
+    kept = [(inputs[i], o) for i, o in pairs if o not in pinned_out]
     where = place(flat, record, pins, pinned_out, kept)
     while spread_conditionals(flat, where, record):
         remove_dead(flat)
@@ -75,7 +96,10 @@ def build(
     if any(r.axes for r in reductions):
         remove_dead(flat)
         where = place(flat, record, pins, pinned_out, kept)
-    program = replace(_Builder(flat, where, record).run(), reductions=reductions)
+    program = replace(
+        _Builder(flat, where, record).run(),
+        reductions=reductions, stacked_inputs=stacks.inputs, stacked_outputs=stacks.outputs,
+    )  # fmt: skip
     check(program)
     return program
 

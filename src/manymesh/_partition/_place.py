@@ -78,7 +78,7 @@ class _Placer:
             mesh = record.tasks[mark].mesh if mark is not None else n.mesh
             if mesh is not None:
                 self.where[n] = self._submesh(mesh)
-                self.reason[n] = "task" if mark is not None else "parts of a sum"
+                self.reason[n] = "task" if mark is not None else "its submesh"
         self.pinned = {v: self._submesh(m) for v, m in pinned_in.items()}
         self.wanted: dict[Any, int] = {}
         for i, mesh in pinned_out.items():

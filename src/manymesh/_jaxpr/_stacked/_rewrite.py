@@ -1,0 +1,304 @@
+"""A program in which values that lie in blocks are so many values, each on its submesh."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+
+from ... import _compat
+from ..._compat import Atom, Var
+from .._nodes import Carry, Flat, Loop, Node, Pieces, nbytes, trace_nodes
+from ._find import Split, tie_at
+from ._ties import Tie, block_aval, block_eqn, joined_ranges, joins_blocks, sliced_dim
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A value in blocks that something reads whole.
+
+    Attributes:
+      var: the value.
+      reader: the primitive that reads it.
+      nbytes: bytes that come together in one step.
+    """
+
+    var: Var
+    reader: str
+    nbytes: int
+
+
+class Rewriter:
+    """Rewrites a program, in place.
+
+    Args:
+      flat: the program.
+      split: what lies in blocks.
+      held: positions of results that are wanted whole.
+
+    Attributes:
+      blocks: value -> its blocks, as far as they are made.
+      whole: what is put together, because something reads it whole.
+    """
+
+    def __init__(self, flat: Flat, split: Mapping[Var, Split], held: frozenset[int] = frozenset()) -> None:
+        self.flat, self.split, self.held = flat, split, held
+        self.blocks: dict[Var, list[Var]] = {}
+        self.whole: dict[Var, Whole] = {}
+        self._joined: dict[Var, Var] = {}
+        self._cut: dict[tuple[Var, Split], list[Var]] = {}
+        self._nodes: list[Node] = []
+        self._loop_of: dict[Var, Loop] = {v: n.loop for n in flat.nodes if n.loop is not None for v in n.outputs}
+        for loop in flat.loops:
+            self._loop_of.update({x.inner: loop for x in (*loop.carries, *loop.cut)})
+
+    def run(self) -> None:
+        """Replaces inputs, nodes, loops and results."""
+        flat = self.flat
+        for v in flat.invars:
+            self._in_blocks(v)
+        for loop in flat.loops:
+            for c in loop.carries:
+                self._in_blocks(c.inner)
+                self._in_blocks(c.final)
+            for p in loop.cut:
+                self._in_blocks(p.inner)
+            for p in loop.collected:
+                for v in p.outer:
+                    self._in_blocks(v)
+        entered: dict[Loop, tuple[list[Carry], list[Pieces]]] = {}
+        for n in flat.nodes:
+            if n.loop is not None and n.loop not in entered:
+                entered[n.loop] = self._enter(n.loop)
+            self._node(n)
+        for loop in flat.loops:
+            carries, cut = entered[loop] if loop in entered else self._enter(loop)
+            loop.carries = [Carry(c.inner, out, c.init, c.final) for c, out in self._left(loop, carries)]
+            loop.cut = cut
+            loop.collected = [p for pieces in loop.collected for p in self._collected(pieces)]
+        flat.outvars = [b for o, v in enumerate(flat.outvars) for b in self._result(o, v)]
+        flat.invars = [b for v in flat.invars for b in self.blocks.get(v, [v])]
+        flat.nodes = self._nodes
+        flat.stacked = {v: column for v, column in flat.stacked.items() if v not in self.blocks}
+
+    def _result(self, o: int, v: Atom) -> list[Any]:
+        if not _compat.is_var(v) or v not in self.split:
+            return [v]
+        return [self._atom(v, None, "out_shardings")] if o in self.held else self.blocks[v]
+
+    def _in_blocks(self, v: Atom) -> None:
+        """Gives a value that no equation makes its blocks."""
+        if _compat.is_var(v) and v in self.split and v not in self.blocks:
+            split = self.split[v]
+            aval = block_aval(v.aval, split.dim, len(split.submeshes))
+            self.blocks[v] = [_compat.new_var(aval) for _ in split.submeshes]
+
+    # --- loops ----------------------------------------------------------------------------------------
+
+    def _enter(self, loop: Loop) -> tuple[list[Carry], list[Pieces]]:
+        """Carries and pieces, in blocks where their inner variables are; what they start from is made before."""
+        carries: list[Carry] = []
+        for c in loop.carries:
+            if c.inner in self.split:
+                starts = self._blocks_of(c.init, self.split[c.inner], None, deferred=True)
+                of = zip(self.blocks[c.inner], starts, self.blocks[c.final], strict=True)
+                carries += [Carry(inner, c.out, init, final) for inner, init, final in of]
+            else:
+                carries.append(Carry(c.inner, c.out, self._atom(c.init, None, "the loop"), c.final))
+        cut: list[Pieces] = []
+        for p in loop.cut:
+            if p.inner in self.split:
+                columns = [self._blocks_of(v, self.split[p.inner], None, deferred=True) for v in p.outer]
+                cut += [Pieces(inner, outer) for inner, outer in zip(self.blocks[p.inner], zip(*columns, strict=True), strict=True)]
+            else:
+                cut.append(Pieces(p.inner, tuple(self._atom(v, None, "the loop") for v in p.outer)))
+        return carries, cut
+
+    def _left(self, loop: Loop, carries: list[Carry]) -> Iterator[tuple[Carry, Any]]:
+        """Each carry with what the body leaves for it."""
+        left: dict[Any, Iterator[Var]] = {}
+        of = {b: c for c in loop.carries if c.inner in self.split for b in self.blocks[c.inner]}
+        for c in carries:
+            if c.inner in of:
+                original = of[c.inner]
+                yield c, next(left.setdefault(original, iter(self.blocks[original.out])))
+            else:
+                yield c, c.out
+
+    def _collected(self, p: Pieces) -> list[Pieces]:
+        if p.inner not in self.split:
+            return [p]
+        columns = [self.blocks[v] for v in p.outer]
+        return [Pieces(inner, outer) for inner, outer in zip(self.blocks[p.inner], zip(*columns, strict=True), strict=True)]
+
+    # --- equations ------------------------------------------------------------------------------------
+
+    def _node(self, n: Node) -> None:
+        if n.eqn.primitive.name == "optimization_barrier" and any(_compat.is_var(v) and v in self.split for v in n.eqn.outvars):
+            return self._barrier(n)
+        for o, v in enumerate(n.eqn.outvars):
+            if _compat.is_var(v) and v in self.split:
+                split = self.split[v]
+                if joins_blocks(n.eqn, split.dim, len(split.submeshes)):
+                    return self._stack(n, split)
+                tie = tie_at(n, ~o, split)
+                assert tie is not None, "what is made in blocks can be"
+                self._each(n, tie, split)
+                return None
+        for k, v in enumerate(n.eqn.invars):
+            if _compat.is_var(v) and v in self.split:
+                split = self.split[v]
+                if sliced_dim(n.eqn) == split.dim and n.task is None and self._slice(n, split):
+                    return None
+                tie = tie_at(n, k, split)
+                if tie is not None and tie.combined_by:
+                    return self._combine(n, tie, split)
+        self._emit(n, n.eqn.replace(invars=[self._atom(v, n, n.eqn.primitive.name) for v in n.eqn.invars]))
+        return None
+
+    def _emit(self, like: Node, eqn: Any, **tags: Any) -> None:
+        tags = {"mesh": like.mesh, "apart": like.apart, **tags}
+        self._nodes.append(
+            Node(eqn, like.task, like.backward, like.loop, like.deferred, like.weight, beside=like.beside, stack=like.stack, **tags)
+        )
+
+    def _each(self, n: Node, tie: Tie, split: Split) -> list[list[Any]]:
+        """The equation for each block; the results of each."""
+        count = len(split.submeshes)
+        columns = [
+            self._blocks_of(v, Split(split.submeshes, tie.operands[k]), n)
+            if k in tie.operands
+            else [self._atom(v, n, n.eqn.primitive.name)] * count
+            for k, v in enumerate(n.eqn.invars)
+        ]
+        made = []
+        for k, mesh in enumerate(split.submeshes):
+            eqn = block_eqn(n.eqn, tie, count, [column[k] for column in columns])
+            self._emit(n, eqn, mesh=mesh)
+            made.append(eqn.outvars)
+        if tie.results:
+            for o, v in enumerate(n.eqn.outvars):
+                if not _compat.is_var(v):
+                    continue
+                column = [outs[o] for outs in made]
+                if self.split.get(v) == Split(split.submeshes, tie.results[o]):
+                    self.blocks[v] = column
+                else:  # another result of the same equation, which is wanted whole or cut otherwise
+                    self._join(v, column, tie.results[o])
+        return made
+
+    def _join(self, v: Var, column: list[Any], dim: int) -> None:
+        """A value that is made in blocks, but is used otherwise, under its own name."""
+        nodes, _ = trace_nodes(lambda *xs: lax.concatenate(xs, dim), column, loop=self._loop_of.get(v))
+        nodes[-1].eqn = nodes[-1].eqn.replace(outvars=[v])
+        self._nodes += nodes
+        if v in self.split:
+            self._joined[v] = v
+            self.blocks[v] = self._cut_of(v, self.split[v], False)
+
+    def _combine(self, n: Node, tie: Tie, split: Split) -> None:
+        """One result of those of the blocks."""
+        combine = getattr(lax, _COMBINE[tie.combined_by])
+        partial = [outs[0] for outs in self._each(n, tie, split)]
+
+        def total(*xs: Any) -> Any:
+            result = xs[0]
+            for x in xs[1:]:
+                result = combine(result, x)
+            return result
+
+        nodes, _ = trace_nodes(total, partial, loop=n.loop, backward=n.backward, stack=n.stack)
+        nodes[-1].eqn = nodes[-1].eqn.replace(outvars=n.eqn.outvars)
+        self._nodes += nodes
+
+    def _stack(self, n: Node, split: Split) -> None:
+        """A stack of pieces as one stack on each submesh."""
+        (v,) = n.eqn.outvars
+        count, size = len(split.submeshes), _compat.shape(v)[split.dim] // len(split.submeshes)
+        aval = block_aval(v.aval, split.dim, count)
+        self.blocks[v] = [_compat.new_var(aval) for _ in split.submeshes]
+        ranges = joined_ranges(n.eqn)
+        for k, mesh in enumerate(split.submeshes):
+            own = [x for x, (a, b) in zip(n.eqn.invars, ranges, strict=True) if k * size <= a < b <= (k + 1) * size]
+            invars = [self._atom(x, n, "concatenate") for x in own]
+            self._emit(n, n.eqn.replace(invars=invars, outvars=[self.blocks[v][k]]), mesh=mesh)
+
+    def _slice(self, n: Node, split: Split) -> bool:
+        """A slice of one block; False where it is of several."""
+        (v,) = n.eqn.invars
+        size = _compat.shape(v)[split.dim] // len(split.submeshes)
+        starts, limits = (list(n.eqn.params[name]) for name in ("start_indices", "limit_indices"))
+        a, b = starts[split.dim], limits[split.dim]
+        k = a // size
+        if b > (k + 1) * size:
+            return False
+        starts[split.dim], limits[split.dim] = a - k * size, b - k * size
+        params = {**n.eqn.params, "start_indices": tuple(starts), "limit_indices": tuple(limits)}
+        self._emit(n, n.eqn.replace(invars=[self.blocks[v][k]], params=params), mesh=split.submeshes[k])
+        return True
+
+    def _barrier(self, n: Node) -> None:
+        """A barrier for each submesh, of what it has of the operands, and one for what is whole."""
+        rest: list[int] = []
+        grids: dict[Any, list[int]] = defaultdict(list)
+        for o, v in enumerate(n.eqn.outvars):
+            if _compat.is_var(v) and v in self.split:
+                grids[self.split[v].submeshes].append(o)
+            else:
+                rest.append(o)
+        for submeshes, positions in grids.items():
+            columns = [self._blocks_of(n.eqn.invars[o], self.split[n.eqn.outvars[o]], n) for o in positions]
+            for o, column in zip(positions, columns, strict=True):
+                self.blocks[n.eqn.outvars[o]] = [_compat.new_var(x.aval) for x in column]
+            for k, mesh in enumerate(submeshes):
+                outs = [self.blocks[n.eqn.outvars[o]][k] for o in positions]
+                self._emit(n, n.eqn.replace(invars=[column[k] for column in columns], outvars=outs), mesh=mesh)
+        if rest:
+            invars = [self._atom(n.eqn.invars[o], n, "optimization_barrier") for o in rest]
+            self._emit(n, n.eqn.replace(invars=invars, outvars=[n.eqn.outvars[o] for o in rest]))
+
+    # --- values ---------------------------------------------------------------------------------------
+
+    def _blocks_of(self, v: Atom, split: Split, n: Node | None, deferred: bool = False) -> list[Any]:
+        """The blocks of a value that is in blocks, or that is cut for the occasion."""
+        if _compat.is_var(v) and self.split.get(v) == split:
+            return self.blocks[v]
+        if (v, split) not in self._cut:
+            self._atom(v, n, "another cut")
+            self._cut[v, split] = self._cut_of(v, split, deferred)
+        return self._cut[v, split]
+
+    def _cut_of(self, v: Var, split: Split, deferred: bool) -> list[Any]:
+        size = _compat.shape(v)[split.dim] // len(split.submeshes)
+        cut = []
+        for k in range(len(split.submeshes)):
+
+            def part(x: Any, k: int = k) -> Any:
+                return lax.slice_in_dim(x, k * size, (k + 1) * size, axis=split.dim)
+
+            nodes, (out,) = trace_nodes(part, [self._joined.get(v, v)], loop=self._loop_of.get(v), deferred=deferred)
+            self._nodes += nodes
+            cut.append(out)
+        return cut
+
+    def _atom(self, v: Atom, n: Node | None, reader: str) -> Any:
+        """A value whole: itself, or put together of its blocks."""
+        if not _compat.is_var(v) or v not in self.split:
+            return v
+        if v not in self._joined:
+            split, loop = self.split[v], self._loop_of.get(v)
+            nodes, (self._joined[v],) = trace_nodes(
+                lambda *xs: lax.concatenate(xs, split.dim), self.blocks[v], loop=loop
+            )
+            self._nodes += nodes
+            count = len(split.submeshes)
+            times = loop.spec.num_microbatches if loop is not None else 1
+            name = n.task.split("__mm")[0] if n is not None and n.task is not None else reader
+            self.whole[v] = Whole(v, name, nbytes(v.aval) * (count - 1) // count * times)
+        return self._joined[v]
+
+
+_COMBINE = {"add": "add", "max": "max", "min": "min", "mul": "mul", "and": "bitwise_and", "or": "bitwise_or"}

@@ -1,0 +1,248 @@
+"""Which equations can be computed block by block, and what each block's equation says.
+
+Cut a value in equal blocks along one dimension. An elementwise equation of such values gives blocks of its result, a
+sum over another dimension too, and a sum over this very dimension gives partial sums. A `Tie` says which dimensions of
+the operands and results of an equation are cut together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ... import _compat
+from ..._compat import Atom, Eqn
+
+ELEMENTWISE = frozenset(
+    (
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+        "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy",
+        "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge",
+        "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "manymesh_box",
+        "manymesh_constraint", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "real",
+        "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+        "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
+    )
+)  # fmt: skip
+
+# How partial results along a dimension become one: a reduction -> the equation that combines two of them.
+_REDUCTIONS = {
+    "reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "mul", "reduce_and": "and",
+    "reduce_or": "or",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Dimensions of one equation that are cut together.
+
+    Attributes:
+      operands: operand -> its dimension. Every other operand is read whole.
+      results: result -> its dimension.
+      combined_by: the primitive that makes one result of those of the blocks, where ``results`` is empty.
+      params: parameters of the equation that are shapes, as functions of the number of blocks.
+    """
+
+    operands: Mapping[int, int]
+    results: Mapping[int, int]
+    combined_by: str = ""
+    params: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
+
+
+def tie_of(eqn: Eqn, position: int, dim: int, count: int) -> Tie | None:
+    """The tie that a dimension of an operand, or of a result (``~position``), belongs to.
+
+    Args:
+      eqn: the equation.
+      position, dim: the operand or result, and its dimension.
+      count: number of blocks.
+
+    Returns:
+      The tie, or None where the equation cannot be computed in blocks along this dimension.
+    """
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is None or eqn.effects:
+        return None
+    for tie in rule(eqn):
+        found = tie.operands.get(position) if position >= 0 else tie.results.get(~position)
+        if found == dim:
+            sizes = [_shape(eqn.invars[k])[d] for k, d in tie.operands.items()]
+            sizes += [_shape(eqn.outvars[o])[d] for o, d in tie.results.items()]
+            return tie if all(n % count == 0 for n in sizes) else None
+    return None
+
+
+def block_eqn(eqn: Eqn, tie: Tie, count: int, invars: Sequence[Atom]) -> Eqn:
+    """The equation of one of ``count`` equal blocks, with fresh results."""
+    outvars = []
+    for o, v in enumerate(eqn.outvars):
+        if o in tie.results:
+            outvars.append(_compat.new_var(block_aval(v.aval, tie.results[o], count)))
+        else:
+            outvars.append(_compat.new_var(v.aval))
+    params = {**eqn.params, **{name: of(count) for name, of in tie.params.items()}}
+    new: Eqn = eqn.replace(invars=list(invars), outvars=outvars, params=params)
+    return new
+
+
+def block_aval(aval: Any, dim: int, count: int) -> Any:
+    """The abstract value of one of ``count`` equal blocks along a dimension."""
+    shape = list(aval.shape)
+    shape[dim] //= count
+    return aval.update(shape=tuple(shape))
+
+
+def sliced_dim(eqn: Eqn) -> int | None:
+    """The one dimension along which a ``slice`` takes a contiguous part; None for anything else."""
+    if eqn.primitive.name != "slice" or any(s != 1 for s in eqn.params["strides"] or ()):
+        return None
+    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+    cut = [d for d, n in enumerate(_shape(eqn.invars[0])) if (starts[d], limits[d]) != (0, n)]
+    return cut[0] if len(cut) == 1 else None
+
+
+def joined_ranges(eqn: Eqn) -> list[tuple[int, int]]:
+    """Start and end of each operand of a ``concatenate`` in its result."""
+    ranges, at = [], 0
+    for v in eqn.invars:
+        ranges.append((at, at + _shape(v)[eqn.params["dimension"]]))
+        at = ranges[-1][1]
+    return ranges
+
+
+def joins_blocks(eqn: Eqn, dim: int, count: int) -> bool:
+    """Whether each operand of a ``concatenate`` along ``dim`` lies in one of ``count`` equal blocks of its result."""
+    if eqn.primitive.name != "concatenate" or eqn.params["dimension"] != dim or _shape(eqn.outvars[0])[dim] % count:
+        return False
+    size = _shape(eqn.outvars[0])[dim] // count
+    return all(a // size == (b - 1) // size for a, b in joined_ranges(eqn) if a < b)
+
+
+def _shape(atom: Atom) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _smaller(eqn: Eqn, name: str, dim: int) -> dict[str, Callable[[int], Any]]:
+    """A parameter that is a shape, with one dimension of a block."""
+    sizes = eqn.params[name]
+    return {name: lambda count: tuple(n // count if d == dim else n for d, n in enumerate(sizes))}
+
+
+def _elementwise(eqn: Eqn) -> Iterator[Tie]:
+    shape = _shape(eqn.outvars[0])
+    full = [k for k, v in enumerate(eqn.invars) if _shape(v) == shape]
+    if all(k in full or not _shape(v) for k, v in enumerate(eqn.invars)):
+        yield from (Tie(dict.fromkeys(full, d), {0: d}) for d in range(len(shape)))
+
+
+def _barrier(eqn: Eqn) -> Iterator[Tie]:
+    """One operand and its result at a time; the pass takes the equation apart."""
+    yield from (Tie({k: d}, {k: d}) for k, v in enumerate(eqn.invars) for d in range(len(_shape(v))))
+
+
+def _broadcast(eqn: Eqn) -> Iterator[Tie]:
+    source = {d: i for i, d in enumerate(eqn.params["broadcast_dimensions"])}
+    before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    for d, n in enumerate(after):
+        i = source.get(d)
+        yield Tie({0: i} if i is not None and before[i] == n else {}, {0: d}, params=_smaller(eqn, "shape", d))
+
+
+def _iota(eqn: Eqn) -> Iterator[Tie]:
+    for d in range(len(_shape(eqn.outvars[0]))):
+        if d != eqn.params["dimension"]:
+            yield Tie({}, {0: d}, params=_smaller(eqn, "shape", d))
+
+
+def _reshape(eqn: Eqn) -> Iterator[Tie]:
+    """Blocks of the major dimension are contiguous, whatever becomes of the rest."""
+    if _shape(eqn.invars[0]) and _shape(eqn.outvars[0]) and eqn.params.get("dimensions") is None:
+        yield Tie({0: 0}, {0: 0}, params=_smaller(eqn, "new_sizes", 0))
+
+
+def _transpose(eqn: Eqn) -> Iterator[Tie]:
+    yield from (Tie({0: d}, {0: i}) for i, d in enumerate(eqn.params["permutation"]))
+
+
+def _squeeze(eqn: Eqn) -> Iterator[Tie]:
+    kept = [d for d in range(len(_shape(eqn.invars[0]))) if d not in eqn.params["dimensions"]]
+    yield from (Tie({0: d}, {0: i}) for i, d in enumerate(kept))
+
+
+def _reduce(eqn: Eqn) -> Iterator[Tie]:
+    axes = eqn.params["axes"]
+    kept = [d for d in range(len(_shape(eqn.invars[0]))) if d not in axes]
+    yield from (Tie({0: d}, {0: i}) for i, d in enumerate(kept))
+    if eqn.primitive.name in _REDUCTIONS:
+        yield from (Tie({0: d}, {}, _REDUCTIONS[eqn.primitive.name]) for d in axes)
+
+
+def _slice(eqn: Eqn) -> Iterator[Tie]:
+    """Dimensions that stay whole."""
+    starts, limits, strides = (eqn.params[k] for k in ("start_indices", "limit_indices", "strides"))
+    for d, n in enumerate(_shape(eqn.invars[0])):
+        if (starts[d], limits[d], (strides or {d: 1})[d]) == (0, n, 1):
+            yield Tie({0: d}, {0: d}, params=_smaller(eqn, "limit_indices", d))
+
+
+def _dynamic_slice(eqn: Eqn) -> Iterator[Tie]:
+    for d, n in enumerate(_shape(eqn.invars[0])):
+        if eqn.params["slice_sizes"][d] == n:
+            yield Tie({0: d}, {0: d}, params=_smaller(eqn, "slice_sizes", d))
+
+
+def _dynamic_update(eqn: Eqn) -> Iterator[Tie]:
+    for d, (n, part) in enumerate(zip(_shape(eqn.invars[0]), _shape(eqn.invars[1]), strict=True)):
+        if n == part:
+            yield Tie({0: d, 1: d}, {0: d})
+
+
+def _pad(eqn: Eqn) -> Iterator[Tie]:
+    yield from (Tie({0: d}, {0: d}) for d, p in enumerate(eqn.params["padding_config"]) if tuple(p) == (0, 0, 0))
+
+
+def _but(name: str) -> Callable[[Eqn], Iterator[Tie]]:
+    """All operands and results alike, in every dimension but those that a parameter names."""
+
+    def rule(eqn: Eqn) -> Iterator[Tie]:
+        named = eqn.params[name]
+        named = named if isinstance(named, tuple) else (named,)
+        for d in range(len(_shape(eqn.outvars[0]))):
+            if d not in named:
+                yield Tie(dict.fromkeys(range(len(eqn.invars)), d), dict.fromkeys(range(len(eqn.outvars)), d))
+
+    return rule
+
+
+def _dot(eqn: Eqn) -> Iterator[Tie]:
+    contracted, batch = eqn.params["dimension_numbers"]
+    yield from (Tie({0: a, 1: b}, {}, "add") for a, b in zip(*contracted, strict=True))
+    yield from (Tie({0: a, 1: b}, {0: i}) for i, (a, b) in enumerate(zip(*batch, strict=True)))
+    at = len(batch[0])
+    for k in (0, 1):
+        for d in range(len(_shape(eqn.invars[k]))):
+            if d not in (*contracted[k], *batch[k]):
+                yield Tie({k: d}, {0: at})
+                at += 1
+
+
+_RULES: dict[str, Callable[[Eqn], Iterator[Tie]]] = {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys((*_REDUCTIONS, "argmax", "argmin"), _reduce),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _but("axis")),
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _but("dimension"),
+    "dot_general": _dot,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update,
+    "iota": _iota,
+    "optimization_barrier": _barrier,
+    "pad": _pad,
+    "reshape": _reshape,
+    "rev": _but("dimensions"),
+    "slice": _slice,
+    "sort": _but("dimension"),
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+}

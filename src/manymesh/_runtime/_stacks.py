@@ -1,0 +1,133 @@
+"""Stacked arguments are taken apart into blocks, and results put together, without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import NamedSharding, Sharding
+
+from .. import _compat
+from .._layout._stacked import StackedValue
+
+T = TypeVar("T")
+
+
+class Stacks:
+    """The stacked arguments and results of a program.
+
+    Args:
+      inputs, outputs: what is stacked.
+      bring: gives an array, or a host value, another sharding.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[StackedValue],
+        outputs: Sequence[StackedValue],
+        bring: Callable[[Any, NamedSharding], jax.Array],
+    ) -> None:
+        self._bring = bring
+        self._inputs = {x.positions.start: _Input(x, x.sharding, _places(x, x.sharding)) for x in inputs}
+        self._outputs = {x.positions.start: _Output(x) for x in outputs}
+
+    def cut(self, leaves: list[Any]) -> list[Any]:
+        """The arguments of a call as the program takes them."""
+        if not self._inputs:
+            return leaves
+        flat: list[Any] = []
+        for x in leaves:
+            place = self._inputs.get(len(flat))
+            if place is None:
+                flat.append(x)
+            else:
+                flat += place.cut(x, self._bring)
+        return flat
+
+    def join(self, results: list[Any]) -> list[Any]:
+        """The results of a call as the caller wants them."""
+        if not self._outputs:
+            return results
+        leaves: list[Any] = []
+        at = 0
+        while at < len(results):
+            place = self._outputs.get(at)
+            if place is None:
+                leaves.append(results[at])
+                at += 1
+            else:
+                after = place.value.positions.stop
+                leaves.append(place.join(results[at:after]))
+                at = after
+        return leaves
+
+    def of_arguments(self, flat: Sequence[T], whole: Callable[[StackedValue], T]) -> list[T]:
+        """One item for each argument, of a list with one for each input."""
+        return _collapsed(flat, [x.value for x in self._inputs.values()], whole)
+
+    def of_results(self, flat: Sequence[T], whole: Callable[[StackedValue], T]) -> list[T]:
+        """One item for each result, of a list with one for each of the program's results."""
+        return _collapsed(flat, [x.value for x in self._outputs.values()], whole)
+
+
+def _collapsed(flat: Sequence[T], stacked: Sequence[StackedValue], whole: Callable[[StackedValue], T]) -> list[T]:
+    first = {x.positions.start: x for x in stacked}
+    within = {k for x in stacked for k in x.positions}
+    return [whole(first[k]) if k in first else item for k, item in enumerate(flat) if k in first or k not in within]
+
+
+@dataclass(eq=False)
+class _Input:
+    """A stacked argument, with the sharding it had last and where the pieces of each block are among its shards."""
+
+    value: StackedValue
+    accepted: Sharding
+    places: list[list[int]]
+
+    def cut(self, x: Any, bring: Callable[[Any, NamedSharding], jax.Array]) -> list[Any]:
+        sharding = getattr(x, "sharding", None)
+        if sharding is not self.accepted:
+            if isinstance(x, jax.Array) and _alike(sharding, self.value):
+                self.accepted, self.places = x.sharding, _places(self.value, x.sharding)
+            else:
+                x = bring(x, self.value.sharding)
+                self.accepted, self.places = x.sharding, _places(self.value, x.sharding)
+        pieces = _compat.pieces(x)
+        return [
+            _compat.assemble(block, [pieces[k] for k in places])
+            for block, places in zip(self.value.blocks, self.places, strict=True)
+        ]
+
+
+@dataclass(eq=False)
+class _Output:
+    """A stacked result."""
+
+    value: StackedValue
+
+    def __post_init__(self) -> None:
+        places = _places(self.value, self.value.sharding)
+        order = [k for of_block in places for k in of_block]
+        self.order = [order.index(k) for k in range(len(order))]
+
+    def join(self, blocks: Sequence[Any]) -> jax.Array:
+        pieces = [piece for block in blocks for piece in _compat.pieces(block)]
+        return _compat.assemble(self.value.aval, [pieces[k] for k in self.order])
+
+
+def _places(value: StackedValue, sharding: Sharding) -> list[list[int]]:
+    """For each block, the positions of its pieces among the shards of the whole."""
+    position = {d: k for k, d in enumerate(_compat.device_order(sharding))}
+    return [[position[d] for d in _compat.device_order(block.sharding)] for block in value.blocks]
+
+
+def _alike(sharding: Any, value: StackedValue) -> bool:
+    """Whether every device has what it has to have, whatever the axes are called."""
+    if sharding == value.sharding:
+        return True
+    if sharding.device_set != value.sharding.device_set:
+        return False
+    shape = value.aval.shape
+    return bool(sharding.devices_indices_map(shape) == value.sharding.devices_indices_map(shape))
