@@ -67,15 +67,14 @@ def _split(flat: Flat, loop: Loop, carry: Carry, producer: dict[Any, Node]) -> b
         inner = _compat.new_var(jax.core.ShapedArray(carry.inner.aval.shape[1:], carry.inner.aval.dtype))
         made, (out,) = trace_nodes(lax.add, [inner, piece], loop=loop, backward=add.backward)
         new += made
-        made, (init,) = trace_nodes(
-            lambda a, i=i: lax.index_in_dim(a, i, 0, keepdims=False), [carry.init], deferred=True
-        )
+        made, init = _start(carry, i, producer)
         before += made
         finals.append(_compat.new_var(inner.aval))
         loop.carries.append(Carry(inner, out, init, finals[-1]))
     after, (total,) = trace_nodes(lambda *xs: jax.numpy.stack(xs), finals)
     after[-1].eqn = after[-1].eqn.replace(outvars=[carry.final])
     assert after[-1].eqn.outvars[0] is not total, "the stack takes the accumulator's name"
+    flat.stacked[carry.final] = finals
     loop.carries.remove(carry)
     flat.nodes[start:start] = new
     last = max(k for k, n in enumerate(flat.nodes) if n.loop is loop)
@@ -83,6 +82,20 @@ def _split(flat: Flat, loop: Loop, carry: Carry, producer: dict[Any, Node]) -> b
     first = min(k for k, n in enumerate(flat.nodes) if n.loop is loop)
     flat.nodes[first:first] = before
     return True
+
+
+def _start(carry: Carry, i: int, producer: dict[Any, Node]) -> tuple[list[Node], Any]:
+    """What a layer's accumulator starts from. Zeros are made for each layer: all of them would take a whole stack."""
+    made = producer.get(carry.init)
+    if made is not None and made.eqn.primitive.name == "broadcast_in_dim":
+        kept = made.eqn.params["broadcast_dimensions"]
+        if 0 not in kept:
+            shape = carry.inner.aval.shape[1:]
+            params = {**made.eqn.params, "shape": shape, "broadcast_dimensions": tuple(d - 1 for d in kept)}
+            out = _compat.new_var(jax.core.ShapedArray(shape, carry.inner.aval.dtype))
+            return [Node(made.eqn.replace(outvars=[out], params=params), deferred=True)], out
+    nodes, (out,) = trace_nodes(lambda a: lax.index_in_dim(a, i, 0, keepdims=False), [carry.init], deferred=True)
+    return nodes, out
 
 
 class _Same:

@@ -20,7 +20,7 @@ from ..._compat import Var
 from ..._mark import Recording
 from ..._task import mesh_devices
 from .._nodes import Flat, Loop, Node, nbytes
-from ._ties import Tie, joins_blocks, sliced_dim, tie_of
+from ._ties import Tie, joins_blocks, taken_apart, tie_of
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,11 @@ class _Finder:
     def _seeds(self) -> list[tuple[Var, Split]]:
         parts: dict[tuple[Var, int], list[tuple[int, int, Mesh | None]]] = defaultdict(list)
         for n in self.flat.nodes:
-            d = sliced_dim(n.eqn) if n.task is None and n.inputs else None
-            if d is not None:
-                a, b = n.eqn.params["start_indices"][d], n.eqn.params["limit_indices"][d]
-                parts[n.inputs[0], d].append((a, b, self._mesh_of(n.outputs[0], self._next)))
+            taken = taken_apart(n.eqn) if n.task is None and n.inputs else None
+            if taken is not None:
+                for v, (a, b) in zip(n.eqn.outvars, taken.ranges, strict=True):
+                    if _compat.is_var(v):
+                        parts[n.inputs[0], taken.dim].append((a, b, self._mesh_of(v, self._next)))
         for v, column in self.flat.stacked.items():
             if v in self.producer or v in self.back:
                 made = [self._mesh_of(x, self._before) if _compat.is_var(x) else None for x in column]
@@ -191,7 +192,7 @@ class _Finder:
             return True  # of a loop; what its body makes decides
         if n.task is None and n.eqn.primitive.name == "cond":
             self.conditionals[n] = None
-        if n.task is None and n.mesh is None and joins_blocks(n.eqn, split.dim, len(split.submeshes)):
+        if n.task is None and n.mesh is None and joins_blocks(n.eqn, split.dim, len(split.submeshes)) is not None:
             return True
         return tie_at(n, ~n.eqn.outvars.index(v), split) is not None
 

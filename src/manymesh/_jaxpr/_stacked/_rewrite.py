@@ -13,7 +13,7 @@ from ... import _compat
 from ..._compat import Atom, Var
 from .._nodes import Carry, Flat, Loop, Node, Pieces, nbytes, trace_nodes
 from ._find import Split, tie_at
-from ._ties import Tie, block_aval, block_eqn, joined_ranges, joins_blocks, sliced_dim
+from ._ties import Tie, block_aval, block_eqn, joins_blocks, taken_apart
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,9 @@ class Rewriter:
         for o, v in enumerate(n.eqn.outvars):
             if _compat.is_var(v) and v in self.split:
                 split = self.split[v]
-                if joins_blocks(n.eqn, split.dim, len(split.submeshes)):
-                    return self._stack(n, split)
+                of = joins_blocks(n.eqn, split.dim, len(split.submeshes))
+                if of is not None:
+                    return self._stack(n, split, of)
                 tie = tie_at(n, ~o, split)
                 assert tie is not None, "what is made in blocks can be"
                 self._each(n, tie, split)
@@ -151,7 +152,7 @@ class Rewriter:
         for k, v in enumerate(n.eqn.invars):
             if _compat.is_var(v) and v in self.split:
                 split = self.split[v]
-                if sliced_dim(n.eqn) == split.dim and n.task is None and self._slice(n, split):
+                if n.task is None and self._take_apart(n, split):
                     return None
                 tie = tie_at(n, k, split)
                 if tie is not None and tie.combined_by:
@@ -214,30 +215,38 @@ class Rewriter:
         nodes[-1].eqn = nodes[-1].eqn.replace(outvars=n.eqn.outvars)
         self._nodes += nodes
 
-    def _stack(self, n: Node, split: Split) -> None:
-        """A stack of pieces as one stack on each submesh."""
+    def _stack(self, n: Node, split: Split, of: tuple[int, ...]) -> None:
+        """A stack of pieces as one stack on each submesh, each of the pieces that belong to its block."""
         (v,) = n.eqn.outvars
-        count, size = len(split.submeshes), _compat.shape(v)[split.dim] // len(split.submeshes)
-        aval = block_aval(v.aval, split.dim, count)
+        aval = block_aval(v.aval, split.dim, len(split.submeshes))
         self.blocks[v] = [_compat.new_var(aval) for _ in split.submeshes]
-        ranges = joined_ranges(n.eqn)
-        for k, mesh in enumerate(split.submeshes):
-            own = [x for x, (a, b) in zip(n.eqn.invars, ranges, strict=True) if k * size <= a < b <= (k + 1) * size]
-            invars = [self._atom(x, n, "concatenate") for x in own]
-            self._emit(n, n.eqn.replace(invars=invars, outvars=[self.blocks[v][k]]), mesh=mesh)
+        for k, (mesh, block) in enumerate(zip(split.submeshes, self.blocks[v], strict=True)):
+            own = [self._atom(x, n, n.eqn.primitive.name) for x, at in zip(n.eqn.invars, of, strict=True) if at == k]
+            self._emit(n, n.eqn.replace(invars=own, outvars=[block]), mesh=mesh)
 
-    def _slice(self, n: Node, split: Split) -> bool:
-        """A slice of one block; False where it is of several."""
-        (v,) = n.eqn.invars
-        size = _compat.shape(v)[split.dim] // len(split.submeshes)
-        starts, limits = (list(n.eqn.params[name]) for name in ("start_indices", "limit_indices"))
-        a, b = starts[split.dim], limits[split.dim]
-        k = a // size
-        if b > (k + 1) * size:
+    def _take_apart(self, n: Node, split: Split) -> bool:
+        """Slices of blocks, where each is of one; False where it is not."""
+        parts = taken_apart(n.eqn)
+        if parts is None or parts.dim != split.dim:
             return False
-        starts[split.dim], limits[split.dim] = a - k * size, b - k * size
-        params = {**n.eqn.params, "start_indices": tuple(starts), "limit_indices": tuple(limits)}
-        self._emit(n, n.eqn.replace(invars=[self.blocks[v][k]], params=params), mesh=split.submeshes[k])
+        (v,) = n.eqn.invars
+        length, count = _compat.shape(v)[split.dim], len(split.submeshes)
+        of = parts.blocks(length, count)
+        if of is None:
+            return False
+        for out, (a, b), k in zip(n.eqn.outvars, parts.ranges, of, strict=True):
+            if not _compat.is_var(out):
+                continue
+            start = k * (length // count)
+
+            def part(x: Any, at: tuple[int, int] = (a - start, b - start), keep: bool = out.aval.ndim == v.aval.ndim) -> Any:
+                taken = lax.slice_in_dim(x, *at, axis=split.dim)
+                return taken if keep else lax.squeeze(taken, (split.dim,))
+
+            nodes, _ = trace_nodes(part, [self.blocks[v][k]])
+            nodes[-1].eqn = nodes[-1].eqn.replace(outvars=[out])
+            for node in nodes:
+                self._emit(n, node.eqn, mesh=split.submeshes[k])
         return True
 
     def _barrier(self, n: Node) -> None:

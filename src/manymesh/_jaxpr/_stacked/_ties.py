@@ -7,6 +7,7 @@ the operands and results of an equation are cut together.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,30 +94,63 @@ def block_aval(aval: Any, dim: int, count: int) -> Any:
     return aval.update(shape=tuple(shape))
 
 
-def sliced_dim(eqn: Eqn) -> int | None:
-    """The one dimension along which a ``slice`` takes a contiguous part; None for anything else."""
-    if eqn.primitive.name != "slice" or any(s != 1 for s in eqn.params["strides"] or ()):
+@dataclass(frozen=True)
+class Parts:
+    """Contiguous parts of a value along one dimension: what an equation takes it apart into, or puts it together of.
+
+    Attributes:
+      dim: the dimension.
+      ranges: start and end of each part. Those taken apart are the results of the equation, in their order; those put
+        together its operands.
+    """
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def blocks(self, length: int, count: int) -> tuple[int, ...] | None:
+        """The block that each part is in, of ``count`` equal ones; None where a part is in several."""
+        if length % count:
+            return None
+        size = length // count
+        found = [(a // size, max(b - 1, a) // size) for a, b in self.ranges]
+        return tuple(k for k, _ in found) if all(k == last for k, last in found) else None
+
+
+def taken_apart(eqn: Eqn) -> Parts | None:
+    """The parts that an equation takes of its one operand."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "unstack":
+        return Parts(params["axis"], tuple((i, i + 1) for i in range(len(eqn.outvars))))
+    if name == "split":
+        return Parts(params["axis"], _ranges(params["sizes"]))
+    if name != "slice" or any(s != 1 for s in params["strides"] or ()):
         return None
-    starts, limits = eqn.params["start_indices"], eqn.params["limit_indices"]
+    starts, limits = params["start_indices"], params["limit_indices"]
     cut = [d for d, n in enumerate(_shape(eqn.invars[0])) if (starts[d], limits[d]) != (0, n)]
-    return cut[0] if len(cut) == 1 else None
+    return Parts(cut[0], ((starts[cut[0]], limits[cut[0]]),)) if len(cut) == 1 else None
 
 
-def joined_ranges(eqn: Eqn) -> list[tuple[int, int]]:
-    """Start and end of each operand of a ``concatenate`` in its result."""
-    ranges, at = [], 0
-    for v in eqn.invars:
-        ranges.append((at, at + _shape(v)[eqn.params["dimension"]]))
-        at = ranges[-1][1]
-    return ranges
+def put_together(eqn: Eqn) -> Parts | None:
+    """The parts that an equation makes its one result of."""
+    if eqn.primitive.name == "stack":
+        return Parts(eqn.params["axis"], tuple((i, i + 1) for i in range(len(eqn.invars))))
+    if eqn.primitive.name == "concatenate":
+        d = eqn.params["dimension"]
+        return Parts(d, _ranges([_shape(v)[d] for v in eqn.invars]))
+    return None
 
 
-def joins_blocks(eqn: Eqn, dim: int, count: int) -> bool:
-    """Whether each operand of a ``concatenate`` along ``dim`` lies in one of ``count`` equal blocks of its result."""
-    if eqn.primitive.name != "concatenate" or eqn.params["dimension"] != dim or _shape(eqn.outvars[0])[dim] % count:
-        return False
-    size = _shape(eqn.outvars[0])[dim] // count
-    return all(a // size == (b - 1) // size for a, b in joined_ranges(eqn) if a < b)
+def joins_blocks(eqn: Eqn, dim: int, count: int) -> tuple[int, ...] | None:
+    """The block of its result that each operand belongs to, where an equation puts blocks along ``dim`` together."""
+    parts = put_together(eqn)
+    if parts is None or parts.dim != dim:
+        return None
+    return parts.blocks(_shape(eqn.outvars[0])[dim], count)
+
+
+def _ranges(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    ends = [0, *itertools.accumulate(sizes)]
+    return tuple(itertools.pairwise(ends))
 
 
 def _shape(atom: Atom) -> tuple[int, ...]:
@@ -215,6 +249,24 @@ def _but(name: str) -> Callable[[Eqn], Iterator[Tie]]:
     return rule
 
 
+def _split(eqn: Eqn) -> Iterator[Tie]:
+    for d in range(len(_shape(eqn.invars[0]))):
+        if d != eqn.params["axis"]:
+            yield Tie({0: d}, dict.fromkeys(range(len(eqn.outvars)), d))
+
+
+def _stack(eqn: Eqn) -> Iterator[Tie]:
+    axis = eqn.params["axis"]
+    for d in range(len(_shape(eqn.invars[0]))):
+        yield Tie(dict.fromkeys(range(len(eqn.invars)), d), {0: d + (d >= axis)})
+
+
+def _unstack(eqn: Eqn) -> Iterator[Tie]:
+    axis = eqn.params["axis"]
+    for d in range(len(_shape(eqn.outvars[0]))):
+        yield Tie({0: d + (d >= axis)}, dict.fromkeys(range(len(eqn.outvars)), d))
+
+
 def _dot(eqn: Eqn) -> Iterator[Tie]:
     contracted, batch = eqn.params["dimension_numbers"]
     yield from (Tie({0: a, 1: b}, {}, "add") for a, b in zip(*contracted, strict=True))
@@ -243,6 +295,9 @@ _RULES: dict[str, Callable[[Eqn], Iterator[Tie]]] = {
     "rev": _but("dimensions"),
     "slice": _slice,
     "sort": _but("dimension"),
+    "split": _split,
     "squeeze": _squeeze,
+    "stack": _stack,
     "transpose": _transpose,
+    "unstack": _unstack,
 }
