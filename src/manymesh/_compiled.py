@@ -61,7 +61,9 @@ class Compiled:
         given = {i: program.invars[shift + at[i].start : shift + at[i].stop] for i in donated}
         # A donated argument that is also a result is the result; it must outlive the call.
         self._dies = tuple(i for i in donated if passed.isdisjoint(given[i]))
-        self._avals = stacks.of_arguments([v.aval for v in program.invars[shift:]], lambda x: jax.core.ShapedArray(x.aval.shape, x.aval.dtype))
+        self._avals = stacks.of_arguments(
+            [v.aval for v in program.invars[shift:]], lambda x: jax.core.ShapedArray(x.aval.shape, x.aval.dtype)
+        )
         self._copied = _shared_results(executor, frozenset(shift + k for i in donated for k in at[i]))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,9 @@ def names_of_values(program: Program, in_tree: Any, out_tree: Any) -> dict[Var, 
             names[v] = name
     count = len(program.consts)
     names.update(dict.fromkeys(program.invars[:count], "constant"))
-    names.update(zip(program.invars[count:], _of_blocks(names_of_arguments(in_tree), program.stacked_inputs), strict=True))
+    names.update(
+        zip(program.invars[count:], _of_blocks(names_of_arguments(in_tree), program.stacked_inputs), strict=True)
+    )
     return names
 
 

@@ -58,7 +58,7 @@ class Outside:
 
     def shardings_in(self, shardings: Mapping[int, NamedSharding]) -> dict[int, NamedSharding]:
         """Input of the program -> its sharding, from those of arguments."""
-        found = {}
+        found: dict[int, NamedSharding] = {}
         for i, sharding in shardings.items():
             stacked = self._stacked_in.get(i)
             each = [sharding] if stacked is None else block_shardings(stacked, sharding, self._shapes_in[i])
@@ -67,7 +67,7 @@ class Outside:
 
     def shardings_out(self, shardings: Mapping[int, NamedSharding]) -> dict[int, NamedSharding]:
         """Result of the program -> its sharding, from those of the user's results."""
-        found = {}
+        found: dict[int, NamedSharding] = {}
         for o, sharding in shardings.items():
             stacked = self._stacked_out.get(o)
             each = [sharding] if stacked is None else block_shardings(stacked, sharding, self._shapes_out[o])

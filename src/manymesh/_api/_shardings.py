@@ -36,7 +36,7 @@ def committed(x: Any) -> NamedSharding | None:
 def arrival(x: Any, program: Program) -> NamedSharding | None:
     """The sharding an argument already has, if that is a layout on one of the submeshes."""
     sharding = committed(x)
-    if sharding is None:
+    if sharding is None or not isinstance(sharding.mesh, Mesh):
         return None
     devices = mesh_devices(sharding.mesh)
     return sharding if any(mesh_devices(m) == devices for m in program.submeshes) else None

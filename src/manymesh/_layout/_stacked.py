@@ -89,7 +89,5 @@ def _value(s: Stacked, blocks: Sequence[Var], shardings: Sequence[NamedSharding]
     assert len({x.spec for x in shardings}) == 1, "the blocks of one value lie alike"
     whole = joints.get(s.submeshes, joint(s.submeshes)).sharding(shardings[0].spec, s.dim)
     dtype = _compat.dtype(blocks[0])
-    avals = (
-        jax.ShapeDtypeStruct(_compat.shape(v), dtype, sharding=x) for v, x in zip(blocks, shardings, strict=True)
-    )
+    avals = (jax.ShapeDtypeStruct(_compat.shape(v), dtype, sharding=x) for v, x in zip(blocks, shardings, strict=True))
     return StackedValue(s.positions, jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=whole), tuple(avals))

@@ -204,9 +204,9 @@ class _Finder:
             for k, x in enumerate(n.eqn.invars):
                 if x is v:
                     self._along(n, tie_at(n, k, split), split)
-        n = self.producer.get(v)
-        if n is not None:
-            self._along(n, tie_at(n, ~n.eqn.outvars.index(v), split), split)
+        maker = self.producer.get(v)
+        if maker is not None:
+            self._along(maker, tie_at(maker, ~maker.eqn.outvars.index(v), split), split)
         for x in (*self.forward.get(v, ()), *self.back.get(v, ())):
             self._mark(x, split)
 
@@ -224,7 +224,9 @@ def _through_loops(loops: Iterable[Loop]) -> tuple[dict[Var, list[Var]], dict[Va
     back: dict[Var, list[Var]] = defaultdict(list)
     for loop in loops:
         pairs = [(c.init, c.inner) for c in loop.carries] + [(c.out, c.final) for c in loop.carries]
-        pairs += [(v, p.inner) for p in loop.cut for v in p.outer] + [(p.inner, v) for p in loop.collected for v in p.outer]
+        pairs += [(v, p.inner) for p in loop.cut for v in p.outer] + [
+            (p.inner, v) for p in loop.collected for v in p.outer
+        ]
         for a, b in pairs:
             if _compat.is_var(a):
                 forward[a].append(b)
@@ -252,5 +254,3 @@ def _in_equal_blocks(known: Sequence[tuple[int, int, Mesh]], length: int, submes
         return False
     size = length // count
     return all(submeshes[a // size] == submeshes[(b - 1) // size] == m for a, b, m in known)
-
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import lax
@@ -53,7 +53,8 @@ class Rewriter:
         self._nodes: list[Node] = []
         self._loop_of: dict[Var, Loop] = {v: n.loop for n in flat.nodes if n.loop is not None for v in n.outputs}
         for loop in flat.loops:
-            self._loop_of.update({x.inner: loop for x in (*loop.carries, *loop.cut)})
+            self._loop_of.update({c.inner: loop for c in loop.carries})
+            self._loop_of.update({p.inner: loop for p in loop.cut})
 
     def run(self) -> None:
         """Replaces inputs, nodes, loops and results."""
@@ -112,7 +113,10 @@ class Rewriter:
         for p in loop.cut:
             if p.inner in self.split:
                 columns = [self._blocks_of(v, self.split[p.inner], None, deferred=True) for v in p.outer]
-                cut += [Pieces(inner, outer) for inner, outer in zip(self.blocks[p.inner], zip(*columns, strict=True), strict=True)]
+                cut += [
+                    Pieces(inner, outer)
+                    for inner, outer in zip(self.blocks[p.inner], zip(*columns, strict=True), strict=True)
+                ]
             else:
                 cut.append(Pieces(p.inner, tuple(self._atom(v, None, "the loop") for v in p.outer)))
         return carries, cut
@@ -132,12 +136,15 @@ class Rewriter:
         if p.inner not in self.split:
             return [p]
         columns = [self.blocks[v] for v in p.outer]
-        return [Pieces(inner, outer) for inner, outer in zip(self.blocks[p.inner], zip(*columns, strict=True), strict=True)]
+        return [
+            Pieces(inner, outer) for inner, outer in zip(self.blocks[p.inner], zip(*columns, strict=True), strict=True)
+        ]
 
     # --- equations ------------------------------------------------------------------------------------
 
     def _node(self, n: Node) -> None:
-        if n.eqn.primitive.name == "optimization_barrier" and any(_compat.is_var(v) and v in self.split for v in n.eqn.outvars):
+        made = [v for v in n.outputs if v in self.split]
+        if made and n.eqn.primitive.name == "optimization_barrier":
             return self._barrier(n)
         for o, v in enumerate(n.eqn.outvars):
             if _compat.is_var(v) and v in self.split:
@@ -161,10 +168,7 @@ class Rewriter:
         return None
 
     def _emit(self, like: Node, eqn: Any, **tags: Any) -> None:
-        tags = {"mesh": like.mesh, "apart": like.apart, **tags}
-        self._nodes.append(
-            Node(eqn, like.task, like.backward, like.loop, like.deferred, like.weight, beside=like.beside, stack=like.stack, **tags)
-        )
+        self._nodes.append(replace(like, eqn=eqn, **tags))
 
     def _each(self, n: Node, tie: Tie, split: Split) -> list[list[Any]]:
         """The equation for each block; the results of each."""
@@ -239,9 +243,11 @@ class Rewriter:
                 continue
             start = k * (length // count)
 
-            def part(x: Any, at: tuple[int, int] = (a - start, b - start), keep: bool = out.aval.ndim == v.aval.ndim) -> Any:
-                taken = lax.slice_in_dim(x, *at, axis=split.dim)
-                return taken if keep else lax.squeeze(taken, (split.dim,))
+            keeps = out.aval.ndim == v.aval.ndim
+
+            def part(x: Any, a: int = a - start, b: int = b - start, keeps: bool = keeps) -> Any:
+                taken = lax.slice_in_dim(x, a, b, axis=split.dim)
+                return taken if keeps else lax.squeeze(taken, (split.dim,))
 
             nodes, _ = trace_nodes(part, [self.blocks[v][k]])
             nodes[-1].eqn = nodes[-1].eqn.replace(outvars=[out])
