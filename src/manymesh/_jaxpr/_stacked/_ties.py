@@ -164,10 +164,11 @@ def _smaller(eqn: Eqn, name: str, dim: int) -> dict[str, Callable[[int], Any]]:
 
 
 def _elementwise(eqn: Eqn) -> Iterator[Tie]:
+    """Operands of the result's shape, up to dimensions of length one, and numbers."""
     shape = _shape(eqn.outvars[0])
-    full = [k for k, v in enumerate(eqn.invars) if _shape(v) == shape]
-    if all(k in full or not _shape(v) for k, v in enumerate(eqn.invars)):
-        yield from (Tie(dict.fromkeys(full, d), {0: d}) for d in range(len(shape)))
+    shapes = {k: _shape(v) for k, v in enumerate(eqn.invars) if _shape(v)}
+    if all(len(s) == len(shape) and all(a in (1, n) for a, n in zip(s, shape, strict=True)) for s in shapes.values()):
+        yield from (Tie({k: d for k, s in shapes.items() if s[d] == n}, {0: d}) for d, n in enumerate(shape))
 
 
 def _barrier(eqn: Eqn) -> Iterator[Tie]:
