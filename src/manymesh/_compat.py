@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import compiler, sharding_impls, source_info_util
+from jax._src import api_util, compiler, config, core, sharding_impls, source_info_util, traceback_util
 from jax._src import mesh as mesh_lib
 from jax._src.array import ArrayImpl
+from jax._src.interpreters import batching as batching_internals
+from jax._src.lax import lax as lax_internals
 from jax.experimental import serialize_executable
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
@@ -72,7 +74,7 @@ _plain_call: list[Any] = []
 def _call_template() -> Eqn:
     """The equation that a call of some jitted function leaves."""
     if not _plain_call:
-        with without_mesh():
+        with without_mesh(), jax.disable_jit(False):
             _plain_call.append(open_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0)).eqns[0])
     eqn: Eqn = _plain_call[0]
     return eqn
@@ -235,6 +237,20 @@ def linear_identity(
     batching.primitive_batchers[prim] = batched
     mlir.register_lowering(prim, mlir.lower_fun(lower, multiple_results=False))
     return prim
+
+
+def trace_settings() -> tuple[Any, ...]:
+    """The settings and surroundings by which JAX itself tells traces apart, and those that `jax.jit` adds; hashable.
+
+    An ambient mesh counts for nothing, for it is hidden while a step is traced.
+    """
+    context = tuple(None if isinstance(x, (Mesh, AbstractMesh)) else x for x in config.trace_context())
+    return (*context, jax.config.jax_default_prng_impl, jax.config.jax_debug_nans, jax.config.jax_debug_infs)
+
+
+def with_weak_type(x: Any, weak: bool) -> Any:
+    """An array of the same dtype whose dtype is weak, as that of a Python number is, or not."""
+    return lax_internals._convert_element_type(x, x.dtype, weak_type=weak)
 
 
 def abstract(aval: Any) -> jax.ShapeDtypeStruct:

@@ -45,7 +45,7 @@ class Compiled:
             for i, v in enumerate(program.invars[shift:])
         ]
         self.input_shardings: Any = jax.tree.unflatten(in_tree, homes)
-        made_with = [s or executor.literals[o].sharding for o, s in enumerate(executor.lowered.outputs)]
+        made_with = [s or getattr(executor.literals[o], "sharding", None) for o, s in enumerate(executor.lowered.outputs)]
         self._moved = tuple(moved.items())
         self.output_shardings: Any = jax.tree.unflatten(out_tree, [moved.get(o, s) for o, s in enumerate(made_with)])
         passed = {v for v, _ in program.outputs if _compat.is_var(v)}

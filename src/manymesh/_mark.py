@@ -14,7 +14,6 @@ import contextvars
 import difflib
 import functools
 import itertools
-import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -129,7 +128,7 @@ def task(
 
     Args:
       fun: a pure function of pytrees. Arrays among its arguments are traced; everything else (strings,
-        bools, None, enums, plain Python numbers) stays static.
+        bools, None, enums, plain Python numbers) stays static, and so it does among the results.
       name: name of the task; defaults to that of the function.
       task: a ready `Task`; excludes every argument below.
       mesh, devices, device_axes, logical_axes: as for `Task`.
@@ -173,6 +172,9 @@ def task(
     return run_task
 
 
+_TRACED = object()
+
+
 def call_marked(record: Recording, described: Task, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Traces ``fun(*args, **kwargs)`` as one equation that stands for the task."""
     scope = task_scope(record, described)
@@ -191,9 +193,9 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         with _surroundings(described, scope):
             out = fun(*a, **k)
         out_leaves, tree = jax.tree.flatten(out)
-        static = [None if is_dynamic(leaf) or isinstance(leaf, numbers.Number) else leaf for leaf in out_leaves]
+        static = [_TRACED if is_dynamic(leaf) else leaf for leaf in out_leaves]
         out_tree.append((tree, static))
-        return [leaf for leaf, s in zip(out_leaves, static, strict=True) if s is None]
+        return [leaf for leaf in out_leaves if is_dynamic(leaf)]
 
     mark = record.new_mark(described.name or "task")
     record.tasks[mark] = described
@@ -204,7 +206,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         _note(error, described)
         raise
     tree, static = out_tree[-1]
-    return jax.tree.unflatten(tree, [next(outs) if s is None else s for s in static])
+    return jax.tree.unflatten(tree, [next(outs) if s is _TRACED else s for s in static])
 
 
 def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, operands: list[Any]) -> list[Any]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from .. import _compat
+from .. import _compat, meta
 from .._errors import ArgumentError
+from .._implicit import registered
 from ._step import Step
 
 
@@ -61,26 +63,31 @@ def named(fun: Any, numbers: tuple[int, ...], names: tuple[str, ...]) -> tuple[t
     return tuple(sorted({*numbers, *more_numbers})), tuple(sorted({*names, *more_names}))
 
 
-_TRACING = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-    "jax_default_prng_impl",
-)
+def surroundings() -> tuple[Any, ...]:
+    """What is around a call and changes what a trace gives: settings of JAX, axis rules of ours and of Flax, if loaded."""
+    flax = sys.modules.get("flax.core.spmd") or sys.modules.get("flax.linen")
+    rules = flax.get_logical_axis_rules() if hasattr(flax, "get_logical_axis_rules") else ()
+    return (_compat.trace_settings(), registered(), meta.get_logical_axis_rules(), _frozen(rules))
 
 
-def settings() -> tuple[Any, ...]:
-    """Settings of JAX that change what a trace gives."""
-    return tuple(getattr(jax.config, name) for name in _TRACING)
+def _frozen(rules: Any) -> Any:
+    return tuple(map(_frozen, rules)) if isinstance(rules, (list, tuple)) else rules
+
+
+def places(leaves: list[Any]) -> tuple[Any, ...]:
+    """Where arguments were put: the sharding of each, None for one that may go anywhere."""
+    return tuple(getattr(x, "sharding", None) if getattr(x, "committed", False) else None for x in leaves)
 
 
 def signature(x: Any) -> Any:
+    """What a trace sees of a leaf."""
     if type(x) is _compat.ConcreteArray:  # almost every leaf; its own properties ask the aval, one by one
         aval = x.aval
         return (aval.shape, aval.dtype, aval.weak_type)
     if isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         return (x.shape, x.dtype, getattr(x, "weak_type", False))
+    if type(x) in (bool, int, float, complex):  # as the array that a step makes of it, which comes back the next time
+        return ((), jax.dtypes.canonicalize_dtype(type(x)), type(x) is not bool)
     return type(x)
 
 

@@ -11,10 +11,8 @@ import jax
 
 from .._compiled import Compiled
 from .._errors import ArgumentError
-from .._implicit import registered
 from .._mark import current_recording, transforms_ignored
-from .._runtime._compile import Executables
-from ._arguments import Arguments, as_tuple, check_donation, flatten, gathered, named, settings, signature
+from ._arguments import Arguments, as_tuple, check_donation, flatten, gathered, named, places, signature, surroundings
 from ._lowered import Lowered
 from ._step import Step
 from ._trace import trace
@@ -79,6 +77,7 @@ class Jitted:
         self.fun, self.name = fun, getattr(fun, "__name__", type(fun).__name__)
         self._step = Step(fun, self.name, *static, *donated, in_shardings, out_shardings, compiler_options, strict)
         self._compiled: dict[Any, Compiled] = {}
+        self._without_tasks: set[Any] = set()  # keys of programs that are where their arguments are
         self._reference = jax.jit(fun, static_argnums=static[0] or None, static_argnames=static[1] or None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,6 +86,8 @@ class Jitted:
             return self._reference(*gathered(args), **gathered(kwargs))
         if current_recording() is not None:
             return self.fun(*args, **kwargs)  # a step inside a step is part of it
+        if jax.config.jax_disable_jit:
+            return self._reference(*gathered(args), **gathered(kwargs))
         given = flatten(self._step, args, kwargs)
         return self._compiled_for(given).call_flat(given.leaves)
 
@@ -97,11 +98,17 @@ class Jitted:
     def _compiled_for(self, given: Arguments) -> Compiled:
         # 1, 1.0 and True are equal and hash alike, but make different programs.
         static = tuple((k, type(v), v) for k, v in given.static)
-        key = (given.treedef, static, settings(), registered(), tuple(signature(x) for x in given.leaves))
+        key: Any = (given.treedef, static, surroundings(), tuple(signature(x) for x in given.leaves))
         compiled = self._compiled.get(key)
+        if compiled is None and key in self._without_tasks:
+            compiled = self._compiled.get((key, places(given.leaves)))
         if compiled is None:
             check_donation(self._step, given)
-            compiled = self._compiled[key] = trace(self._step, given).lower().compile()
+            lowered = trace(self._step, given).lower()
+            if lowered.follows_arguments:
+                self._without_tasks.add(key)
+                key = (key, places(given.leaves))
+            compiled = self._compiled[key] = lowered.compile()
         return compiled
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -123,4 +130,5 @@ class Jitted:
     def clear_cache(self) -> None:
         """Forgets every program and executable made by this function."""
         self._compiled.clear()
-        self._step.executables = Executables()
+        self._without_tasks.clear()
+        self._step.executables.clear()

@@ -13,6 +13,7 @@ from .. import _compat
 from .._compiled import Compiled
 from .._program import Program
 from .._progress import compiling
+from .._runtime._compile import Executables
 from .._runtime._execute import Executor
 from .._runtime._instructions import Plan
 from .._runtime._lower import lower
@@ -27,6 +28,7 @@ class Lowered:
     Attributes:
       program: fragments and edges.
       plan: the instructions of one call.
+      follows_arguments: whether it has no task, and is where its arguments are.
     """
 
     _step: Step
@@ -38,6 +40,7 @@ class Lowered:
     _wanted: dict[int, Any]
     _states: list[tuple[int, int]]
     _donated: frozenset[int]
+    follows_arguments: bool
 
     def as_text(self) -> str:
         """The program and the instructions of one call, readable."""
@@ -52,11 +55,12 @@ class Lowered:
         step = self._step
         require_devices(step.name, self.program.submeshes)
         shift = len(self.program.consts)
-        before = (step.executables.compiled, step.executables.reused)
+        executables = step.executables.setdefault(_compat.trace_settings(), Executables())
+        before = (executables.compiled, executables.reused)
         direct = self._made_in_place()
         with compiling(step.name, len(self.program.fragments)) as progress:
             lowered = lower(
-                self.program, self.plan, step.executables,
+                self.program, self.plan, executables,
                 given={shift + i: s for i, s in self._given.items()}, wanted=direct, states=self._states,
                 compiler_options=step.compiler_options, progress=progress,
             )  # fmt: skip
@@ -67,7 +71,7 @@ class Lowered:
             for o, (v, s) in enumerate(self.program.outputs)
             if not _compat.is_var(v)
         }
-        made = (step.executables.compiled - before[0], step.executables.reused - before[1])
+        made = (executables.compiled - before[0], executables.reused - before[1])
         return Compiled(
             Executor(lowered, literals), self._in_tree, self._out_tree,
             tuple(sorted(i - shift for i in self._donated)), made, step.name,

@@ -22,7 +22,7 @@ class Step:
       fun, name: the function, and what it is called in messages.
       static_argnums, static_argnames, donate_argnums, donate_argnames: complete, numbers as names and names as numbers.
       in_shardings, out_shardings, compiler_options, strict: as given to `jit`.
-      executables: what was compiled, for all programs of the function.
+      executables: what was compiled for all programs of the function, by the settings of JAX that it was lowered under.
       warned: what was warned about already.
     """
 
@@ -36,7 +36,7 @@ class Step:
     out_shardings: Any
     compiler_options: dict[str, Any] | None
     strict: bool
-    executables: Executables = field(default_factory=Executables)
+    executables: dict[Any, Executables] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
     def report(self, record: Recording, closed: Any) -> None:

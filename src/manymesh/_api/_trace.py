@@ -37,7 +37,7 @@ def trace(step: Step, given: Arguments) -> Traced:
 
     flat_fun.__name__ = flat_fun.__qualname__ = step.name
     try:
-        with recording(record), _compat.without_mesh():
+        with recording(record), _compat.without_mesh(), jax.disable_jit(False):
             closed, shapes = jax.make_jaxpr(flat_fun, return_shape=True)(*avals)
     except AxisError as error:
         raise with_parameter(error, given) from None

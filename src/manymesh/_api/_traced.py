@@ -58,6 +58,7 @@ class Traced:
             program = build(self.jaxpr, self._record, pinned_in, pinned_out, pairs)
         except AxisError as error:
             raise with_parameter(error, given) from None
+        follows = program is None
         if program is None:
             program = self._without_tasks()
         step.report(self._record, self.jaxpr)
@@ -67,7 +68,7 @@ class Traced:
         plan = emit(program, donated)
         given_in = {i: s for i, x in enumerate(given.leaves) if (s := arrival(x, program)) is not None}
         given_in.update(wanted_in)
-        return Lowered(step, given.treedef, self._out_tree, program, plan, given_in, wanted_out, states, donated)
+        return Lowered(step, given.treedef, self._out_tree, program, plan, given_in, wanted_out, states, donated, follows)
 
     def _without_tasks(self) -> Program:
         """The program where no task and no sharding says what runs where: everything is where its arguments are."""
