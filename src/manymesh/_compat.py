@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax._src import api_util, compiler, config, core, sharding_impls, source_info_util, traceback_util
+from jax._src import compiler, config, sharding_impls, source_info_util
 from jax._src import mesh as mesh_lib
 from jax._src.array import ArrayImpl
-from jax._src.interpreters import batching as batching_internals
 from jax._src.lax import lax as lax_internals
 from jax.experimental import serialize_executable
 from jax.extend import core as jex
@@ -245,7 +244,17 @@ def trace_settings() -> tuple[Any, ...]:
     An ambient mesh counts for nothing, for it is hidden while a step is traced.
     """
     context = tuple(None if isinstance(x, (Mesh, AbstractMesh)) else x for x in config.trace_context())
-    return (*context, jax.config.jax_default_prng_impl, jax.config.jax_debug_nans, jax.config.jax_debug_infs)
+    return (*context, default_key_kind(), config.debug_nans.value, config.debug_infs.value)
+
+
+def default_key_kind() -> str:
+    """The implementation of random keys that are plain arrays."""
+    return str(config.default_prng_impl.value)
+
+
+def jit_is_disabled() -> bool:
+    """Whether `jax.disable_jit` holds."""
+    return bool(config.disable_jit.value)
 
 
 def with_weak_type(x: Any, weak: bool) -> Any:

@@ -45,7 +45,9 @@ class Compiled:
             for i, v in enumerate(program.invars[shift:])
         ]
         self.input_shardings: Any = jax.tree.unflatten(in_tree, homes)
-        made_with = [s or getattr(executor.literals[o], "sharding", None) for o, s in enumerate(executor.lowered.outputs)]
+        made_with = [
+            s or getattr(executor.literals[o], "sharding", None) for o, s in enumerate(executor.lowered.outputs)
+        ]
         self._moved = tuple(moved.items())
         self.output_shardings: Any = jax.tree.unflatten(out_tree, [moved.get(o, s) for o, s in enumerate(made_with)])
         passed = {v for v, _ in program.outputs if _compat.is_var(v)}
@@ -86,6 +88,8 @@ class Compiled:
                 raise self._unusable(i, x)
         results = self._executor(leaves)
         for o in self._copied:
+            if not hasattr(results[o], "sharding"):
+                continue  # the gradient of an integer (float0), which has no buffer
             results[o] = jax.device_put(results[o], results[o].sharding, may_alias=False)
         for o, sharding in self._moved:
             results[o] = self._executor.bring(results[o], sharding)

@@ -98,7 +98,7 @@ def _aval(aval: Any) -> Any:
 
 
 def _content(value: Any) -> Any:
-    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
         return ("key", str(value.dtype), _content(jax.random.key_data(value)))
     array = np.asarray(value)
     if array.dtype == object:

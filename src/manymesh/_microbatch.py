@@ -168,8 +168,8 @@ def _fold_in(key: Any, i: int) -> Any:
 
 def _folded(key: Any, count: int) -> Any:
     """The keys of all microbatches, in one array."""
-    typed = jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
-    kind = str(jax.random.key_impl(key)) if typed else jax.config.jax_default_prng_impl
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    kind = str(jax.random.key_impl(key)) if typed else _compat.default_key_kind()
     numbers = jnp.arange(count)
     if "unsafe" in kind or not ("fry" in kind or "rbg" in kind):  # not promised to be the same under vmap
         return jax.lax.map(functools.partial(jax.random.fold_in, key), numbers)
@@ -382,11 +382,16 @@ def _initial(word: str, aval: Any) -> Any:
 
 def _carried_dtype(word: str, dtype: Any) -> Any:
     """The dtype of a result between microbatches: JAX's executables do not take arrays of parts of bytes from others."""
-    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+    if jnp.issubdtype(dtype, jnp.integer) and _limits(dtype).bits < 8:
         return jnp.uint8 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int8
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8 and word not in ("sum", "mean", "weighted"):
+    if jnp.issubdtype(dtype, jnp.floating) and _limits(dtype).bits < 8 and word not in ("sum", "mean", "weighted"):
         return jnp.float16  # what is added up is rounded at every step, as in the reference
     return dtype
+
+
+def _limits(dtype: Any) -> Any:
+    about: Any = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
+    return about(dtype)
 
 
 def _in_bytes(word: str, value: Any) -> Any:
@@ -399,9 +404,9 @@ def _least(dtype: Any) -> Any:
     if dtype == jnp.bool_:
         return False
     if not jnp.issubdtype(dtype, jnp.floating):
-        return jnp.iinfo(dtype).min
+        return _limits(dtype).min
     infinite = np.asarray(-np.inf).astype(dtype)
-    return jnp.finfo(dtype).min if np.isnan(infinite.astype(np.float32)) else infinite
+    return _limits(dtype).min if np.isnan(infinite.astype(np.float32)) else infinite
 
 
 def _dtype_as_reference(word: str, value: Any, aval: Any) -> Any:
@@ -438,7 +443,7 @@ def _words(reduce: Any, out: Any) -> _Words:
     if isinstance(reduce, WeightedMean):
         index = _find_count(reduce.count, out)
         words = ["weighted" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "sum" for leaf in leaves]
-        words = ["float0" if x.dtype == jax.dtypes.float0 else w for w, x in zip(words, leaves, strict=True)]
+        words = ["float0" if _dtype_of(x) == jax.dtypes.float0 else w for w, x in zip(words, leaves, strict=True)]
         words[index] = "sum"
         return _Words(words, index)
     try:
@@ -447,11 +452,14 @@ def _words(reduce: Any, out: Any) -> _Words:
         raise MicrobatchError(
             f"reduce {reduce!r} is not a prefix of the result, whose structure is {jax.tree.structure(out)}: {error}"
         ) from None
-    words = ["float0" if x.dtype == jax.dtypes.float0 else w for w, x in zip(jax.tree.leaves(expanded), leaves, strict=True)]
+    words = [
+        "float0" if _dtype_of(x) == jax.dtypes.float0 else w
+        for w, x in zip(jax.tree.leaves(expanded), leaves, strict=True)
+    ]
     for (path, leaf), word in zip(jax.tree_util.tree_leaves_with_path(out), words, strict=True):
-        if word == "max" and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        if word == "max" and jnp.issubdtype(_dtype_of(leaf), jnp.complexfloating):
             raise MicrobatchError(
-                f"reduce: result{jax.tree_util.keystr(path)} is {leaf.dtype.name}, and complex numbers have no greatest one; "
+                f"reduce: result{jax.tree_util.keystr(path)} is {_dtype_of(leaf).name}, and complex numbers have no greatest one; "
                 "reduce their absolute values, or use another word, such as 'stack'"
             )
         if word == "concat" and not leaf.shape:
@@ -459,6 +467,10 @@ def _words(reduce: Any, out: Any) -> _Words:
                 f"reduce: result{jax.tree_util.keystr(path)} is a scalar in each microbatch and cannot be concatenated; use 'stack'"
             )
     return _Words(words)
+
+
+def _dtype_of(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
 
 
 def _find_count(count: Any, out: Any) -> int:

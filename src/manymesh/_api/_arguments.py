@@ -65,7 +65,7 @@ def named(fun: Any, numbers: tuple[int, ...], names: tuple[str, ...]) -> tuple[t
 
 def surroundings() -> tuple[Any, ...]:
     """What is around a call and changes what a trace gives: settings of JAX, axis rules of ours and of Flax, if loaded."""
-    flax = sys.modules.get("flax.core.spmd") or sys.modules.get("flax.linen")
+    flax: Any = sys.modules.get("flax.core.spmd") or sys.modules.get("flax.linen")
     rules = flax.get_logical_axis_rules() if hasattr(flax, "get_logical_axis_rules") else ()
     return (_compat.trace_settings(), registered(), meta.get_logical_axis_rules(), _frozen(rules))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from .. import _compat
 from .._compiled import Compiled
 from .._errors import ArgumentError
 from .._mark import current_recording, transforms_ignored
@@ -86,7 +87,7 @@ class Jitted:
             return self._reference(*gathered(args), **gathered(kwargs))
         if current_recording() is not None:
             return self.fun(*args, **kwargs)  # a step inside a step is part of it
-        if jax.config.jax_disable_jit:
+        if _compat.jit_is_disabled():
             return self._reference(*gathered(args), **gathered(kwargs))
         given = flatten(self._step, args, kwargs)
         return self._compiled_for(given).call_flat(given.leaves)

@@ -68,7 +68,9 @@ class Traced:
         plan = emit(program, donated)
         given_in = {i: s for i, x in enumerate(given.leaves) if (s := arrival(x, program)) is not None}
         given_in.update(wanted_in)
-        return Lowered(step, given.treedef, self._out_tree, program, plan, given_in, wanted_out, states, donated, follows)
+        return Lowered(
+            step, given.treedef, self._out_tree, program, plan, given_in, wanted_out, states, donated, follows
+        )
 
     def _without_tasks(self) -> Program:
         """The program where no task and no sharding says what runs where: everything is where its arguments are."""
