@@ -30,6 +30,7 @@ LAYERS = (
     "_implicit",
     "_mark",
     "schedules",
+    "_single",
     "_microbatch",
     "_jaxpr",
     "_program",

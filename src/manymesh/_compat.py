@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax._src import compiler, config, sharding_impls, source_info_util
+from jax._src import api_util, compiler, config, core, sharding_impls, source_info_util, traceback_util
 from jax._src import mesh as mesh_lib
 from jax._src.array import ArrayImpl
 from jax._src.lax import lax as lax_internals
@@ -31,6 +32,21 @@ Jaxpr = jex.Jaxpr
 ClosedJaxpr = jex.ClosedJaxpr
 DropVar = jex.DropVar
 ConcreteArray = ArrayImpl  # the class of every array that is there, but for typed random keys
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# JAX hides these files where it hides its own: in tracebacks, and as the origin of an equation.
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+traceback_util.register_exclusion(_HERE)
+source_info_util.register_exclusion(_HERE)
+
+
+def boundary(fun: Callable[P, R]) -> Callable[P, R]:
+    """A public function whose errors end at the user's line: JAX's ``jax_traceback_filtering`` holds for it."""
+    wrapped: Callable[P, R] = traceback_util.api_boundary(fun)
+    return wrapped
+
 
 _debug_info: list[Any] = []
 
@@ -236,6 +252,11 @@ def linear_identity(
     batching.primitive_batchers[prim] = batched
     mlir.register_lowering(prim, mlir.lower_fun(lower, multiple_results=False))
     return prim
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The axes that a surrounding `jax.shard_map` has cut by hand."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def trace_settings() -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import difflib
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from ._errors import ArgumentError, AxisError, TaskError
 from ._implicit import Matcher
 from ._key import Keys
 from ._scope import Scope, carrying, current_scope, enter_scope
-from ._task import Task, names_as_axes
+from ._task import Task, check_name, names_as_axes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -149,6 +150,11 @@ def task(
       >>> [sorted(d.id for d in g.devices()) for g in grads]
       [[0], [1]]
     """
+    check_name("task", name)
+    if inspect.isclass(fun):
+        of_flax = any(c.__module__.startswith("flax.") for c in fun.__mro__)
+        use = "write manymesh.flax.task for a Flax module" if of_flax else "wrap a function that calls what it makes"
+        raise TaskError(f"task: {fun.__name__} is a class, and calling it computes nothing yet; {use}")
     if not callable(fun):
         raise ArgumentError(
             f"task {name!r}: the first argument has to be a function, found {type(fun).__name__} {fun!r}"
@@ -161,6 +167,7 @@ def task(
         described = Task(name, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes)
     described = described.named(name or str(getattr(fun, "__name__", type(fun).__name__)))
 
+    @_compat.boundary
     @functools.wraps(fun)
     def run_task(*args: P.args, **kwargs: P.kwargs) -> R:
         record = current_recording()
@@ -177,6 +184,11 @@ _TRACED = object()
 
 def call_marked(record: Recording, described: Task, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Traces ``fun(*args, **kwargs)`` as one equation that stands for the task."""
+    if manual := _compat.manual_axes():
+        raise TaskError(
+            f"task {described.name!r} is called inside jax.shard_map, where the axes {manual} are cut by hand already; a "
+            "task runs on a whole submesh: call it outside, or call shard_map inside the task"
+        )
     scope = task_scope(record, described)
     outer = current_scope()
     if outer is not None:
@@ -370,6 +382,11 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
       >>> mm.jit(g)(jnp.ones((4, 2))).sharding.spec[0]
       'd'
     """
+    if isinstance(spec, str):
+        raise ArgumentError(
+            f"with_sharding_constraint: the spec is the string {spec!r}; expected one entry for each dimension, such as "
+            f"({spec!r}, None)"
+        )
     if current_recording() is None:
         return x
     is_leaf = lambda s: s is None or isinstance(s, (PartitionSpec, NamedSharding)) or _is_names(s)  # noqa: E731

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from . import _compat, schedules
 from ._errors import MicrobatchError, ScheduleError
 from ._mark import current_recording, with_sharding_constraint
+from ._single import check_single
 
 REDUCTIONS = ("sum", "mean", "max", "concat", "stack", "last")
 
@@ -136,14 +137,20 @@ def microbatch(
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise MicrobatchError(f"microbatch({name}): {label} has to be a positive int, found {number!r}")
     _check_reductions(name, reduce)
-    if custom_schedule is not None and schedule not in (None, "custom"):
+    if custom_schedule is not None and schedule != "custom":
         raise ScheduleError(f"microbatch({name}): custom_schedule goes with schedule='custom', found {schedule!r}")
+    if isinstance(custom_schedule, str) or not isinstance(custom_schedule, (Iterable, type(None))):
+        raise ScheduleError(
+            f"microbatch({name}): custom_schedule has to be one row of task names for each submesh, found "
+            f"{type(custom_schedule).__name__} {custom_schedule!r}"
+        )
     if custom_schedule is not None:
         splits = any("_wgt" in str(entry) for row in custom_schedule for entry in row)
         chosen: Any = _Rows(splits)
     else:
         chosen = schedules.get("1f1b" if schedule is None else schedule)
 
+    @_compat.boundary
     @functools.wraps(fun)
     def over_microbatches(*args: Any, **kwargs: Any) -> Any:
         count = _count(name, args, argnums, dim, size, num_microbatches)
@@ -154,8 +161,14 @@ def microbatch(
             )
         record = current_recording()
         call = _Call(fun, args, kwargs, argnums, dim, count, reduce, arg_shardings, rng_argnum)
-        if record is None or count == 1:
+        if record is None:
             return call.reference()
+        if count == 1:
+            before = set(record.tasks)
+            result = call.reference()
+            tasks = [task for mark, task in record.tasks.items() if mark not in before]
+            check_single(name, tasks, chosen, custom_schedule, num_stages, interleave)
+            return result
         spec = LoopSpec(name, count, chosen, interleave, num_stages, custom_schedule, dim)
         return call.traced(record, spec)
 
@@ -193,7 +206,8 @@ def _check_reductions(name: str, reduce: Any) -> None:
 def _count(
     name: str, args: tuple[Any, ...], argnums: tuple[int, ...], dim: int, size: int | None, number: int | None
 ) -> int:
-    counts = {}
+    counts: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for k in argnums:
         if not -len(args) <= k < len(args):
             raise MicrobatchError(
@@ -220,12 +234,18 @@ def _count(
                     f"{where} of shape {shape}: num_microbatches={number} times size={size} is {number * size}, "
                     f"but dimension {dim} has length {length}; give one of the two"
                 )
-            counts[where] = pieces
+            counts[where], lengths[where] = pieces, length
     if not counts:
         raise MicrobatchError(f"microbatch({name}): the batch (argnum {argnums}) has no array to cut")
     if len(set(counts.values())) > 1:
         listing = ", ".join(f"{w.split(': ')[1]}: {c}" for w, c in counts.items())
         raise MicrobatchError(f"microbatch({name}): leaves give different numbers of microbatches ({listing})")
+    if len(set(lengths.values())) > 1:
+        listing = ", ".join(f"{w.split(': ')[1]}: {n}" for w, n in lengths.items())
+        raise MicrobatchError(
+            f"microbatch({name}): leaves of the batch have different lengths along dimension {dim} ({listing}), so that "
+            "their pieces would not belong together; cut leaves of one length, or pass the other ones apart"
+        )
     return next(iter(counts.values()))
 
 

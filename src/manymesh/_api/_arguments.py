@@ -79,6 +79,38 @@ def places(leaves: list[Any]) -> tuple[Any, ...]:
     return tuple(getattr(x, "sharding", None) if getattr(x, "committed", False) else None for x in leaves)
 
 
+def check_named(label: str, fun: Any, numbers: tuple[Any, ...], names: tuple[Any, ...]) -> None:
+    """Refuses numbers and names of arguments that the function does not have.
+
+    Raises:
+      ArgumentError: a number or a name is of another kind, or out of range.
+    """
+    for kind, given, wanted in (("argnums", numbers, int), ("argnames", names, str)):
+        for x in given:
+            if not isinstance(x, wanted) or isinstance(x, bool):
+                raise ArgumentError(
+                    f"mm.jit: {label}_{kind} takes {'numbers' if wanted is int else 'names'} of arguments, found "
+                    f"{type(x).__name__} {x!r}"
+                )
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return
+    kinds = {p.kind for p in parameters}
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    fun_name = getattr(fun, "__name__", type(fun).__name__)
+    for k in numbers if inspect.Parameter.VAR_POSITIONAL not in kinds else ():
+        if not -len(positional) <= k < len(positional):
+            raise ArgumentError(
+                f"mm.jit({fun_name}): {label}_argnums={k}, but the function has {len(positional)} positional arguments "
+                f"({', '.join(positional)}), numbered from 0"
+            )
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for name in names if inspect.Parameter.VAR_KEYWORD not in kinds else ():
+        if name not in known:
+            raise ArgumentError(f"mm.jit({fun_name}): {label}_argnames={name!r}, but the arguments are called {known}")
+
+
 def signature(x: Any) -> Any:
     """What a trace sees of a leaf."""
     if type(x) is _compat.ConcreteArray:  # almost every leaf; its own properties ask the aval, one by one
@@ -91,7 +123,7 @@ def signature(x: Any) -> Any:
     return type(x)
 
 
-def abstract(name: str, path: Any, x: Any) -> jax.ShapeDtypeStruct:
+def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeStruct:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
     if isinstance(x, jax.core.Tracer):
@@ -109,8 +141,25 @@ def abstract(name: str, path: Any, x: Any) -> jax.ShapeDtypeStruct:
     except TypeError:
         raise ArgumentError(
             f"mm.jit({name}): argument{keystr(path)} is {type(x).__name__} {x!r}, which is no array; make it static "
-            "(static_argnums, static_argnames) or close over it"
+            f"(static_argnums, static_argnames) or close over it{_in_a_module(path, given)}"
         ) from None
+
+
+def _in_a_module(path: Any, given: Arguments) -> str:
+    """What to do about a leaf that is no array because it is part of an Equinox module."""
+    node: Any = (given.dyn_args, given.dyn_kwargs)
+    equinox = sys.modules.get("equinox")
+    for key in path if equinox is not None else ():
+        if hasattr(key, "name"):
+            if isinstance(node, equinox.Module):  # type: ignore[union-attr]  # there is a key to look at only if it is loaded
+                return (
+                    f"; it is part of the Equinox module {type(node).__name__}: arrays, static = eqx.partition(model, "
+                    "eqx.is_array) takes it apart, and eqx.combine(arrays, static) in the step puts it together"
+                )
+            node = getattr(node, key.name)
+        else:
+            node = node[key.idx if hasattr(key, "idx") else key.key]
+    return ""
 
 
 def keystr(path: Any) -> str:

@@ -13,7 +13,18 @@ from .. import _compat
 from .._compiled import Compiled
 from .._errors import ArgumentError
 from .._mark import current_recording, transforms_ignored
-from ._arguments import Arguments, as_tuple, check_donation, flatten, gathered, named, places, signature, surroundings
+from ._arguments import (
+    Arguments,
+    as_tuple,
+    check_donation,
+    check_named,
+    flatten,
+    gathered,
+    named,
+    places,
+    signature,
+    surroundings,
+)
 from ._lowered import Lowered
 from ._step import Step
 from ._trace import trace
@@ -73,6 +84,8 @@ class Jitted:
         if not callable(fun):
             raise ArgumentError(f"mm.jit takes a function, found {type(fun).__name__}")
         functools.update_wrapper(self, fun)
+        check_named("static", fun, as_tuple(static_argnums), as_tuple(static_argnames))
+        check_named("donate", fun, as_tuple(donate_argnums), as_tuple(donate_argnames))
         static = named(fun, as_tuple(static_argnums), as_tuple(static_argnames))
         donated = named(fun, as_tuple(donate_argnums), as_tuple(donate_argnames))
         self.fun, self.name = fun, getattr(fun, "__name__", type(fun).__name__)
@@ -81,6 +94,7 @@ class Jitted:
         self._without_tasks: set[Any] = set()  # keys of programs that are where their arguments are
         self._reference = jax.jit(fun, static_argnums=static[0] or None, static_argnames=static[1] or None)
 
+    @_compat.boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; compiles it first where these shapes, dtypes and statics are new."""
         if transforms_ignored():
@@ -92,6 +106,7 @@ class Jitted:
         given = flatten(self._step, args, kwargs)
         return self._compiled_for(given).call_flat(given.leaves)
 
+    @_compat.boundary
     def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compiles for arguments, arrays or `jax.ShapeDtypeStruct`, so that calls with such arguments find it done."""
         return self._compiled_for(flatten(self._step, args, kwargs))
@@ -116,14 +131,17 @@ class Jitted:
         """As a method of a class, the step takes the instance as its first argument."""
         return self if instance is None else types.MethodType(self, instance)
 
+    @_compat.boundary
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces the step for arguments, arrays or `jax.ShapeDtypeStruct`."""
         return trace(self._step, flatten(self._step, args, kwargs))
 
+    @_compat.boundary
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Traces the step and splits it over its submeshes."""
         return self.trace(*args, **kwargs).lower()
 
+    @_compat.boundary
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the result; nothing is compiled."""
         return self.trace(*args, **kwargs).out_info

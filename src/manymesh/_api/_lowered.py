@@ -46,6 +46,7 @@ class Lowered:
         """The program and the instructions of one call, readable."""
         return f"{self.program!r}\n{self.plan.text([f.name for f in self.program.fragments])}"
 
+    @_compat.boundary
     def compile(self) -> Compiled:
         """Compiles every fragment.
 

@@ -21,7 +21,7 @@ def trace(step: Step, given: Arguments) -> Traced:
     statics = dict(given.static)
     record = Recording(implicit=Matcher(registered()))
     paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
-    avals = [abstract(step.name, path, x) for path, x in paths]
+    avals = [abstract(step.name, path, x, given) for path, x in paths]
     out_tree: list[Any] = []
 
     def flat_fun(*leaves: Any) -> list[Any]:

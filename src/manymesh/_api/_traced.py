@@ -9,16 +9,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from .. import _compat
 from .._errors import AxisError, MeshError
 from .._mark import Recording
 from .._partition._build import build
 from .._program import Program
 from .._runtime._emit import emit
 from .._topology import auto_mesh
-from ._arguments import Arguments, donated_leaves
+from ._arguments import Arguments, donated_leaves, keystr
 from ._boxes import with_parameter
 from ._lowered import Lowered
-from ._shardings import arrival, expand, mesh_of
+from ._shardings import arrival, check_submeshes, expand, mesh_of
 from ._step import Step
 
 
@@ -42,6 +43,7 @@ class Traced:
         """Shapes and dtypes of the result, in its structure."""
         return jax.tree.unflatten(self._out_tree, [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in self._shapes])
 
+    @_compat.boundary
     def lower(self) -> Lowered:
         """Splits the step over its submeshes and lays out the instructions."""
         step, given = self._step, self._given
@@ -50,6 +52,11 @@ class Traced:
         wanted_in = {} if step.in_shardings is None else expand("in_shardings", step.in_shardings, dynamic)
         out = jax.tree.unflatten(self._out_tree, self._shapes)
         wanted_out = {} if step.out_shardings is None else expand("out_shardings", step.out_shardings, out)
+        tasks = self._record.tasks.values()
+        leaves = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+        check_submeshes("in_shardings", wanted_in, [keystr(path) for path, _ in leaves], tasks)
+        results = [f" result{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(out)]
+        check_submeshes("out_shardings", wanted_out, results, tasks)
         pinned_out = {i: auto_mesh(s.mesh) for i, s in wanted_out.items()}
         given_away = donated_leaves(given, step.donate_argnums, step.donate_argnames)
         pairs = self._states(given_away)
