@@ -283,7 +283,8 @@ def test_the_gradient_of_a_loop():
 def test_a_loop_without_tasks():
     """It is the plain loop on one device."""
     f = microbatched(jax.value_and_grad(lambda p, x: jnp.mean(dense(p["front"], x))))
-    assert_agrees(f, parameters(), rows())
+    with pytest.warns(UserWarning, match="no pipeline: its 4 microbatches run one after the other in one place"):
+        assert_agrees(f, parameters(), rows())
 
 
 def test_results_that_are_the_batch_or_the_parameters():

@@ -31,6 +31,7 @@ LAYERS = (
     "_mark",
     "schedules",
     "_single",
+    "_means",
     "_microbatch",
     "_jaxpr",
     "_program",

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax._src import api_util, compiler, config, core, sharding_impls, source_info_util, traceback_util
+from jax._src import api, compiler, config, core, sharding_impls, source_info_util, traceback_util
 from jax._src import mesh as mesh_lib
 from jax._src.array import ArrayImpl
 from jax._src.lax import lax as lax_internals
@@ -46,6 +47,38 @@ def boundary(fun: Callable[P, R]) -> Callable[P, R]:
     """A public function whose errors end at the user's line: JAX's ``jax_traceback_filtering`` holds for it."""
     wrapped: Callable[P, R] = traceback_util.api_boundary(fun)
     return wrapped
+
+
+def is_staging() -> bool:
+    """Whether what is computed here is put into a program, of `jax.jit` for example, and not computed now."""
+    return not core.trace_state_clean() and isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+
+
+def differentiated(fun: Any) -> tuple[int, ...] | None:
+    """The arguments that a function made by `jax.grad` or `jax.value_and_grad` differentiates; None for another one."""
+    for _ in range(4):  # each of them is inside a boundary, and jax.grad is around jax.value_and_grad
+        code, closure = getattr(fun, "__code__", None), getattr(fun, "__closure__", None)
+        if code is None or closure is None or code.co_filename not in (api.__file__, traceback_util.__file__):
+            return None
+        inside = dict(zip(code.co_freevars, closure, strict=True))
+        if "argnums" in inside:
+            numbers = inside["argnums"].cell_contents
+            return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+        within = inside.get("value_and_grad_f") or inside.get("fun")
+        fun = within.cell_contents if within is not None else None
+    return None
+
+
+def users_level() -> int:
+    """The ``stacklevel`` at which the caller's warning points to the line that called into this package."""
+    package = __name__.split(".")[0]
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] != package and module != traceback_util.__name__:  # which is around public functions
+            break
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 _debug_info: list[Any] = []
@@ -152,6 +185,12 @@ def open_jaxpr(jaxpr: Any) -> OpenJaxpr:
     consts = list(getattr(jaxpr, "consts", ()) or ())
     inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
     return OpenJaxpr(list(inner.constvars), consts, list(inner.invars), list(inner.outvars), list(inner.eqns))
+
+
+def without_consts(closed: ClosedJaxpr) -> Jaxpr:
+    """The open jaxpr in a closed one."""
+    inner: Jaxpr = closed.jaxpr
+    return inner
 
 
 def is_jaxpr(value: Any) -> bool:

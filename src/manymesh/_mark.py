@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import _compat
-from ._errors import ArgumentError, AxisError, TaskError
+from ._errors import ArgumentError, AxisError, ManyMeshError, TaskError
 from ._implicit import Matcher
 from ._key import Keys
 from ._scope import Scope, carrying, current_scope, enter_scope
@@ -43,7 +43,7 @@ class Recording:
     Attributes:
       tasks: unique mark -> the task it stands for.
       loops: unique mark -> what `microbatch` said about the loop.
-      findings: sentences about what is suspicious, in order, each once.
+      findings: sentences about what is suspicious, in order, each once, and what they are under ``strict``.
       implicit: the tasks registered by name when the trace began.
       keys: of what tasks compute, while tracing.
       bodies: key and abstract mesh -> what such tasks compute, one jaxpr for all that are equal; while tracing.
@@ -52,7 +52,7 @@ class Recording:
 
     tasks: dict[str, Task] = field(default_factory=dict)
     loops: dict[str, Any] = field(default_factory=dict)
-    findings: dict[str, None] = field(default_factory=dict)
+    findings: dict[str, type[ManyMeshError]] = field(default_factory=dict)
     implicit: Matcher = field(default_factory=Matcher)
     keys: Keys = field(default_factory=lambda: Keys(exact=True))
     bodies: dict[Any, Any] = field(default_factory=dict)
@@ -283,7 +283,7 @@ def task_scope(record: Recording, described: Task) -> Scope:
             record.findings[
                 f"task {described.name!r}: axis name {name!r} of {names} is in no rule (the rules know {known}) and is "
                 f"no device axis {axes}, so it means replication; add a rule, map it to None, or {correct}"
-            ] = None
+            ] = AxisError
         return spec
 
     named = described.mesh is not None and described.has_named_axes

@@ -18,7 +18,8 @@ import numpy as np
 
 from . import _compat, schedules
 from ._errors import MicrobatchError, ScheduleError
-from ._mark import current_recording, with_sharding_constraint
+from ._mark import Recording, current_recording, with_sharding_constraint
+from ._means import is_mean
 from ._single import check_single
 
 REDUCTIONS = ("sum", "mean", "max", "concat", "stack", "last")
@@ -170,9 +171,26 @@ def microbatch(
             check_single(name, tasks, chosen, custom_schedule, num_stages, interleave)
             return result
         spec = LoopSpec(name, count, chosen, interleave, num_stages, custom_schedule, dim)
-        return call.traced(record, spec)
+        suspect = _suspect_batch(name, fun, argnums, count)
+        record.findings.update(dict.fromkeys(suspect, MicrobatchError))
+        try:
+            return call.traced(record, spec)
+        except Exception as error:
+            for text in suspect:  # it may well be the cause
+                error.add_note(text)
+            raise
 
     return over_microbatches
+
+
+def _suspect_batch(name: str, fun: Any, argnums: tuple[int, ...], count: int) -> list[str]:
+    """Sentences about arguments that are cut and differentiated: often parameters, as argnum was forgotten."""
+    return [
+        f"microbatch({name}): argnum={k} is the batch, which is cut into {count} pieces, and {name} differentiates the same "
+        f"argument; if that is the parameters, write argnum={1 - k if k in (0, 1) else 0}, or whichever is the batch"
+        for k in argnums
+        if k in (_compat.differentiated(fun) or ())
+    ]
 
 
 def _fold_in(key: Any, i: int) -> Any:
@@ -310,7 +328,7 @@ class _Call:
 
         def loop(*values: Any) -> list[Any]:
             args, kwargs = _join(values, static, treedef)
-            leaves = self._scan(args, kwargs, out_tree)
+            leaves = self._scan(record, spec.name, args, kwargs, out_tree)
             return leaves
 
         loop.__name__ = loop.__qualname__ = mark
@@ -319,7 +337,9 @@ class _Call:
         record.loops[mark] = replace(spec, accumulates=any(w in _ACCUMULATE for w in words))
         return jax.tree.unflatten(out_tree[-1][0], leaves)
 
-    def _scan(self, args: tuple[Any, ...], kwargs: dict[str, Any], out_tree: list[Any]) -> list[Any]:
+    def _scan(
+        self, record: Recording, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out_tree: list[Any]
+    ) -> list[Any]:
         stacked = [jax.tree.map(self._stack, args[k]) for k in self.argnums]
         keys = None
         if self.rng_argnum is not None:
@@ -336,9 +356,16 @@ class _Call:
 
         first = jax.tree.map(_first, (stacked, keys))
         shape = jax.eval_shape(one, *first)
-        words = _words(self.reduce, shape)
-        out_tree.append((jax.tree.structure(shape), words.per_leaf))
         avals = jax.tree.leaves(shape)
+        words = _words(self.reduce, shape)
+        first_word = words.per_leaf[0] if words.per_leaf else None
+        is_loss = first_word == "sum" and not avals[0].shape and _compat.differentiated(self.fun) is not None
+        if is_loss and is_mean(one.trace(*first).jaxpr, 0):
+            record.findings[
+                f"microbatch({name}): reduce='sum' adds up {self.count} losses each of which is a mean, so that the loss "
+                f"and its gradients are {self.count} times those of the whole batch; write reduce='mean'"
+            ] = MicrobatchError
+        out_tree.append((jax.tree.structure(shape), words.per_leaf))
 
         def body(carry: list[Any], xs: Any) -> tuple[list[Any], list[Any]]:
             out = jax.tree.leaves(one(*xs))

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from . import schedules
 from ._errors import ScheduleError
 from ._task import Task
 

@@ -104,6 +104,11 @@ class Jitted:
         if _compat.jit_is_disabled():
             return self._reference(*gathered(args), **gathered(kwargs))
         given = flatten(self._step, args, kwargs)
+        if _compat.is_staging() and not any(isinstance(x, jax.core.Tracer) for x in given.leaves):
+            raise ArgumentError(
+                f"mm.jit({self.name}) is called while JAX traces another function, such as one of jax.jit; a step that runs "
+                "on several submeshes cannot be a part of its program: apply jax.jit inside the function that mm.jit wraps"
+            )
         return self._compiled_for(given).call_flat(given.leaves)
 
     @_compat.boundary

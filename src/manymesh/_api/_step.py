@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import _compat
 from .._errors import AxisError
 from .._jaxpr._scopes import scope_names
 from .._mark import Recording
@@ -43,10 +43,11 @@ class Step:
         """Warns of what was found while tracing, and, with the jaxpr, of patterns without a scope; each once.
 
         Raises:
-          AxisError: something was found, and the step is strict.
+          ManyMeshError: something was found, and the step is strict.
         """
         if self.strict and record.findings:
-            raise AxisError(f"mm.jit({self.name}, strict=True): {'; '.join(record.findings)}")
+            error = next(iter(record.findings.values())) or AxisError
+            raise error(f"mm.jit({self.name}, strict=True): {'; '.join(record.findings)}")
         new = [f for f in record.findings if f not in self.warned]
         self.warned.update(new)
         if closed is not None and record.implicit:
@@ -54,12 +55,4 @@ class Step:
             new += [text for pattern, text in unmatched.items() if f"pattern {pattern}" not in self.warned]
             self.warned.update(f"pattern {pattern}" for pattern in unmatched)
         if new:
-            warnings.warn(f"mm.jit({self.name}): {'; '.join(new)}", stacklevel=users_level())
-
-
-def users_level() -> int:
-    """The ``stacklevel`` at which the caller's warning points to the line that called into this package."""
-    here, level, frame = __name__.split(".")[0], 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == here:
-        frame, level = frame.f_back, level + 1
-    return level
+            warnings.warn(f"mm.jit({self.name}): {'; '.join(new)}", stacklevel=_compat.users_level())

@@ -18,6 +18,7 @@ from .._runtime._emit import emit
 from .._topology import auto_mesh
 from ._arguments import Arguments, donated_leaves, keystr
 from ._boxes import with_parameter
+from ._findings import note_pipeline
 from ._lowered import Lowered
 from ._shardings import arrival, check_submeshes, expand, mesh_of
 from ._step import Step
@@ -65,6 +66,7 @@ class Traced:
             program = build(self.jaxpr, self._record, pinned_in, pinned_out, pairs)
         except AxisError as error:
             raise with_parameter(error, given) from None
+        note_pipeline(self._record, program, self.jaxpr)
         follows = program is None
         if program is None:
             program = self._without_tasks()

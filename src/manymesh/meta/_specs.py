@@ -152,7 +152,9 @@ def shard_tree(
         if names is None:
             assert shape is not None, "names are surplus only beside a shape"
             # From here over _slowly, shard_tree and get_sharding to the caller.
-            warnings.warn(f"{too_many_text(path, axes.names, shape)}; it is left replicated", stacklevel=5)
+            warnings.warn(
+                f"{too_many_text(path, axes.names, shape)}; it is left replicated", stacklevel=_compat.users_level()
+            )
             return replicated
         return sharding_of(axes, names, shape, path)
 
