@@ -10,13 +10,14 @@ import contextlib
 import io
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax._src import api, compiler, config, core, sharding_impls, source_info_util, traceback_util
+from jax._src import api, api_util, compiler, config, core, sharding_impls, source_info_util, traceback_util
 from jax._src import mesh as mesh_lib
 from jax._src.array import ArrayImpl
 from jax._src.lax import lax as lax_internals
@@ -296,6 +297,25 @@ def linear_identity(
 def manual_axes() -> tuple[str, ...]:
     """The axes that a surrounding `jax.shard_map` has cut by hand."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+InternalFloatingPointError = api_util.InternalFloatingPointError
+
+
+def checks_floats() -> bool:
+    """Whether ``jax_debug_nans`` or ``jax_debug_infs`` holds; a step then has to be repeatable."""
+    return bool(config.debug_nans.value or config.debug_infs.value)
+
+
+def users_frame(error: BaseException) -> str:
+    """``file.py:12 (function)`` of the innermost line of a traceback that belongs to no library; empty if there is none."""
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if traceback_util.include_filename(frame.f_code.co_filename)
+    ]
+    own = [frame for frame in frames if "site-packages" not in frame[0]] or frames
+    return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2]})" if own else ""
 
 
 def trace_settings() -> tuple[Any, ...]:

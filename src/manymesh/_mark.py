@@ -172,7 +172,11 @@ def task(
     def run_task(*args: P.args, **kwargs: P.kwargs) -> R:
         record = current_recording()
         if record is None:
-            return fun(*args, **kwargs)
+            try:
+                return fun(*args, **kwargs)
+            except Exception as error:
+                _note(error, described)
+                raise
         result: R = call_marked(record, described, fun, args, kwargs)
         return result
 

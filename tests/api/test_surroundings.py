@@ -1,5 +1,7 @@
 """What is around a call changes its program as it changes that of plain JAX, and nothing is left behind."""
 
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -136,3 +138,41 @@ def test_python_numbers_that_a_task_returns_stay_static():
         return out["x"].reshape(out["rows"], -1) * out["scale"] if out["even"] else back(jnp.eye(WIDTH), out["x"])
 
     assert_same(mm.jit(step)(rows()), reference(step, rows()))
+
+
+def test_nan_checks_name_the_task_and_the_line():
+    """JAX's public error, from the forward pass, the backward pass and code between tasks."""
+    logs = mm.task(jnp.log, "logs", devices=[1])
+    roots = mm.task(lambda x: jnp.sqrt(x), "roots", devices=[1])
+    x = -jnp.ones((2, WIDTH))
+    steps = {
+        "task 'logs', at": lambda x: back(jnp.eye(WIDTH), logs(front(jnp.eye(WIDTH), x))),
+        "roots": jax.grad(lambda x: roots(front(jnp.eye(WIDTH), 0 * x)).sum()),
+        "test_surroundings.py": lambda x: front(jnp.eye(WIDTH), jnp.log(x)),
+    }
+    with jax.debug_nans(True):
+        for words, fun in steps.items():
+            with pytest.raises(FloatingPointError, match=f"NaN in a result of .*{words}") as caught:
+                mm.jit(fun, donate_argnums=0)(x)
+            assert "'jit(" not in str(caught.value)
+        assert not x.is_deleted()  # nothing is donated, so that the step can be repeated
+    assert mm.jit(steps["task 'logs', at"])(x).shape == x.shape
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_donated_argument_is_deleted_however_it_is_used(place):
+    """Read, moved, handed through, handed through twice, or all of these: as under jax.jit, and results stay good."""
+    steps = [
+        lambda x: x,
+        lambda x: (x, x, 2 * x),
+        lambda x: (x, front(jnp.eye(WIDTH), x)),
+        lambda x: back(jnp.eye(WIDTH), x),
+    ]
+    for step in steps:
+        x = jax.device_put(rows(), jax.devices()[place])
+        expected = reference(step, rows())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # jax.jit's own, of a donated buffer that is of no use
+            results = mm.jit(step, donate_argnums=0)(x)
+        assert x.is_deleted()
+        assert_same(results, expected)

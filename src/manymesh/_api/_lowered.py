@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from .._runtime._execute import Executor
 from .._runtime._instructions import Plan
 from .._runtime._lower import lower
 from .._topology import auto_mesh, require_devices
+from ._floats import explain_float
 from ._step import Step
 
 
@@ -40,6 +43,7 @@ class Lowered:
     _wanted: dict[int, Any]
     _states: list[tuple[int, int]]
     _donated: frozenset[int]
+    _plain: Callable[..., Any]
     follows_arguments: bool
 
     def as_text(self) -> str:
@@ -73,11 +77,13 @@ class Lowered:
             if not _compat.is_var(v)
         }
         made = (executables.compiled - before[0], executables.reused - before[1])
-        return Compiled(
+        compiled = Compiled(
             Executor(lowered, literals), self._in_tree, self._out_tree,
             tuple(sorted(i - shift for i in self._donated)), made, step.name,
             {o: s for o, s in self._wanted.items() if o not in direct and o not in literals},
         )  # fmt: skip
+        compiled.explain = functools.partial(explain_float, step.name, self._plain)
+        return compiled
 
     def _made_in_place(self) -> dict[int, Any]:
         """The wanted shardings that a fragment can give its result; another task's submesh, or a second layout of one

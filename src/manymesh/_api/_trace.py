@@ -42,4 +42,4 @@ def trace(step: Step, given: Arguments) -> Traced:
     except AxisError as error:
         raise with_parameter(error, given) from None
     step.report(record, None)
-    return Traced(step, given, record, closed, shapes, out_tree[-1])
+    return Traced(step, given, record, closed, shapes, out_tree[-1], flat_fun)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ class Traced:
     jaxpr: Any
     _shapes: Any
     _out_tree: Any
+    _plain: Callable[..., Any]
 
     @property
     def out_info(self) -> Any:
@@ -59,7 +61,9 @@ class Traced:
         results = [f" result{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(out)]
         check_submeshes("out_shardings", wanted_out, results, tasks)
         pinned_out = {i: auto_mesh(s.mesh) for i, s in wanted_out.items()}
-        given_away = donated_leaves(given, step.donate_argnums, step.donate_argnames)
+        given_away = (
+            frozenset() if _compat.checks_floats() else donated_leaves(given, step.donate_argnums, step.donate_argnames)
+        )
         pairs = self._states(given_away)
         pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
         try:
@@ -78,7 +82,17 @@ class Traced:
         given_in = {i: s for i, x in enumerate(given.leaves) if (s := arrival(x, program)) is not None}
         given_in.update(wanted_in)
         return Lowered(
-            step, given.treedef, self._out_tree, program, plan, given_in, wanted_out, states, donated, follows
+            step,
+            given.treedef,
+            self._out_tree,
+            program,
+            plan,
+            given_in,
+            wanted_out,
+            states,
+            donated,
+            self._plain,
+            follows,
         )
 
     def _without_tasks(self) -> Program:
