@@ -20,6 +20,7 @@ import numpy as np
 from jax._src import api, api_util, compiler, config, core, sharding_impls, source_info_util, traceback_util
 from jax._src import mesh as mesh_lib
 from jax._src.array import ArrayImpl
+from jax._src.interpreters.batching import BatchTrace
 from jax._src.lax import lax as lax_internals
 from jax.experimental import serialize_executable
 from jax.extend import core as jex
@@ -48,6 +49,16 @@ def boundary(fun: Callable[P, R]) -> Callable[P, R]:
     """A public function whose errors end at the user's line: JAX's ``jax_traceback_filtering`` holds for it."""
     wrapped: Callable[P, R] = traceback_util.api_boundary(fun)
     return wrapped
+
+
+def vmapped() -> int:
+    """How many axes `jax.vmap` has taken away from the values that are computed here."""
+    trace: Any = core.trace_ctx.trace
+    count = 0
+    while trace is not None:
+        count += isinstance(trace, BatchTrace)
+        trace = getattr(trace, "parent_trace", None)
+    return count
 
 
 def is_staging() -> bool:
@@ -202,6 +213,24 @@ def is_jaxpr(value: Any) -> bool:
 def is_jit(eqn: Eqn) -> bool:
     """Whether an equation is a call of a jitted function."""
     return eqn.primitive.name in ("jit", "pjit")
+
+
+def jaxprs_in(eqn: Eqn) -> list[Any]:
+    """The jaxprs that an equation holds: those of a call, of a loop, of branches."""
+    values = [v for p in eqn.params.values() for v in (p if isinstance(p, (tuple, list)) else (p,))]
+    return [v for v in values if is_jaxpr(v)]
+
+
+def constrained_devices(eqn: Eqn) -> list[tuple[Any, ...]]:
+    """The devices that a constraint of the user's, or ``jax.device_put``, names; none for one without devices."""
+    if eqn.primitive.name == "sharding_constraint":
+        targets = [eqn.params["sharding"]]
+    elif eqn.primitive.name == "device_put":
+        targets = list(eqn.params["devices"])
+    else:
+        return []
+    meshes = [t.mesh for t in targets if isinstance(t, NamedSharding) and isinstance(t.mesh, Mesh)]
+    return [tuple(mesh.devices.flat) for mesh in meshes] + [(t,) for t in targets if isinstance(t, jax.Device)]
 
 
 class ScanParts(NamedTuple):

@@ -234,12 +234,31 @@ def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, oper
     """
     if record.implicit or not jax.sharding.get_abstract_mesh().empty:
         return list(jitted(*operands))
-    traced = jitted.trace(*operands)
+    # What comes from another task brings along the mesh of that task, which JAX under vmap would enter inside this one.
+    traced = jitted.trace(*[_compat.abstract(jax.typeof(x)) for x in operands])
+    _check_constraints(described, traced.jaxpr)
     inner = _compat.open_jaxpr(traced.jaxpr)
     if inner.consts or len(inner.invars) != len(operands):  # it reads values from around the function
         return list(jitted(*operands))
     key = record.keys(traced.jaxpr), described.mesh.abstract_mesh if described.mesh is not None else None
     return _compat.call(mark, record.bodies.setdefault(key, traced.jaxpr), operands)
+
+
+def _check_constraints(described: Task, body: Any) -> None:
+    """Refuses a constraint, or a move, to devices that are not those of the task it is in."""
+    own = {d.id for d in described.mesh.devices.flat} if described.mesh is not None else None
+    pending = [body]
+    while pending and own is not None:
+        for eqn in _compat.open_jaxpr(pending.pop()).eqns:
+            pending += _compat.jaxprs_in(eqn)
+            for devices in _compat.constrained_devices(eqn):
+                if {d.id for d in devices} != own:
+                    where = _compat.source_line(eqn)
+                    raise TaskError(
+                        f"task {described.name!r} on devices {sorted(own)}: {'constraint at ' + where if where else 'a constraint'} "
+                        f"is on devices {sorted(d.id for d in devices)}, but inside a task all is on its own submesh; write "
+                        "mm.with_sharding_constraint(x, spec) without a mesh, or move the value outside the task"
+                    )
 
 
 def _call_nested(
@@ -278,7 +297,15 @@ def task_scope(record: Recording, described: Task) -> Scope:
     """The scope that code inside the task sees."""
 
     def resolve(names: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        spec, unknown = described.resolve(tuple(names), tuple(shape))
+        names = tuple(names)
+        if vmapped := _compat.vmapped():
+            names, left_out = _without_vmapped(described, names, tuple(shape), vmapped)
+            for name in left_out:
+                record.findings[
+                    f"task {described.name!r}: the constraint of axis {name!r} is dropped under jax.vmap, which has taken that "
+                    f"axis from a value of shape {tuple(shape)}; vmap(..., spmd_axis_name=) says where the new axis goes"
+                ] = AxisError
+        spec, unknown = described.resolve(names, tuple(shape))
         for name in unknown:
             known = [a for a, _ in described.logical_axes or ()]
             axes = tuple(described.mesh.axis_names) if described.mesh is not None else ()
@@ -293,6 +320,26 @@ def task_scope(record: Recording, described: Task) -> Scope:
     named = described.mesh is not None and described.has_named_axes
     abstract = described.mesh.abstract_mesh if described.mesh is not None and named else None
     return Scope(described.name or "task", abstract, resolve, described)
+
+
+def _without_vmapped(
+    described: Task, names: tuple[Any, ...], shape: tuple[int, ...], vmapped: int
+) -> tuple[tuple[Any, ...], list[Any]]:
+    """Names without those of axes that vmap took away: the first of too many, and those of dimensions of length one
+    that do not divide. Also returns what was left out."""
+    surplus = max(0, len(names) - len(shape))
+    if surplus > vmapped:
+        return names, []
+    left_out = [name for name in names[:surplus] if name is not None]
+    kept = list(names[surplus:])
+    for i, name in enumerate(kept):
+        if shape[i] == 1 and name is not None and len(left_out) < vmapped:
+            try:
+                described.resolve((None,) * i + (name,), shape)
+            except AxisError:
+                left_out.append(name)
+                kept[i] = None
+    return tuple(kept), left_out
 
 
 @contextlib.contextmanager

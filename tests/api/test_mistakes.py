@@ -151,6 +151,13 @@ CASES = {
     ),
     "a result on the whole mesh": (whole_mesh("out"), ValueError, "out_shardings of result['y']", "devices [0, 1]"),
     "a task inside shard_map": (sharded_by_hand, ValueError, "task 'front'", "inside jax.shard_map", "outside"),
+    "a constraint on another mesh": (
+        in_a_task(lambda x: jax.lax.with_sharding_constraint(2 * x, NamedSharding(MESH, P("data")))),
+        ValueError, "task 'inner' on devices [0]", "test_mistakes.py", "on devices [0, 1, 2, 3]", "without a mesh",
+    ),
+    "a move inside a task": (
+        in_a_task(lambda x: jax.device_put(x, jax.devices()[3]) + 1), ValueError, "on devices [3]", "outside the task",
+    ),
     "a spec that is one word": (
         in_a_task(lambda x: mm.with_sharding_constraint(x, "batch")), TypeError, "the string 'batch'", "('batch', None)",
     ),

@@ -54,6 +54,5 @@ def _marks(jaxpr: Any) -> set[str]:
         for eqn in _compat.open_jaxpr(pending.pop()).eqns:
             if _compat.is_jit(eqn) and MARK in eqn.params["name"]:
                 found.add(eqn.params["name"])
-            for value in eqn.params.values():
-                pending += [v for v in (value if isinstance(value, (tuple, list)) else (value,)) if _compat.is_jaxpr(v)]
+            pending += _compat.jaxprs_in(eqn)
     return found
