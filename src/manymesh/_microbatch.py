@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,11 @@ from ._mark import Recording, current_recording, with_sharding_constraint
 from ._means import is_mean
 from ._single import check_single
 
-REDUCTIONS = ("sum", "mean", "max", "concat", "stack", "last")
+Reduction = Literal["sum", "mean", "max", "concat", "stack", "last"]
+REDUCTIONS = get_args(Reduction)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,10 @@ class WeightedMean:
     """
 
     count: str | Callable[[Any], Any]
+
+
+# One word for all, or a pytree prefix of the result with a word for each part.
+Reduce: TypeAlias = Reduction | WeightedMean | tuple[Any, ...] | list[Any] | Mapping[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -80,21 +88,21 @@ class _Rows:
 
 
 def microbatch(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     dim: int = 0,
     size: int | None = None,
     argnum: int | Sequence[int] = 0,
     *,
     num_microbatches: int | None = None,
-    schedule: Any = None,
-    reduce: Any = "sum",
+    schedule: schedules.ScheduleName | schedules.AbstractSchedule | None = None,
+    reduce: Reduce = "sum",
     interleave: int | None = None,
     num_stages: int | None = None,
     unrolling: int | None = None,
     arg_shardings: Any = None,
     custom_schedule: Any = None,
     rng_argnum: int | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """Runs a function on pieces of a batch and combines the results.
 
     Args:
@@ -153,7 +161,7 @@ def microbatch(
 
     @_compat.boundary
     @functools.wraps(fun)
-    def over_microbatches(*args: Any, **kwargs: Any) -> Any:
+    def over_microbatches(*args: P.args, **kwargs: P.kwargs) -> Any:
         count = _count(name, args, argnums, dim, size, num_microbatches)
         if rng_argnum is not None and not -len(args) <= rng_argnum < len(args):
             raise MicrobatchError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
@@ -30,9 +30,12 @@ from ._step import Step
 from ._trace import trace
 from ._traced import Traced
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 def jit(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     *,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
@@ -42,7 +45,7 @@ def jit(
     out_shardings: Any = None,
     compiler_options: dict[str, Any] | None = None,
     strict: bool = False,
-) -> Jitted:
+) -> Jitted[P, R]:
     """Compiles a function for many submeshes; the counterpart of ``jax.jit``.
 
     Args:
@@ -74,11 +77,11 @@ def jit(
     )  # fmt: skip
 
 
-class Jitted:
+class Jitted(Generic[P, R]):
     """What `jit` returns."""
 
     def __init__(
-        self, fun: Any, static_argnums: Any, static_argnames: Any, donate_argnums: Any, donate_argnames: Any,
+        self, fun: Callable[P, R], static_argnums: Any, static_argnames: Any, donate_argnums: Any, donate_argnames: Any,
         in_shardings: Any, out_shardings: Any, compiler_options: Any, strict: bool,
     ) -> None:  # fmt: skip
         if not callable(fun):
@@ -95,21 +98,24 @@ class Jitted:
         self._reference = jax.jit(fun, static_argnums=static[0] or None, static_argnames=static[1] or None)
 
     @_compat.boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step; compiles it first where these shapes, dtypes and statics are new."""
         if transforms_ignored():
-            return self._reference(*gathered(args), **gathered(kwargs))
+            result: R = self._reference(*gathered(args), **gathered(kwargs))
+            return result
         if current_recording() is not None:
             return self.fun(*args, **kwargs)  # a step inside a step is part of it
         if _compat.jit_is_disabled():
-            return self._reference(*gathered(args), **gathered(kwargs))
+            result = self._reference(*gathered(args), **gathered(kwargs))
+            return result
         given = flatten(self._step, args, kwargs)
         if _compat.is_staging() and not any(isinstance(x, jax.core.Tracer) for x in given.leaves):
             raise ArgumentError(
                 f"mm.jit({self.name}) is called while JAX traces another function, such as one of jax.jit; a step that runs "
                 "on several submeshes cannot be a part of its program: apply jax.jit inside the function that mm.jit wraps"
             )
-        return self._compiled_for(given).call_flat(given.leaves)
+        result = self._compiled_for(given).call_flat(given.leaves)
+        return result
 
     @_compat.boundary
     def prepare(self, *args: Any, **kwargs: Any) -> Compiled:

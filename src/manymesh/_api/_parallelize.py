@@ -90,7 +90,7 @@ class Parallelized:
       compiled: the compiled step.
     """
 
-    def __init__(self, jitted: Jitted, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, jitted: Jitted[..., Any], arguments: tuple[Any, ...]) -> None:
         self._jitted = jitted
         self.compiled = jitted.prepare(*arguments)
 

@@ -22,6 +22,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+ScheduleName = Literal[
+    "1f1b",
+    "custom",
+    "dualpipev",
+    "eager-1f1b",
+    "gpipe",
+    "interleaved",
+    "wavefront",
+    "zbv",
+    "zero-bubble-h1",
+    "zero-bubble-h2",
+]
+"""The names of the schedules that are here; one that is registered is known by `get`."""
+
 Kind = Literal["F", "B", "W"]
 """``F`` forward, ``B`` backward (only the input gradient when split), ``W`` weight gradient."""
 
