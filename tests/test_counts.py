@@ -55,7 +55,7 @@ def fresh_state():
 def test_every_executable_spans_exactly_its_submesh(wide):
     """No fragment touches a device that is not its own."""
     _, _, compiled = wide
-    lowered = compiled._executor.lowered
+    lowered = compiled._lowered
     assert {f.submesh for f in compiled.program.fragments} == {0, 1}
     for fragment, executable in zip(compiled.program.fragments, lowered.executables, strict=True):
         submesh = set(compiled.program.submeshes[fragment.submesh].devices.flat)
@@ -263,7 +263,7 @@ def test_live_arrays_are_constant_over_a_hundred_steps(wide):
 def test_accumulators_are_donated():
     """Each backward fragment of a loop reuses the buffers of its gradients' accumulators, in every microbatch."""
     compiled = mm.jit(microbatched()).lower(parameters(), rows()).compile()
-    lowered, program = compiled._executor.lowered, compiled.program
+    lowered, program = compiled._lowered, compiled.program
     accumulators = {inner: out for loop in program.loops for inner, out, _, _ in loop.carries}
     assert sum(v.aval.shape == (WIDTH, WIDTH) for v in accumulators) == 2
     for fragment in program.fragments:
@@ -281,7 +281,7 @@ def test_donated_state_is_updated_in_place(wide):
     matrices = [sum(v.aval.ndim == 2 for v in f.outvars) for f in updates]
     assert sum(matrices) >= 6
     for fragment, count in zip(updates, matrices, strict=True):
-        head = compiled._executor.lowered.executables[fragment.index].as_text().splitlines()[0]
+        head = compiled._lowered.executables[fragment.index].as_text().splitlines()[0]
         assert head.count("may-alias") + head.count("must-alias") >= count, fragment
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import manymesh as mm
 from manymesh import schedules
-from manymesh._runtime._instructions import Run
+from manymesh._plan._instructions import Run
 
 WIDTH = 4
 MEASURED = ["gpipe", "1f1b", "zero-bubble-h1"]

@@ -54,7 +54,7 @@ def test_measured_costs_go_into_the_search(schedule):
 def test_costs_are_medians_by_stage_and_hop():
     """From times that are known: instruction k of the plan is said to take what its fragment and stage say."""
     step, _ = compiled("zero-bubble-h1")
-    lowered = step._executor.lowered
+    lowered = step._lowered
     base = {"F": 1.0, "B": 10.0, "W": 100.0}
     seconds = []
     for ins in lowered.plan.instructions:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import manymesh as mm
 from manymesh import schedules
-from manymesh._runtime._instructions import Run
+from manymesh._plan._instructions import Run
 
 WIDTH = 8
 

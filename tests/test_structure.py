@@ -34,6 +34,7 @@ LAYERS = (
     "_jaxpr",
     "_program",
     "_partition",
+    "_plan",
     "_reshard",
     "_runtime",
     "_report",

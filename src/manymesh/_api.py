@@ -22,12 +22,11 @@ from ._implicit import Matcher, registered
 from ._jaxpr._scopes import scope_names
 from ._mark import Recording, carry_box_names, current_recording, recording, transforms_ignored
 from ._partition._build import build
+from ._plan._emit import emit
+from ._plan._instructions import Plan
 from ._program import Program
 from ._progress import compiling
 from ._runtime._compile import Executables
-from ._runtime._emit import emit
-from ._runtime._execute import Executor
-from ._runtime._instructions import Plan
 from ._runtime._lower import lower
 from ._task import mesh_devices
 from ._topology import auto_mesh, require_devices
@@ -530,9 +529,10 @@ class Lowered:
         }
         made = (jitted._executables.compiled - before[0], jitted._executables.reused - before[1])
         return Compiled(
-            Executor(lowered, literals), self._traced._given.treedef, self._traced._out_tree,
+            lowered, literals, self._traced._given.treedef, self._traced._out_tree,
             tuple(sorted(i - shift for i in self._donated)), made, jitted.name,
             {o: s for o, s in self._wanted.items() if o not in direct and o not in literals},
+            {i: s for i, x in enumerate(self._traced._given.leaves) if (s := getattr(x, "sharding", None)) is not None},
         )  # fmt: skip
 
     def _made_in_place(self) -> dict[int, Any]:

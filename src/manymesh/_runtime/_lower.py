@@ -20,10 +20,11 @@ from .. import _compat
 from .._jaxpr._wants import first_constraint
 from .._key import Keys
 from .._mark import placed_on
+from .._plan._donation import match_results
+from .._plan._instructions import Plan
 from .._program import Fragment, Program
-from .._reshard._plan import Step, adapt_spec, plan_transfer
+from .._reshard._plan import adapt_spec
 from ._compile import Executables, Request, first_touches, run_requests, workers
-from ._instructions import Plan, Transfer
 
 
 @dataclass(eq=False)
@@ -36,7 +37,8 @@ class Lowered:
       executables: one for each fragment.
       arrivals: sharding of each (input position, submesh).
       outputs: sharding of each result; None for a literal.
-      transfers: position of a `Transfer` in the plan -> steps for each of its values.
+      donated: fragment -> positions of the inputs whose buffers its results take over.
+      sharding: the sharding of a variable on a submesh.
     """
 
     program: Program
@@ -44,7 +46,8 @@ class Lowered:
     executables: list[Any]
     arrivals: dict[tuple[int, int], NamedSharding]
     outputs: list[NamedSharding | None]
-    transfers: dict[int, tuple[tuple[Step, ...], ...]]
+    donated: dict[int, tuple[int, ...]]
+    sharding: Callable[[_compat.Var, int], NamedSharding]
 
 
 class _Groups:
@@ -104,6 +107,7 @@ class _Lowerer:
         self.options, self.pool = options, pool
         self.groups = _Groups()
         self.keys = Keys()
+        self.donated = match_results(program, plan.donatable)
         self.known: dict[tuple[Any, int], NamedSharding] = {}
         self.crossing = {(e.var, e.target): e.source for e in program.edges}
         self.wanted_by_reader = {
@@ -152,7 +156,7 @@ class _Lowerer:
             for s in program.arrivals[v]:
                 arrivals[i, s] = self._sharding(v, s)
         outputs = [self._sharding(v, s) if _compat.is_var(v) else None for v, s in program.outputs]
-        return Lowered(program, self.plan, executables, arrivals, outputs, self._transfers())
+        return Lowered(program, self.plan, executables, arrivals, outputs, self.donated, self._sharding)
 
     def _executables(self, progress: Callable[[str], None]) -> list[Any]:
         """An executable for each fragment, compiled side by side where no sharding is waited for."""
@@ -254,7 +258,7 @@ class _Lowerer:
         return executable
 
     def _executable(self, f: Fragment, ins: list[Any], outs: list[Any]) -> Request:
-        donated = self.plan.donated.get(f.index, ())
+        donated = self.donated.get(f.index, ())
         options = tuple(sorted((self.options or {}).items()))
         specs = tuple(tuple(None if s is None else s.spec for s in shardings) for shardings in (ins, outs))
         key = (self.keys(f.jaxpr), specs, donated, options)
@@ -275,16 +279,6 @@ class _Lowerer:
         with _compat.without_mesh(), _compat.unusable_donation_is_fine(), placed_on(mesh):
             jitted = jax.jit(fragment, in_shardings=ins, out_shardings=outs, donate_argnums=donated, keep_unused=True)
             return functools.partial(jitted.lower(*avals).compile, self.options)
-
-    def _transfers(self) -> dict[int, tuple[tuple[Step, ...], ...]]:
-        result = {}
-        for i, ins in enumerate(self.plan.instructions):
-            if isinstance(ins, Transfer):
-                result[i] = tuple(
-                    plan_transfer(v.aval.shape, self._sharding(v, ins.source), self._sharding(v, ins.target))
-                    for v in ins.variables
-                )
-        return result
 
 
 def _on_mesh(fun: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
