@@ -11,6 +11,7 @@ from .. import _compat
 from .._program import Edge, Fragment, LoopPlan, Program
 from ..schedules import Order, issue_order
 from ._alias import find_aliases
+from ._check import check
 from ._donation import donatable_inputs
 from ._instructions import Instruction, Plan, Ports, Receive, Run, Send, Tag
 from ._number import value_of, variables_of
@@ -18,6 +19,8 @@ from ._number import value_of, variables_of
 Var = _compat.Var
 
 UNKNOWN = -1
+# A larger plan repeats in more microbatches what a small one does, and checking it would take a quarter of its time.
+CHECKED_SLOTS = 20_000
 
 
 def emit(program: Program, donated_inputs: frozenset[int]) -> Plan:
@@ -31,7 +34,10 @@ def emit(program: Program, donated_inputs: frozenset[int]) -> Plan:
       Instructions in the order in which one thread issues them. A value is sent as soon as it is made;
       stages are interleaved as the schedule says, so that every submesh is fed early.
     """
-    return _Emitter(program, donated_inputs).run()
+    plan = _Emitter(program, donated_inputs).run()
+    if plan.num_slots <= CHECKED_SLOTS:
+        check(plan)
+    return plan
 
 
 def loop_sequence(program: Program, index: int) -> list[tuple[Fragment, int]]:
