@@ -188,12 +188,11 @@ def _shared_results(plan: Plan, donated: frozenset[int]) -> tuple[int, ...]:
 
     They are handed out as copies, as ``jax.jit`` does, so that deleting or donating one leaves the others alone.
     """
-    held = {plan.aliases.get(slot, slot) for i, _, slot in plan.inputs if i not in donated}
+    held: set[int] = {slot for i, _, slot in plan.inputs if i not in donated}
     shared = []
     for o, slot in enumerate(plan.outputs):
-        buffer = None if slot is None else plan.aliases.get(slot, slot)
-        if buffer is None or buffer in held:
+        if slot is None or slot in held:
             shared.append(o)
         else:
-            held.add(buffer)
+            held.add(slot)
     return tuple(shared)

@@ -156,6 +156,28 @@ def test_what_aliases_is_not_donated():
     assert donated and donated.isdisjoint(plan.aliases)
 
 
+@pytest.mark.parametrize("order", [None, (3, 1, 2, 0)], ids=["halves", "another order"])
+def test_a_value_that_dies_on_one_submesh_is_read_later_on_another(order):
+    """An argument and a value made on the way: were they donated at their last reader on one submesh, where a result
+    could take over the buffer, then their copies on the other would be gone."""
+    whole = Mesh(DEVICES[:4], ("x",))
+    part = Mesh(DEVICES[:2] if order is None else DEVICES[list(order)], ("y",))
+    double, square = mm.task(lambda w: 2 * w, "double", mesh=whole), mm.task(lambda h: h * h, "square", mesh=whole)
+    late = mm.task(lambda w, h, c: w + 10 * h + 100 * c, "late", mesh=part)
+
+    def f(w):
+        h = double(w)
+        return late(w, h, square(h))
+
+    step, w = mm.jit(f, donate_argnums=0), np.arange(64, dtype=np.float32).reshape(8, 8)
+    plan, names = step.lower(w).plan, [f.name for f in step.lower(w).program.fragments]
+    runs = [i for i in plan.instructions if isinstance(i, Run)]
+    assert [names[i.fragment] for i in runs] == ["double", "square", "late"]
+    assert all(len(i.free) >= 1 for i in runs), "both values die where the next one is made"
+    for _ in range(2):
+        assert_same(step(jnp.array(w)), reference(f, w))
+
+
 @pytest.mark.parametrize("donate", [(), 0])
 def test_results_are_nobody_else_s(donate):
     """Deleting one result leaves the others and the arguments that were not donated."""
