@@ -401,7 +401,7 @@ class Traced:
         results = {i: default for i in range(len(self._shapes))}
         try:
             program = build(self.jaxpr, self._record, committed, {}) if committed else None
-        except MeshError:  # arguments on overlapping devices; one place then
+        except MeshError:  # arguments on several backends; one place then
             program = None
         program = program or build(self.jaxpr, self._record, everything, results)
         if program is None:  # nothing comes in and nothing goes out
