@@ -35,6 +35,7 @@ LAYERS = (
     "_program",
     "_partition",
     "_layout",
+    "_plan",
     "_runtime",
     "_report",
     "_measure",

@@ -8,17 +8,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from .._compiled import Compiled
 from .._layout._donation import donation_pairs
 from .._layout._layout import Layout
 from .._layout._solve import solve
+from .._plan._instructions import Plan
 from .._program import Program
 from .._progress import compiling
-from .._runtime._execute import Executor
-from .._runtime._instructions import Plan
 from .._runtime._lower import compile_and_look, lower
 from .._topology import auto_mesh, require_devices
 from ._names import names_of_values
@@ -41,6 +40,7 @@ class Lowered:
     plan: Plan
     _asked: dict[int, NamedSharding]
     _arriving: dict[int, NamedSharding]
+    _found: dict[int, Sharding]
     _wanted: dict[int, NamedSharding]
     _states: list[tuple[int, int]]
     _donated: frozenset[int]
@@ -57,7 +57,7 @@ class Lowered:
             names=names_of_values(program, self._in_tree, self._out_tree),
             look=functools.partial(compile_and_look, program),
         )  # fmt: skip
-        return replace(layout, donation=donation_pairs(program, layout, self.plan.donated))
+        return replace(layout, donation=donation_pairs(program, layout, self.plan.donatable))
 
     def as_text(self) -> str:
         """The program and the instructions of one call, readable."""
@@ -89,9 +89,10 @@ class Lowered:
         }
         made = (step.executables.compiled - before[0], step.executables.reused - before[1])
         return Compiled(
-            Executor(lowered, literals), self._in_tree, self._out_tree,
+            lowered, literals, self._in_tree, self._out_tree,
             tuple(sorted(i - shift for i in self._donated)), made, step.name,
             {o: s for o, s in self._wanted.items() if o not in direct and o not in literals},
+            self._found,
         )  # fmt: skip
 
     def _made_in_place(self) -> dict[int, Any]:

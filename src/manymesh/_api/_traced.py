@@ -13,8 +13,8 @@ from .._errors import AxisError, MeshError
 from .._layout._names import resolve_constraints
 from .._mark import Recording
 from .._partition._build import build
+from .._plan._emit import emit
 from .._program import Program
-from .._runtime._emit import emit
 from .._topology import auto_mesh
 from ._arguments import Arguments, donated_leaves
 from ._boxes import with_parameter
@@ -73,7 +73,10 @@ class Traced:
         plan = emit(program, donated)
         arriving = {shift + i: s for i, x in enumerate(given.leaves) if (s := arrival(x, program)) is not None}
         asked = {shift + i: s for i, s in wanted_in.items()}
-        return Lowered(step, given.treedef, self._out_tree, program, plan, asked, arriving, wanted_out, states, donated)
+        found = {i: s for i, x in enumerate(given.leaves) if (s := getattr(x, "sharding", None)) is not None}
+        return Lowered(
+            step, given.treedef, self._out_tree, program, plan, asked, arriving, found, wanted_out, states, donated
+        )
 
     def _without_tasks(self) -> Program:
         """The program where no task and no sharding says what runs where: everything is where its arguments are."""
@@ -83,7 +86,7 @@ class Traced:
         results = {i: default for i in range(len(self._shapes))}
         try:
             program = build(self.jaxpr, self._record, committed, {}) if committed else None
-        except MeshError:  # arguments on overlapping devices; one place then
+        except MeshError:  # arguments on several backends; one place then
             program = None
         program = program or build(self.jaxpr, self._record, everything, results)
         if program is None:  # nothing comes in and nothing goes out

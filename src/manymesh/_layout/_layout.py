@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -50,7 +51,7 @@ class Layout:
 
     def sharding(self, v: Var, submesh: int) -> NamedSharding:
         """The sharding of a value on a submesh, on devices."""
-        return NamedSharding(self.submeshes[submesh], self.decisions[v, submesh].spec)
+        return _sharding(self.submeshes[submesh], self.decisions[v, submesh].spec)
 
     def spec(self, v: Var, submesh: int) -> PartitionSpec:
         """The device axes of each dimension of a value on a submesh."""
@@ -80,6 +81,12 @@ class Layout:
                 alike[row] = alike.get(row, 0) + 1
         for (name, aval, spec, rule), times in alike.items():
             yield name, aval if times == 1 else f"{times} x {aval}", spec, rule
+
+
+@functools.lru_cache(maxsize=4096)
+def _sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """One object for all equal shardings, which are then told to be equal at once."""
+    return NamedSharding(mesh, spec)
 
 
 def _spec_text(spec: PartitionSpec) -> str:
