@@ -279,7 +279,7 @@ def test_accumulators_are_donated():
     for fragment in program.fragments:
         for k, v in enumerate(fragment.invars):
             if v in accumulators and v.aval.shape:
-                assert k in lowered.donated[fragment.index], fragment
+                assert k in dict(lowered.layout.donation[fragment.index]), fragment
                 text = lowered.executables[fragment.index].as_text()
                 assert "input_output_alias" in text.splitlines()[0]
 

@@ -33,6 +33,7 @@ class Layout:
       decisions: (value, submesh) -> its spec and the rule that decided it.
       donation: fragment -> pairs (position of an input, position of the result that takes over its buffer).
       names: what users call a value: the path of an argument or result, or the task that makes it.
+      replaces: result -> the argument whose next value it is; both have one layout, and the text shows the argument.
 
     Example:
       >>> import jax, jax.numpy as jnp, manymesh as mm
@@ -48,6 +49,7 @@ class Layout:
     decisions: Mapping[tuple[Var, int], Decision]
     donation: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     names: Mapping[Var, str] = field(default_factory=dict)
+    replaces: Mapping[Var, Var] = field(default_factory=dict)
 
     def sharding(self, v: Var, submesh: int) -> NamedSharding:
         """The sharding of a value on a submesh, on devices."""
@@ -76,7 +78,7 @@ class Layout:
         """Name, type, spec and rule of each value on a submesh; values that are alike share a line."""
         alike: dict[tuple[str, str, str, str], int] = {}
         for (v, at), decision in self.decisions.items():
-            if at == s:
+            if at == s and v not in self.replaces:
                 row = (self.names.get(v, ""), v.aval.str_short(), _spec_text(decision.spec), decision.rule)
                 alike[row] = alike.get(row, 0) + 1
         for (name, aval, spec, rule), times in alike.items():

@@ -86,13 +86,13 @@ class _Solver:
         states: Sequence[tuple[int, int]],
     ) -> Layout:
         program = self.program
-        replaced = []
+        replaces: dict[Var, Var] = {}
         for i, o in states:
             v, (out, s) = program.invars[i], program.outputs[o]
             if o not in wanted and _compat.is_var(out) and program.home[v] == s:
                 self.groups.join(out, v)
-                replaced.append(v)
-        for members in mirrors(program, replaced):
+                replaces[out] = v
+        for members in mirrors(program, replaces.values()):
             for v in members:
                 self.mirrored[self.groups.find(v)] = members
         for o, sharding in wanted.items():
@@ -104,7 +104,7 @@ class _Solver:
         self._constrain_inputs()
         for f in self._order():
             self._propagate(f)
-        return Layout(program.submeshes, self._table(), names=self.names)
+        return Layout(program.submeshes, self._table(), names=self.names, replaces=replaces)
 
     def _decide(self, v: Var, s: int, spec: PartitionSpec, rule: str) -> None:
         """The first word counts."""
