@@ -163,7 +163,9 @@ def two_tasks(rows, microbatches=2, **statements):
     def loss(ws, x):
         return back(ws[1], front(ws[0], x))
 
-    run = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=microbatches, custom_schedule=rows, **statements)
+    run = mm.microbatch(
+        jax.grad(loss), argnum=1, num_microbatches=microbatches, schedule="custom", custom_schedule=rows, **statements
+    )
     params = [(jnp.eye(WIDTH), jnp.eye(WIDTH))] * 2
     return run, params, jnp.ones((4, WIDTH))
 

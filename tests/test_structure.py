@@ -30,6 +30,8 @@ LAYERS = (
     "_implicit",
     "_mark",
     "schedules",
+    "_single",
+    "_means",
     "_microbatch",
     "_jaxpr",
     "_program",

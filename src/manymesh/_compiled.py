@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,6 +31,8 @@ class Compiled:
       output_shardings: `NamedSharding` of each result, in its structure.
     """
 
+    explain: Callable[[Any, list[Any]], Exception] | None = None  # what a result that is no number comes from
+
     def __init__(
         self,
         lowered: Lowered,
@@ -57,12 +60,14 @@ class Compiled:
             for i, v in enumerate(program.invars[shift:])
         ]
         self.input_shardings: Any = jax.tree.unflatten(in_tree, homes)
-        made_with = [s or literals[o].sharding for o, s in enumerate(lowered.outputs)]
+        made_with = [s or getattr(literals[o], "sharding", None) for o, s in enumerate(lowered.outputs)]
         self._moved = tuple(moved.items())
         self.output_shardings: Any = jax.tree.unflatten(out_tree, [moved.get(o, s) for o, s in enumerate(made_with)])
-        passed = {v for v, _ in program.outputs if _compat.is_var(v)}
-        # A donated argument that is also a result is the result; it must outlive the call.
-        self._dies = tuple(i for i in donated if program.invars[shift + i] not in passed)
+        given = {program.invars[shift + i] for i in donated}
+        results = {v: o for o, (v, _) in reversed(list(enumerate(program.outputs))) if _compat.is_var(v) and v in given}
+        # A donated argument that is also a result: the result takes its buffer over.
+        self._handed = tuple(sorted(results.values()))
+        self._dies = donated
         self._avals = [v.aval for v in program.invars[shift:]]
         self._copied = _shared_results(lowered.plan, frozenset(shift + i for i in donated))
 
@@ -96,9 +101,18 @@ class Compiled:
                 unusable = isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted())
             if unusable:
                 raise self._unusable(i, x)
-        results = self._executor(leaves, observer)
+        try:
+            results = self._executor(leaves, observer)
+        except _compat.InternalFloatingPointError as error:
+            raise (
+                self.explain(error, leaves) if self.explain is not None else FloatingPointError(*error.args)
+            ) from None
         for o in self._copied:
+            if not hasattr(results[o], "sharding"):
+                continue  # the gradient of an integer (float0), which has no buffer
             results[o] = jax.device_put(results[o], results[o].sharding, may_alias=False)
+        for o in self._handed:
+            results[o] = _take_over(results[o])
         for o, sharding in self._moved:
             results[o] = self._executor.bring(results[o], sharding)
         for i in self._dies:
@@ -181,6 +195,10 @@ class Compiled:
             f"// fragment {f.name}, submesh {f.submesh}\n{executable.as_text()}"
             for f, executable in zip(self.program.fragments, self._lowered.executables, strict=True)
         )
+
+
+# The argument is deleted and its buffer is that of the result, as jax.jit does it.
+_take_over = jax.jit(lambda x: x, donate_argnums=0)
 
 
 def _shared_results(plan: Plan, donated: frozenset[int]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import jax
 import numpy as np
 
 from . import _compat
@@ -97,6 +98,8 @@ def _aval(aval: Any) -> Any:
 
 
 def _content(value: Any) -> Any:
+    if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return ("key", str(value.dtype), _content(jax.random.key_data(value)))
     array = np.asarray(value)
     if array.dtype == object:
         return Kept(value)

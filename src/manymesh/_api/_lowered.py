@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +19,10 @@ from .._layout._solve import solve
 from .._plan._instructions import Plan
 from .._program import Program
 from .._progress import compiling
+from .._runtime._compile import Executables
 from .._runtime._lower import compile_and_look, lower
 from .._topology import auto_mesh, require_devices
+from ._floats import explain_float
 from ._names import names_of_values
 from ._step import Step
 
@@ -31,6 +34,7 @@ class Lowered:
     Attributes:
       program: fragments and edges.
       plan: the instructions of one call.
+      follows_arguments: whether it has no task, and is where its arguments are.
     """
 
     _step: Step
@@ -44,6 +48,8 @@ class Lowered:
     _wanted: dict[int, NamedSharding]
     _states: list[tuple[int, int]]
     _donated: frozenset[int]
+    _plain: Callable[..., Any]
+    follows_arguments: bool
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -63,6 +69,7 @@ class Lowered:
         """The program and the instructions of one call, readable."""
         return f"{self.program!r}\n{self.plan.text([f.name for f in self.program.fragments])}"
 
+    @_compat.boundary
     def compile(self) -> Compiled:
         """Compiles every fragment.
 
@@ -72,12 +79,13 @@ class Lowered:
         step = self._step
         require_devices(step.name, self.program.submeshes)
         shift = len(self.program.consts)
-        before = (step.executables.compiled, step.executables.reused)
+        executables = step.executables.setdefault(_compat.trace_settings(), Executables())
+        before = (executables.compiled, executables.reused)
         direct = self._made_in_place()
         layout = self.layout
         with compiling(step.name, len(self.program.fragments)) as progress:
             lowered = lower(
-                self.program, self.plan, layout, step.executables,
+                self.program, self.plan, layout, executables,
                 compiler_options=step.compiler_options, progress=progress,
             )  # fmt: skip
         literals = {
@@ -87,13 +95,15 @@ class Lowered:
             for o, (v, s) in enumerate(self.program.outputs)
             if not _compat.is_var(v)
         }
-        made = (step.executables.compiled - before[0], step.executables.reused - before[1])
-        return Compiled(
+        made = (executables.compiled - before[0], executables.reused - before[1])
+        compiled = Compiled(
             lowered, literals, self._in_tree, self._out_tree,
             tuple(sorted(i - shift for i in self._donated)), made, step.name,
             {o: s for o, s in self._wanted.items() if o not in direct and o not in literals},
             self._found,
         )  # fmt: skip
+        compiled.explain = functools.partial(explain_float, step.name, self._plain)
+        return compiled
 
     def _made_in_place(self) -> dict[int, Any]:
         """The wanted shardings that a fragment can give its result; another task's submesh, or a second layout of one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from .. import _compat
 from .._errors import AxisError, MeshError
 from .._layout._names import resolve_constraints
 from .._mark import Recording
@@ -16,10 +18,11 @@ from .._partition._build import build
 from .._plan._emit import emit
 from .._program import Program
 from .._topology import auto_mesh
-from ._arguments import Arguments, donated_leaves
+from ._arguments import Arguments, donated_leaves, keystr
 from ._boxes import with_parameter
+from ._findings import note_pipeline
 from ._lowered import Lowered
-from ._shardings import arrival, expand, mesh_of
+from ._shardings import arrival, check_submeshes, expand, mesh_of
 from ._step import Step
 
 
@@ -37,12 +40,14 @@ class Traced:
     jaxpr: Any
     _shapes: Any
     _out_tree: Any
+    _plain: Callable[..., Any]
 
     @property
     def out_info(self) -> Any:
         """Shapes and dtypes of the result, in its structure."""
         return jax.tree.unflatten(self._out_tree, [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in self._shapes])
 
+    @_compat.boundary
     def lower(self) -> Lowered:
         """Splits the step over its submeshes and lays out the instructions."""
         step, given = self._step, self._given
@@ -51,21 +56,30 @@ class Traced:
         wanted_in = {} if step.in_shardings is None else expand("in_shardings", step.in_shardings, dynamic)
         out = jax.tree.unflatten(self._out_tree, self._shapes)
         wanted_out = {} if step.out_shardings is None else expand("out_shardings", step.out_shardings, out)
+        tasks = self._record.tasks.values()
+        leaves = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+        check_submeshes("in_shardings", wanted_in, [keystr(path) for path, _ in leaves], tasks)
+        results = [f" result{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(out)]
+        check_submeshes("out_shardings", wanted_out, results, tasks)
         pinned_out = {i: auto_mesh(s.mesh) for i, s in wanted_out.items()}
-        given_away = donated_leaves(given, step.donate_argnums, step.donate_argnames)
+        given_away = (
+            frozenset() if _compat.checks_floats() else donated_leaves(given, step.donate_argnums, step.donate_argnames)
+        )
         pairs = self._states(given_away)
         pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
         try:
             program = build(self.jaxpr, self._record, pinned_in, pinned_out, pairs)
         except AxisError as error:
             raise with_parameter(error, given) from None
+        note_pipeline(self._record, program, self.jaxpr)
+        follows = program is None
         if program is None:
             program = self._without_tasks()
         try:
             program, findings = resolve_constraints(program, self._record.tasks)
         except AxisError as error:
             raise with_parameter(error, given) from None
-        self._record.findings.update(dict.fromkeys(findings))
+        self._record.findings.update(dict.fromkeys(findings, AxisError))
         step.report(self._record, self.jaxpr)
         shift = len(program.consts)
         donated = frozenset(shift + i for i in given_away)
@@ -75,7 +89,19 @@ class Traced:
         asked = {shift + i: s for i, s in wanted_in.items()}
         found = {i: s for i, x in enumerate(given.leaves) if (s := getattr(x, "sharding", None)) is not None}
         return Lowered(
-            step, given.treedef, self._out_tree, program, plan, asked, arriving, found, wanted_out, states, donated
+            step,
+            given.treedef,
+            self._out_tree,
+            program,
+            plan,
+            asked,
+            arriving,
+            found,
+            wanted_out,
+            states,
+            donated,
+            self._plain,
+            follows,
         )
 
     def _without_tasks(self) -> Program:

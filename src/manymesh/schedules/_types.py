@@ -11,7 +11,8 @@ runs; it fixes the order on each submesh, and the data dependencies do the rest:
 
 On every stage each kind of action takes the microbatches in increasing order. Gradients
 are therefore accumulated in microbatch order under every schedule, and changing the
-schedule does not change a bit of the result.
+schedule does not change a bit of the result. Only a forward-only program that adds nothing up
+may take them in another order, which a custom schedule can say.
 """
 
 from __future__ import annotations
