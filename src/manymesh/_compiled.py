@@ -40,13 +40,13 @@ class Compiled:
         in_tree: Any,
         out_tree: Any,
         donated: tuple[int, ...],
-        made: tuple[int, int],
+        compilations: tuple[int, int],
         name: str,
         moved: dict[int, NamedSharding],
         arriving: dict[int, Sharding],
     ) -> None:
         self._lowered, self._in_tree, self._out_tree = lowered, in_tree, out_tree
-        self._donated, self._made, self.name = donated, made, name
+        self._donated, self._compilations, self.name = donated, compilations, name
         program = self.program = lowered.program
         self._executor = bind(
             program, lowered.plan, lowered, lowered.executables, ownership(program.submeshes, jax.process_index()),
@@ -60,9 +60,9 @@ class Compiled:
             for i, v in enumerate(program.invars[shift:])
         ]
         self.input_shardings: Any = jax.tree.unflatten(in_tree, homes)
-        made_with = [s or getattr(literals[o], "sharding", None) for o, s in enumerate(lowered.outputs)]
+        given = [s or getattr(literals[o], "sharding", None) for o, s in enumerate(lowered.outputs)]
         self._moved = tuple(moved.items())
-        self.output_shardings: Any = jax.tree.unflatten(out_tree, [moved.get(o, s) for o, s in enumerate(made_with)])
+        self.output_shardings: Any = jax.tree.unflatten(out_tree, [moved.get(o, s) for o, s in enumerate(given)])
         given = {program.invars[shift + i] for i in donated}
         results = {v: o for o, (v, _) in reversed(list(enumerate(program.outputs))) if _compat.is_var(v) and v in given}
         # A donated argument that is also a result: the result takes its buffer over.
@@ -84,11 +84,11 @@ class Compiled:
                 "static arguments are left out of the call as None"
             )
         for i, (x, aval) in enumerate(zip(leaves, self._avals, strict=True)):
-            found = jax.typeof(x)
-            if found.shape != aval.shape or found.dtype != aval.dtype:
+            given = jax.typeof(x)
+            if given.shape != aval.shape or given.dtype != aval.dtype:
                 raise ArgumentError(
                     f"{self.name}: argument {self._path(i)} was compiled as {aval.str_short()}, called with "
-                    f"{found.str_short()}; call the function that mm.jit returned, which compiles for each shape and dtype"
+                    f"{given.str_short()}; call the function that mm.jit returned, which compiles for each shape and dtype"
                 )
         return leaves
 
@@ -126,14 +126,14 @@ class Compiled:
         return self._executor.bring(x, sharding)
 
     def _unusable(self, i: int, x: Any) -> Exception:
-        where = f"{self.name}: argument {self._path(i)} of shape {x.shape}"
+        context = f"{self.name}: argument {self._path(i)} of shape {x.shape}"
         if isinstance(x, jax.core.Tracer):
             return ArgumentError(
-                f"{where} is a tracer; a compiled step cannot be a part of jax.jit, jax.grad or jax.vmap: apply these "
+                f"{context} is a tracer; a compiled step cannot be a part of jax.jit, jax.grad or jax.vmap: apply these "
                 "inside the function that mm.jit wraps"
             )
         return RuntimeError(
-            f"{where}: Array has been deleted. It was donated to an earlier call, whose result replaces it: pass that "
+            f"{context}: Array has been deleted. It was donated to an earlier call, whose result replaces it: pass that "
             "result, or do not donate this argument"
         )
 
@@ -145,7 +145,7 @@ class Compiled:
 
     def report(self) -> Report:
         """What the step consists of and costs; printable."""
-        return make_report(self._lowered, self._made)
+        return make_report(self._lowered, self._compilations)
 
     def memory_analysis(self) -> dict[Any, Memory]:
         """Live bytes at the peak of a call, for each device: `report().memory`."""

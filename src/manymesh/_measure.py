@@ -93,12 +93,12 @@ def loop_costs(lowered: Lowered, seconds: list[float], loop: int) -> Costs:
 
 def _activations(program: Program, loop: int, placement: tuple[int, ...]) -> list[float]:
     """Bytes a device that each stage keeps of a microbatch: what its backward pass reads of its forward pass."""
-    made = {inner for inner, _ in program.loops[loop].cut}
+    forward = {inner for inner, _ in program.loops[loop].cut}
     read: dict[int, set[Any]] = defaultdict(set)
     for f in program.body(loop):
         if f.kind == "F":
-            made.update(f.outvars)
+            forward.update(f.outvars)
         else:
             read[f.stage or 0].update(f.invars)
     sizes = [program.submeshes[s].size for s in placement]
-    return [float(np.ceil(sum(nbytes(v.aval) for v in read[s] & made) / size)) for s, size in enumerate(sizes)]
+    return [float(np.ceil(sum(nbytes(v.aval) for v in read[s] & forward) / size)) for s, size in enumerate(sizes)]

@@ -112,8 +112,13 @@ class Report:
         return groups
 
 
-def make_report(lowered: Lowered, made: tuple[int, int]) -> Report:
-    """Builds the report of a lowered program; reads plans, runs nothing."""
+def make_report(lowered: Lowered, compilations: tuple[int, int]) -> Report:
+    """Builds the report of a lowered program; reads plans, runs nothing.
+
+    Args:
+      lowered: the program.
+      compilations: how many executables were compiled for it, and how many reused.
+    """
     program, plan = lowered.program, lowered.plan
     runs = Counter(ins.fragment for ins in plan.instructions if isinstance(ins, Run))
     ids: dict[int, int] = {}
@@ -128,7 +133,7 @@ def make_report(lowered: Lowered, made: tuple[int, int]) -> Report:
         (getattr(x.schedule, "name", str(x.schedule)), x.placement, x.num_microbatches) for x in program.loops
     )
     return Report(
-        lines, _edges(program, plan), *made, _memory(lowered), program.unmarked, schedules, program.reductions
+        lines, _edges(program, plan), *compilations, _memory(lowered), program.unmarked, schedules, program.reductions
     )
 
 

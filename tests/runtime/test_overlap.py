@@ -199,3 +199,14 @@ def test_results_are_nobody_else_s(donate):
             y.delete()
         np.testing.assert_array_equal(np.asarray(survivor), want[kept])
         assert donate == 0 or np.array_equal(np.asarray(given), w)
+
+
+def test_the_memory_of_a_device_counts_all_its_submeshes():
+    """What arrives on a device for the whole and for the half of which it is."""
+    one = mm.task(lambda w: jnp.sum(w), "one", mesh=ALL)
+    two = mm.task(lambda v, s: v * s, "two", mesh=FRONT)
+    w, v = jnp.ones((32, 32)), jnp.ones((64, 32))
+    memory = mm.jit(lambda w, v: two(v, one(w))).lower(w, v).compile().memory_analysis()
+    arguments = [memory[d].argument_bytes for d in DEVICES[:4]]
+    assert arguments == [w.nbytes + v.nbytes] * 2 + [w.nbytes] * 2
+    assert all(memory[d].peak_bytes >= memory[d].argument_bytes for d in memory)

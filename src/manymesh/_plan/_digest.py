@@ -50,9 +50,9 @@ def digest(
     texts = {
         name: lines(name, program, plan, arguments=arguments, sharding=sharding, donation=donation) for name in SECTIONS
     }
-    found = {name: _hash(text.encode() + b"\n" for text in texts[name]) for name in SECTIONS if name != "plan"}
-    found["plan"] = _hash(_plan_bytes(plan))
-    return {name: found[name] for name in SECTIONS}
+    digests = {name: _hash(text.encode() + b"\n" for text in texts[name]) for name in SECTIONS if name != "plan"}
+    digests["plan"] = _hash(_plan_bytes(plan))
+    return {name: digests[name] for name in SECTIONS}
 
 
 def lines(
@@ -173,10 +173,10 @@ def _plain(tuples: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def _hash(chunks: Iterable[bytes]) -> str:
-    found = hashlib.sha256()
+    state = hashlib.sha256()
     for chunk in chunks:
-        found.update(chunk)
-    return found.hexdigest()
+        state.update(chunk)
+    return state.hexdigest()
 
 
 def _is_key(x: Any) -> bool:

@@ -57,7 +57,7 @@ def bind(
     """
     binder = _Binder(program, plan, layout, executables, owner, transport)
     issues = binder.issues()
-    consts, inputs = binder.arrivals()
+    consts, inputs = binder.inputs()
     for x in inputs:
         if arriving and x.position in arriving:
             binder.prepare_argument(x, arriving[x.position])
@@ -115,7 +115,7 @@ class _Binder:
         self.wanted: list[tuple[jax.ShapeDtypeStruct, NamedSharding]] = []
         self.crossings: dict[tuple[int, int, tuple[int, ...]], _Crossing] = {}
 
-    def arrivals(self) -> tuple[dict[int, jax.Array], list[Input]]:
+    def inputs(self) -> tuple[dict[int, jax.Array], list[Input]]:
         """Slots of constants with their values, and where arguments go."""
         consts, inputs = {}, []
         num_consts = len(self.program.consts)

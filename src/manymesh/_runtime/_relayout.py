@@ -42,10 +42,10 @@ class Relayouts:
                     lowered[key] = jax.jit(lambda a: a, out_shardings=sharding).lower(aval)
         if len(lowered) > 1:
             with ThreadPoolExecutor(workers(), "manymesh-relayout") as pool:
-                made = list(pool.map(lambda x: x.compile(), lowered.values()))
+                compiled = list(pool.map(lambda x: x.compile(), lowered.values()))
         else:
-            made = [x.compile() for x in lowered.values()]
-        self._compiled.update(zip(lowered, made, strict=True))
+            compiled = [x.compile() for x in lowered.values()]
+        self._compiled.update(zip(lowered, compiled, strict=True))
 
     def prepare_steps(self, aval: jax.ShapeDtypeStruct, steps: Iterable[Step]) -> None:
         """Compiles what the steps of a transfer need, from a value with the sharding it has."""

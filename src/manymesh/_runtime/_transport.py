@@ -46,13 +46,13 @@ class Transport(Protocol):
     """
 
     def move(self, batch: Batch) -> Callable[..., Sequence[jax.Array]]:
-        """The call for a batch both of whose ends are in this process: takes the arrays, gives them as they arrive."""
+        """The call for a batch between two submeshes of this process: takes the arrays, gives them as they arrive."""
 
     def send(self, batch: Batch) -> Callable[..., None]:
-        """The call for a batch that goes to another process: takes the arrays."""
+        """The call for a batch to a submesh that this process does not own: takes the arrays."""
 
     def receive(self, batch: Batch) -> Callable[[], Sequence[jax.Array]]:
-        """The call for a batch that comes from another process: gives the arrays, which may not be there yet."""
+        """The call for a batch from a submesh that this process does not own: gives the arrays, maybe not computed yet."""
 
 
 class LocalTransport:
