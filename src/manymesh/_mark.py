@@ -21,14 +21,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _compat
 from ._errors import ArgumentError, AxisError, ManyMeshError, TaskError
 from ._implicit import Matcher
 from ._key import Keys
 from ._scope import Scope, carrying, current_scope, enter_scope
-from ._task import Task, check_name, names_as_axes
+from ._task import Task, check_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -352,30 +352,6 @@ def _surroundings(described: Task, scope: Scope) -> Iterator[None]:
         yield
 
 
-_placed_on: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("manymesh_placed_on", default=None)
-
-
-@contextlib.contextmanager
-def placed_on(mesh: Mesh) -> Iterator[None]:
-    """While a fragment is lowered in the block, constraints from outside tasks mean axes of its mesh."""
-    token = _placed_on.set(mesh)
-    try:
-        yield
-    finally:
-        _placed_on.reset(token)
-
-
-def _apply_names(x: Any, *, names: tuple[Any, ...]) -> Any:
-    """The constraint where the value ended up; a dimension whose names that mesh does not have stays free."""
-    mesh = _placed_on.get()
-    if mesh is None:
-        return x
-    spec = names_as_axes(names, x.shape, mesh)
-    if names and all(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
-        return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
 def _batch_names(params: dict[str, Any], dim: int) -> dict[str, Any]:
     names = params["names"]
     padded = names + (None,) * (dim - len(names))
@@ -383,7 +359,7 @@ def _batch_names(params: dict[str, Any], dim: int) -> dict[str, Any]:
 
 
 # The identity, carrying per-dimension names to wherever the value is placed.
-constraint_p = _compat.linear_identity("manymesh_constraint", _apply_names, _batch_names)
+constraint_p = _compat.linear_identity("manymesh_constraint", lambda x, **_: x, _batch_names)
 
 
 def _batch_box(params: dict[str, Any], dim: int) -> dict[str, Any]:
