@@ -59,8 +59,10 @@ def bind(
     issues = binder.issues()
     consts, inputs = binder.inputs()
     for x in inputs:
-        if arriving and x.position in arriving:
-            binder.prepare_argument(x, arriving[x.position])
+        # As it comes now, and as it comes when the results of one call are the arguments of the next.
+        for sharding in ((arriving or {}).get(x.position), binder.home(x)):
+            if sharding is not None:
+                binder.prepare_argument(x, sharding)
     for o, sharding in (leaving or {}).items():
         binder.prepare_result(o, sharding)
     binder.relayouts.prepare(binder.wanted)
@@ -226,6 +228,12 @@ class _Binder:
         if not any(calls):
             return _same
         return lambda values: [x if call is None else call(x) for x, call in zip(values, calls, strict=True)]
+
+    def home(self, place: Input) -> NamedSharding | None:
+        """The sharding that an argument has at its home; None if it is not on its home."""
+        v = self.program.invars[len(self.program.consts) + place.position]
+        s = self.program.home[v]
+        return self.layout.sharding(v, s) if s in self.program.arrivals[v] else None
 
     def prepare_argument(self, place: Input, sharding: Sharding) -> None:
         """Compiles what an argument needs that arrives with a sharding."""
