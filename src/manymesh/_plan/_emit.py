@@ -50,7 +50,44 @@ def loop_sequence(program: Program, index: int) -> list[tuple[Fragment, int]]:
     for f in body:
         groups[f.kind if _has_forward(body) else "F", f.stage or 0].append(f)
     order = loop_order(loop, body)
-    return [(f, a.microbatch) for a in issue_order(order) for f in groups[a.kind, a.stage]]
+    sequence = [(f, a.microbatch) for a in issue_order(order) for f in groups[a.kind, a.stage]]
+    makers = {v: f for f in body for v in f.outvars}
+    weights = [f for f in body if f.kind == "W"]
+    if any(makers[v].kind == "W" and makers[v].stage != f.stage for f in weights for v in f.invars if v in makers):
+        return _after_what_it_reads(loop, sequence, makers)
+    return sequence
+
+
+def _after_what_it_reads(
+    loop: LoopPlan, sequence: list[tuple[Fragment, int]], makers: dict[Var, Fragment]
+) -> list[tuple[Fragment, int]]:
+    """The sequence with each fragment put off until what it reads is there.
+
+    To a schedule the weight gradients of different stages have nothing to do with each other. Where a weight is used
+    in several stages they are added up in one of them.
+    """
+    before = {inner: out for inner, out, _, _ in loop.carries}
+
+    def needs(f: Fragment, m: int) -> list[tuple[int, int]]:
+        same = [(makers[v].index, m) for v in f.invars if v in makers]
+        return same + [(makers[before[v]].index, m - 1) for v in f.invars if m and before.get(v) in makers]
+
+    done: set[tuple[int, int]] = set()
+    result: list[tuple[Fragment, int]] = []
+    waiting: list[tuple[Fragment, int]] = []
+    for item in sequence:
+        waiting.append(item)
+        ready = True
+        while ready:
+            ready = False
+            for f, m in list(waiting):
+                if done.issuperset(needs(f, m)):
+                    waiting.remove((f, m))
+                    result.append((f, m))
+                    done.add((f.index, m))
+                    ready = True
+    assert not waiting, "what a loop's fragments read is made in the loop or before it"
+    return result
 
 
 def loop_order(loop: LoopPlan, body: list[Fragment]) -> Order:
