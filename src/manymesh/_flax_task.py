@@ -39,6 +39,7 @@ register_with_flax()  # Linen meets our boxes in every task
 _WRAPPER = re.compile(r"Task\[(.*)\]")
 
 
+@_compat.boundary
 def task(
     model: T,
     name: str | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
@@ -54,12 +54,13 @@ class Task:
     def __init__(
         self,
         name: str | None = None,
-        *,
+        *misplaced: Never,
         mesh: Mesh | Sequence[Mesh] | None = None,
         devices: Any = None,
         device_axes: Iterable[str] | None = None,
         logical_axes: Iterable[Any] | None = None,
     ) -> None:
+        check_name("Task", name, *misplaced)
         where = f"task {name!r}" if name else "task"
         meshes: tuple[Mesh, ...] = ()
         if isinstance(mesh, (list, tuple)):
@@ -79,6 +80,12 @@ class Task:
                 raise MeshError(
                     f"{where}: device_axes {axes} names {len(axes)} axes, but devices has shape {array.shape}, "
                     f"{array.ndim} dimensions; give one name for each"
+                )
+            twice = sorted({axis for axis in axes or () if (axes or ()).count(axis) > 1})
+            if twice:
+                raise MeshError(
+                    f"{where}: device_axes {axes} names {', '.join(map(repr, twice))} more than once; give each dimension "
+                    "of devices a name of its own"
                 )
             axes = axes or tuple(f"unnamed_{i}" for i in range(array.ndim))
             mesh = Mesh(array, axes, axis_types=(AxisType.Auto,) * len(axes))
@@ -149,6 +156,23 @@ class Task:
                 f"which has {len(shape)} dimensions"
             )
         return resolve_names(f"task {self.name!r}", names, shape, self.logical_axes or (), self.mesh)
+
+
+def check_name(caller: str, name: Any, *misplaced: Any) -> None:
+    """Refuses what stands where the name of a task belongs, and what stands after it."""
+    if isinstance(name, str) and not misplaced or name is None and not misplaced:
+        return
+    found = misplaced[0] if misplaced else name
+    what = {Mesh: "mesh=", Task: "task="}.get(type(found), "mesh=, devices= or task=")
+    raise ArgumentError(
+        f"{caller}: expected the name of the task, a str, and everything else by keyword; found "
+        f"{type(found).__name__} {_short(found)} by position; write {what}"
+    )
+
+
+def _short(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _alike(where: str, meshes: tuple[Any, ...]) -> tuple[Mesh, ...]:

@@ -42,7 +42,7 @@ def test_xla_has_the_pairs_of_the_layout(axes):
     compiled = lowered.compile()
     pairs = lowered.layout.donation
     assert sum(map(len, pairs.values())) >= 4
-    for f, executable in zip(compiled.program.fragments, compiled._executor.lowered.executables, strict=True):
+    for f, executable in zip(compiled.program.fragments, compiled._lowered.executables, strict=True):
         chosen = pairs.get(f.index, ())
         assert aliases(executable) == set(chosen)
         for k, o in chosen:

@@ -66,7 +66,7 @@ def assert_as_printed(compiled, layout, results):
     for (v, s), x in zip(program.outputs, jax.tree.leaves(results), strict=True):
         if _compat.is_var(v):
             assert x.sharding == layout.sharding(v, s)
-    for f, executable in zip(program.fragments, compiled._executor.lowered.executables, strict=True):
+    for f, executable in zip(program.fragments, compiled._lowered.executables, strict=True):
         for given, variables in ((executable.input_shardings[0], f.invars), (executable.output_shardings, f.outvars)):
             for sharding, v in zip(given, variables, strict=True):
                 assert sharding.is_equivalent_to(layout.sharding(v, f.submesh), len(v.aval.shape))

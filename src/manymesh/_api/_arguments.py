@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from .. import _compat
+from .. import _compat, meta
 from .._errors import ArgumentError
+from .._implicit import registered
 from ._step import Step
 
 
@@ -61,30 +63,67 @@ def named(fun: Any, numbers: tuple[int, ...], names: tuple[str, ...]) -> tuple[t
     return tuple(sorted({*numbers, *more_numbers})), tuple(sorted({*names, *more_names}))
 
 
-_TRACING = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-    "jax_default_prng_impl",
-)
+def surroundings() -> tuple[Any, ...]:
+    """What is around a call and changes what a trace gives: settings of JAX, axis rules of ours and of Flax, if loaded."""
+    flax: Any = sys.modules.get("flax.core.spmd") or sys.modules.get("flax.linen")
+    rules = flax.get_logical_axis_rules() if hasattr(flax, "get_logical_axis_rules") else ()
+    return (_compat.trace_settings(), registered(), meta.get_logical_axis_rules(), _frozen(rules))
 
 
-def settings() -> tuple[Any, ...]:
-    """Settings of JAX that change what a trace gives."""
-    return tuple(getattr(jax.config, name) for name in _TRACING)
+def _frozen(rules: Any) -> Any:
+    return tuple(map(_frozen, rules)) if isinstance(rules, (list, tuple)) else rules
+
+
+def places(leaves: list[Any]) -> tuple[Any, ...]:
+    """Where arguments were put: the sharding of each, None for one that may go anywhere."""
+    return tuple(getattr(x, "sharding", None) if getattr(x, "committed", False) else None for x in leaves)
+
+
+def check_named(label: str, fun: Any, numbers: tuple[Any, ...], names: tuple[Any, ...]) -> None:
+    """Refuses numbers and names of arguments that the function does not have.
+
+    Raises:
+      ArgumentError: a number or a name is of another kind, or out of range.
+    """
+    for kind, given, wanted in (("argnums", numbers, int), ("argnames", names, str)):
+        for x in given:
+            if not isinstance(x, wanted) or isinstance(x, bool):
+                raise ArgumentError(
+                    f"mm.jit: {label}_{kind} takes {'numbers' if wanted is int else 'names'} of arguments, found "
+                    f"{type(x).__name__} {x!r}"
+                )
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return
+    kinds = {p.kind for p in parameters}
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    fun_name = getattr(fun, "__name__", type(fun).__name__)
+    for k in numbers if inspect.Parameter.VAR_POSITIONAL not in kinds else ():
+        if not -len(positional) <= k < len(positional):
+            raise ArgumentError(
+                f"mm.jit({fun_name}): {label}_argnums={k}, but the function has {len(positional)} positional arguments "
+                f"({', '.join(positional)}), numbered from 0"
+            )
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for name in names if inspect.Parameter.VAR_KEYWORD not in kinds else ():
+        if name not in known:
+            raise ArgumentError(f"mm.jit({fun_name}): {label}_argnames={name!r}, but the arguments are called {known}")
 
 
 def signature(x: Any) -> Any:
+    """What a trace sees of a leaf."""
     if type(x) is _compat.ConcreteArray:  # almost every leaf; its own properties ask the aval, one by one
         aval = x.aval
         return (aval.shape, aval.dtype, aval.weak_type)
     if isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         return (x.shape, x.dtype, getattr(x, "weak_type", False))
+    if type(x) in (bool, int, float, complex):  # as the array that a step makes of it, which comes back the next time
+        return ((), jax.dtypes.canonicalize_dtype(type(x)), type(x) is not bool)
     return type(x)
 
 
-def abstract(name: str, path: Any, x: Any) -> jax.ShapeDtypeStruct:
+def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeStruct:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
     if isinstance(x, jax.core.Tracer):
@@ -102,8 +141,25 @@ def abstract(name: str, path: Any, x: Any) -> jax.ShapeDtypeStruct:
     except TypeError:
         raise ArgumentError(
             f"mm.jit({name}): argument{keystr(path)} is {type(x).__name__} {x!r}, which is no array; make it static "
-            "(static_argnums, static_argnames) or close over it"
+            f"(static_argnums, static_argnames) or close over it{_in_a_module(path, given)}"
         ) from None
+
+
+def _in_a_module(path: Any, given: Arguments) -> str:
+    """What to do about a leaf that is no array because it is part of an Equinox module."""
+    node: Any = (given.dyn_args, given.dyn_kwargs)
+    equinox = sys.modules.get("equinox")
+    for key in path if equinox is not None else ():
+        if hasattr(key, "name"):
+            if isinstance(node, equinox.Module):  # type: ignore[union-attr]  # there is a key to look at only if it is loaded
+                return (
+                    f"; it is part of the Equinox module {type(node).__name__}: arrays, static = eqx.partition(model, "
+                    "eqx.is_array) takes it apart, and eqx.combine(arrays, static) in the step puts it together"
+                )
+            node = getattr(node, key.name)
+        else:
+            node = node[key.idx if hasattr(key, "idx") else key.key]
+    return ""
 
 
 def keystr(path: Any) -> str:

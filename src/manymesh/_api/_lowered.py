@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from .._compiled import Compiled
@@ -16,12 +17,13 @@ from .._layout._donation import donation_pairs
 from .._layout._layout import Layout
 from .._layout._solve import solve
 from .._layout._stacked import Joints, stacked_inputs, stacked_outputs
+from .._plan._instructions import Plan
 from .._program import Program
 from .._progress import compiling
-from .._runtime._execute import Executor
-from .._runtime._instructions import Plan
+from .._runtime._compile import Executables
 from .._runtime._lower import compile_and_look, lower
 from .._topology import auto_mesh, require_devices
+from ._floats import explain_float
 from ._names import names_of_values
 from ._step import Step
 
@@ -33,6 +35,7 @@ class Lowered:
     Attributes:
       program: fragments and edges.
       plan: the instructions of one call.
+      follows_arguments: whether it has no task, and is where its arguments are.
     """
 
     _step: Step
@@ -42,10 +45,13 @@ class Lowered:
     plan: Plan
     _asked: dict[int, NamedSharding]
     _arriving: dict[int, NamedSharding]
+    _found: dict[int, Sharding]
     _wanted: dict[int, NamedSharding]
     _states: list[tuple[int, int]]
     _donated: frozenset[int]
     _joints: Joints
+    _plain: Callable[..., Any]
+    follows_arguments: bool
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -59,12 +65,13 @@ class Lowered:
             names=names_of_values(program, self._in_tree, self._out_tree),
             look=functools.partial(compile_and_look, program),
         )  # fmt: skip
-        return replace(layout, donation=donation_pairs(program, layout, self.plan.donated))
+        return replace(layout, donation=donation_pairs(program, layout, self.plan.donatable))
 
     def as_text(self) -> str:
         """The program and the instructions of one call, readable."""
         return f"{self.program!r}\n{self.plan.text([f.name for f in self.program.fragments])}"
 
+    @_compat.boundary
     def compile(self) -> Compiled:
         """Compiles every fragment.
 
@@ -73,12 +80,13 @@ class Lowered:
         """
         step = self._step
         require_devices(step.name, self.program.submeshes)
-        before = (step.executables.compiled, step.executables.reused)
+        executables = step.executables.setdefault(_compat.trace_settings(), Executables())
+        before = (executables.compiled, executables.reused)
         direct = self._made_in_place()
         layout = self.layout
         with compiling(step.name, len(self.program.fragments)) as progress:
             lowered = lower(
-                self.program, self.plan, layout, step.executables,
+                self.program, self.plan, layout, executables,
                 compiler_options=step.compiler_options, progress=progress,
             )  # fmt: skip
         literals = {
@@ -89,12 +97,14 @@ class Lowered:
             if not _compat.is_var(v)
         }
         moved = {o: s for o, s in self._wanted.items() if o not in direct and o not in literals}
-        made = (step.executables.compiled - before[0], step.executables.reused - before[1])
-        return Compiled(
-            Executor(lowered, literals), self._in_tree, self._out_tree, tuple(sorted(self._donated)), made, step.name,
+        made = (executables.compiled - before[0], executables.reused - before[1])
+        compiled = Compiled(
+            lowered, literals, self._in_tree, self._out_tree, tuple(sorted(self._donated)), made, step.name,
             stacked_inputs(self.program, layout, self._joints), stacked_outputs(self.program, layout, self._joints, moved),
-            moved,
+            moved, self._found,
         )  # fmt: skip
+        compiled.explain = functools.partial(explain_float, step.name, self._plain)
+        return compiled
 
     def _made_in_place(self) -> dict[int, Any]:
         """The wanted shardings that a fragment can give its result; another task's submesh, or a second layout of one

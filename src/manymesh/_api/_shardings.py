@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._errors import ArgumentError
+from .._errors import ArgumentError, MeshError
 from .._program import Program
-from .._task import mesh_devices
+from .._task import Task, mesh_devices
 from .._topology import auto_mesh
 
 
@@ -40,6 +41,30 @@ def arrival(x: Any, program: Program) -> NamedSharding | None:
         return None
     devices = mesh_devices(sharding.mesh)
     return sharding if any(mesh_devices(m) == devices for m in program.submeshes) else None
+
+
+def check_submeshes(label: str, shardings: dict[int, Any], paths: list[str], tasks: Iterable[Task]) -> None:
+    """Refuses a sharding over devices of a task and others, such as one on the whole mesh.
+
+    Args:
+      label: ``in_shardings`` or ``out_shardings``.
+      shardings: position of a leaf -> its sharding.
+      paths: what each leaf is called.
+      tasks: the tasks of the step.
+
+    Raises:
+      MeshError: it is on some devices of a task's submesh and not the others, or on more than those.
+    """
+    meshes = {mesh: str(task.name) for task in tasks for mesh in (task.meshes or (task.mesh,)) if mesh is not None}
+    for i, sharding in shardings.items():
+        own = set(mesh_devices(sharding.mesh))
+        parts = {name for mesh, name in meshes.items() if not own.isdisjoint(mesh_devices(mesh))}
+        if parts and all(own != set(mesh_devices(mesh)) for mesh in meshes):
+            raise MeshError(
+                f"{label} of{paths[i]} is on devices {sorted(d.id for d in own)}, but expected is the submesh of one task: "
+                f"{', '.join(map(repr, sorted(parts)))} use parts of these devices; write NamedSharding(submesh, spec), or "
+                "None to have it inferred"
+            )
 
 
 def expand(label: str, prefix: Any, tree: Any) -> dict[int, Any]:

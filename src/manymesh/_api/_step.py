@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import _compat
 from .._errors import AxisError
 from .._jaxpr._scopes import scope_names
 from .._mark import Recording
@@ -22,7 +22,7 @@ class Step:
       fun, name: the function, and what it is called in messages.
       static_argnums, static_argnames, donate_argnums, donate_argnames: complete, numbers as names and names as numbers.
       in_shardings, out_shardings, compiler_options, strict: as given to `jit`.
-      executables: what was compiled, for all programs of the function.
+      executables: what was compiled for all programs of the function, by the settings of JAX that it was lowered under.
       warned: what was warned about already.
     """
 
@@ -36,17 +36,18 @@ class Step:
     out_shardings: Any
     compiler_options: dict[str, Any] | None
     strict: bool
-    executables: Executables = field(default_factory=Executables)
+    executables: dict[Any, Executables] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
     def report(self, record: Recording, closed: Any) -> None:
         """Warns of what was found while tracing, and, with the jaxpr, of patterns without a scope; each once.
 
         Raises:
-          AxisError: something was found, and the step is strict.
+          ManyMeshError: something was found, and the step is strict.
         """
         if self.strict and record.findings:
-            raise AxisError(f"mm.jit({self.name}, strict=True): {'; '.join(record.findings)}")
+            error = next(iter(record.findings.values())) or AxisError
+            raise error(f"mm.jit({self.name}, strict=True): {'; '.join(record.findings)}")
         new = [f for f in record.findings if f not in self.warned]
         self.warned.update(new)
         if closed is not None and record.implicit:
@@ -54,12 +55,4 @@ class Step:
             new += [text for pattern, text in unmatched.items() if f"pattern {pattern}" not in self.warned]
             self.warned.update(f"pattern {pattern}" for pattern in unmatched)
         if new:
-            warnings.warn(f"mm.jit({self.name}): {'; '.join(new)}", stacklevel=users_level())
-
-
-def users_level() -> int:
-    """The ``stacklevel`` at which the caller's warning points to the line that called into this package."""
-    here, level, frame = __name__.split(".")[0], 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == here:
-        frame, level = frame.f_back, level + 1
-    return level
+            warnings.warn(f"mm.jit({self.name}): {'; '.join(new)}", stacklevel=_compat.users_level())

@@ -21,7 +21,7 @@ def trace(step: Step, given: Arguments) -> Traced:
     statics = dict(given.static)
     record = Recording(implicit=Matcher(registered()))
     paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
-    avals = [abstract(step.name, path, x) for path, x in paths]
+    avals = [abstract(step.name, path, x, given) for path, x in paths]
     out_tree: list[Any] = []
 
     def flat_fun(*leaves: Any) -> list[Any]:
@@ -37,9 +37,9 @@ def trace(step: Step, given: Arguments) -> Traced:
 
     flat_fun.__name__ = flat_fun.__qualname__ = step.name
     try:
-        with recording(record), _compat.without_mesh():
+        with recording(record), _compat.without_mesh(), jax.disable_jit(False):
             closed, shapes = jax.make_jaxpr(flat_fun, return_shape=True)(*avals)
     except AxisError as error:
         raise with_parameter(error, given) from None
     step.report(record, None)
-    return Traced(step, given, record, closed, shapes, out_tree[-1])
+    return Traced(step, given, record, closed, shapes, out_tree[-1], flat_fun)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,19 +10,21 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from .. import _compat
 from .._errors import AxisError, MeshError
 from .._layout._names import resolve_constraints
 from .._mark import Recording
 from .._partition._build import build
+from .._plan._emit import emit
 from .._program import Program
-from .._runtime._emit import emit
 from .._topology import auto_mesh
-from ._arguments import Arguments, donated_leaves
+from ._arguments import Arguments, donated_leaves, keystr
 from ._boxes import with_parameter
+from ._findings import note_pipeline
 from ._lowered import Lowered
 from ._names import names_of_arguments
 from ._outside import Outside
-from ._shardings import expand, mesh_of
+from ._shardings import check_submeshes, expand, mesh_of
 from ._step import Step
 
 
@@ -39,12 +42,14 @@ class Traced:
     jaxpr: Any
     _shapes: Any
     _out_tree: Any
+    _plain: Callable[..., Any]
 
     @property
     def out_info(self) -> Any:
         """Shapes and dtypes of the result, in its structure."""
         return jax.tree.unflatten(self._out_tree, [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in self._shapes])
 
+    @_compat.boundary
     def lower(self) -> Lowered:
         """Splits the step over its submeshes and lays out the instructions."""
         step, given = self._step, self._given
@@ -53,8 +58,15 @@ class Traced:
         wanted_in = {} if step.in_shardings is None else expand("in_shardings", step.in_shardings, dynamic)
         out = jax.tree.unflatten(self._out_tree, self._shapes)
         wanted_out = {} if step.out_shardings is None else expand("out_shardings", step.out_shardings, out)
+        tasks = self._record.tasks.values()
+        leaves = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+        check_submeshes("in_shardings", wanted_in, [keystr(path) for path, _ in leaves], tasks)
+        results = [f" result{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(out)]
+        check_submeshes("out_shardings", wanted_out, results, tasks)
         pinned_out = {i: auto_mesh(s.mesh) for i, s in wanted_out.items()}
-        given_away = donated_leaves(given, step.donate_argnums, step.donate_argnames)
+        given_away = (
+            frozenset() if _compat.checks_floats() else donated_leaves(given, step.donate_argnums, step.donate_argnames)
+        )
         pairs = self._states(given_away)
         pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
         try:
@@ -64,13 +76,15 @@ class Traced:
             )  # fmt: skip
         except AxisError as error:
             raise with_parameter(error, given) from None
+        note_pipeline(self._record, program, self.jaxpr)
+        follows = program is None
         if program is None:
             program = self._without_tasks()
         try:
             program, findings = resolve_constraints(program, self._record.tasks)
         except AxisError as error:
             raise with_parameter(error, given) from None
-        self._record.findings.update(dict.fromkeys(findings))
+        self._record.findings.update(dict.fromkeys(findings, AxisError))
         step.report(self._record, self.jaxpr)
         outside = Outside(program, given.leaves, self._shapes)
         donated = frozenset(k for i in given_away for k in outside.inputs(i))
@@ -82,10 +96,11 @@ class Traced:
         ]
         plan = emit(program, donated)
         arriving = outside.arriving()
+        found = {i: s for i, x in enumerate(given.leaves) if (s := getattr(x, "sharding", None)) is not None}
         return Lowered(
             step, given.treedef, self._out_tree, program, plan, outside.shardings_in(wanted_in),
-            outside.shardings_in(arriving), outside.shardings_out(wanted_out), states, given_away,
-            outside.joints({**arriving, **wanted_in}, wanted_out),
+            outside.shardings_in(arriving), found, outside.shardings_out(wanted_out), states, given_away,
+            outside.joints({**arriving, **wanted_in}, wanted_out), self._plain, follows,
         )  # fmt: skip
 
     def _without_tasks(self) -> Program:
@@ -96,7 +111,7 @@ class Traced:
         results = {i: default for i in range(len(self._shapes))}
         try:
             program = build(self.jaxpr, self._record, committed, {}) if committed else None
-        except MeshError:  # arguments on overlapping devices; one place then
+        except MeshError:  # arguments on several backends; one place then
             program = None
         program = program or build(self.jaxpr, self._record, everything, results)
         if program is None:  # nothing comes in and nothing goes out

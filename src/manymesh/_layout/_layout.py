@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -32,6 +33,7 @@ class Layout:
       decisions: (value, submesh) -> its spec and the rule that decided it.
       donation: fragment -> pairs (position of an input, position of the result that takes over its buffer).
       names: what users call a value: the path of an argument or result, or the task that makes it.
+      replaces: result -> the argument whose next value it is; both have one layout, and the text shows the argument.
 
     Example:
       >>> import jax, jax.numpy as jnp, manymesh as mm
@@ -47,10 +49,11 @@ class Layout:
     decisions: Mapping[tuple[Var, int], Decision]
     donation: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     names: Mapping[Var, str] = field(default_factory=dict)
+    replaces: Mapping[Var, Var] = field(default_factory=dict)
 
     def sharding(self, v: Var, submesh: int) -> NamedSharding:
         """The sharding of a value on a submesh, on devices."""
-        return NamedSharding(self.submeshes[submesh], self.decisions[v, submesh].spec)
+        return _sharding(self.submeshes[submesh], self.decisions[v, submesh].spec)
 
     def spec(self, v: Var, submesh: int) -> PartitionSpec:
         """The device axes of each dimension of a value on a submesh."""
@@ -75,11 +78,17 @@ class Layout:
         """Name, type, spec and rule of each value on a submesh; values that are alike share a line."""
         alike: dict[tuple[str, str, str, str], int] = {}
         for (v, at), decision in self.decisions.items():
-            if at == s:
+            if at == s and v not in self.replaces:
                 row = (self.names.get(v, ""), v.aval.str_short(), _spec_text(decision.spec), decision.rule)
                 alike[row] = alike.get(row, 0) + 1
         for (name, aval, spec, rule), times in alike.items():
             yield name, aval if times == 1 else f"{times} x {aval}", spec, rule
+
+
+@functools.lru_cache(maxsize=4096)
+def _sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """One object for all equal shardings, which are then told to be equal at once."""
+    return NamedSharding(mesh, spec)
 
 
 def _spec_text(spec: PartitionSpec) -> str:

@@ -87,14 +87,14 @@ class _Solver:
         states: Sequence[tuple[int, int]],
     ) -> Layout:
         program = self.program
-        replaced = []
+        replaces: dict[Var, Var] = {}
         for i, o in states:
             v, (out, s) = program.invars[i], program.outputs[o]
             if o not in wanted and _compat.is_var(out) and program.home[v] == s:
                 self.groups.join(out, v)
-                replaced.append(v)
+                replaces[out] = v
         self._join_blocks()
-        for members in mirrors(program, replaced):
+        for members in mirrors(program, replaces.values()):
             for v in members:
                 self.mirrored[self.groups.find(v)] = members
         for o, sharding in wanted.items():
@@ -106,7 +106,7 @@ class _Solver:
         self._constrain_inputs()
         for f in self._order():
             self._propagate(f)
-        return Layout(program.submeshes, self._table(), names=self.names)
+        return Layout(program.submeshes, self._table(), names=self.names, replaces=replaces)
 
     def _join_blocks(self) -> None:
         """The blocks of one value lie alike, each on its submesh."""

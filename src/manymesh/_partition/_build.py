@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding
 
 from .. import _compat
+from .._errors import MeshError
 from .._jaxpr._dead import remove_dead
 from .._jaxpr._flatten import flatten
 from .._jaxpr._implicit import mark_scopes
@@ -57,7 +58,7 @@ def build(
 
     Raises:
       PlacementError: a task inside control flow that cannot be opened.
-      MeshError: submeshes that overlap without being equal.
+      MeshError: submeshes of several backends.
     """
     flat = flatten(closed, record)
     remove_dead(flat)
@@ -65,7 +66,7 @@ def build(
     if sum_layers_apart(flat):
         remove_dead(flat)
     stacks = spread_stacks(flat, record, Pins(pinned_in, pinned_out, shardings_in or {}, shardings_out or {}), names)
-    record.findings.update(dict.fromkeys(stacks.findings))
+    record.findings.update(dict.fromkeys(stacks.findings, MeshError))
     split_weights(flat)
     keep_fewer_bytes(flat, record)
     settle_constants(flat)

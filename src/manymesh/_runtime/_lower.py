@@ -16,10 +16,9 @@ from .._compat import Propagated, Var
 from .._key import Keys
 from .._layout._layout import Layout
 from .._layout._solve import Specs, fragment_function
-from .._layout._transfers import Step, plan_transfer
+from .._plan._instructions import Plan
 from .._program import Fragment, Program
 from ._compile import Executables, Request, run_requests, workers
-from ._instructions import Plan, Transfer
 
 
 @dataclass(eq=False)
@@ -31,14 +30,12 @@ class Lowered:
       plan: the instructions.
       layout: the sharding of every value.
       executables: one for each fragment.
-      transfers: position of a `Transfer` in the plan -> steps for each of its values.
     """
 
     program: Program
     plan: Plan
     layout: Layout
     executables: list[Any]
-    transfers: dict[int, tuple[tuple[Step, ...], ...]]
 
     def sharding(self, v: Var, s: int) -> NamedSharding:
         """The sharding of a value on a submesh."""
@@ -85,7 +82,7 @@ def lower(
             raise
         finally:
             cache.settle()
-    return Lowered(program, plan, layout, executables, _transfers(plan, layout))
+    return Lowered(program, plan, layout, executables)
 
 
 class _Lowerer:
@@ -117,17 +114,6 @@ class _Lowerer:
         with _compat.without_mesh():
             jitted = jax.jit(fun, in_shardings=ins, out_shardings=outs, donate_argnums=donated, keep_unused=True)
             return functools.partial(jitted.lower(*avals).compile, self.options)
-
-
-def _transfers(plan: Plan, layout: Layout) -> dict[int, tuple[tuple[Step, ...], ...]]:
-    return {
-        i: tuple(
-            plan_transfer(v.aval.shape, layout.sharding(v, ins.source), layout.sharding(v, ins.target))
-            for v in ins.variables
-        )
-        for i, ins in enumerate(plan.instructions)
-        if isinstance(ins, Transfer)
-    }
 
 
 def compile_and_look(program: Program, f: Fragment, ins: Specs, outs: Specs) -> Propagated:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding
 
 from .. import _compat
 from .._layout._stacked import StackedValue
+from ._execute import Executor
+from ._observe import Observer
 
 T = TypeVar("T")
 
@@ -20,20 +22,21 @@ class Stacks:
 
     Args:
       inputs, outputs: what is stacked.
-      bring: gives an array, or a host value, another sharding.
+      executor: gives arrays and host values other shardings.
     """
 
-    def __init__(
-        self,
-        inputs: Sequence[StackedValue],
-        outputs: Sequence[StackedValue],
-        bring: Callable[[Any, NamedSharding], jax.Array],
-    ) -> None:
-        self._bring = bring
+    def __init__(self, inputs: Sequence[StackedValue], outputs: Sequence[StackedValue], executor: Executor) -> None:
+        self._executor = executor
         self._inputs = {x.positions.start: _Input(x, x.sharding, _places(x, x.sharding)) for x in inputs}
         self._outputs = {x.positions.start: _Output(x) for x in outputs}
 
-    def cut(self, leaves: list[Any]) -> list[Any]:
+    def prepare(self, position: int, sharding: Sharding) -> None:
+        """Compiles what the argument whose first block is at a position needs, if it comes with a sharding."""
+        value = self._inputs[position].value
+        if not _alike(sharding, value):
+            self._executor.prepare(value.aval, sharding, value.sharding)
+
+    def cut(self, leaves: list[Any], observer: Observer | None = None) -> list[Any]:
         """The arguments of a call as the program takes them."""
         if not self._inputs:
             return leaves
@@ -43,7 +46,7 @@ class Stacks:
             if place is None:
                 flat.append(x)
             else:
-                flat += place.cut(x, self._bring)
+                flat += place.cut(x, self._executor, observer)
         return flat
 
     def join(self, results: list[Any]) -> list[Any]:
@@ -86,13 +89,15 @@ class _Input:
     accepted: Sharding
     places: list[list[int]]
 
-    def cut(self, x: Any, bring: Callable[[Any, NamedSharding], jax.Array]) -> list[Any]:
+    def cut(self, x: Any, executor: Executor, observer: Observer | None) -> list[Any]:
         sharding = getattr(x, "sharding", None)
         if sharding is not self.accepted:
             if isinstance(x, jax.Array) and _alike(sharding, self.value):
                 self.accepted, self.places = x.sharding, _places(self.value, x.sharding)
             else:
-                x = bring(x, self.value.sharding)
+                if observer is not None:
+                    observer.moves_argument(self.value.positions.start, x, self.value.sharding)
+                x = executor.bring(x, self.value.sharding)
                 self.accepted, self.places = x.sharding, _places(self.value, x.sharding)
         pieces = _compat.pieces(x)
         return [

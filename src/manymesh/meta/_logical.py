@@ -10,6 +10,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .. import _compat
 from .._errors import AxisError, MetadataError
 from .._scope import names_may_be_known
 from ._axes import AnyMesh, check_names, make_axes
@@ -133,6 +134,7 @@ def with_logical_partitioning(
     return boxed
 
 
+@_compat.boundary
 def with_logical_constraint(
     x: Any,
     logical_axis_resources: Any,
@@ -209,6 +211,7 @@ def _is_logical_spec(spec: Any) -> bool:
     )
 
 
+@_compat.boundary
 def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
     """Maps a tree of specs in logical names, or of boxes, to specs in device axes.
 
@@ -244,6 +247,7 @@ def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
     return walk(tree, on_box, on_leaf, lambda variable: variable.replace(on_box(variable)))
 
 
+@_compat.boundary
 def logical_to_mesh_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None = None, *, strict: bool = False) -> Any:
     """Maps a tree of specs in logical names, or of boxes, to shardings.
 
