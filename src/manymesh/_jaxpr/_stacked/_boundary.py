@@ -99,12 +99,12 @@ def spec_of_blocks(
         return None
     outer, rest = own[:count], own[count:]
     inner = submeshes[0]
-    if {a for a in mesh.axis_names if a not in outer} - set(inner.axis_names):
+    if any(a not in (*outer, *inner.axis_names) and n > 1 for a, n in mesh.shape.items()):
         return None
     if any(inner.shape[a] > 1 and a not in mesh.axis_names for a in inner.axis_names):
         return None
-    spec[dim] = rest if len(rest) > 1 else rest[0] if rest else None
-    of_block = PartitionSpec(*spec)
+    spec[dim] = rest
+    of_block = PartitionSpec(*(tuple(a for a in _axes(entry) if a in inner.axis_names) or None for entry in spec))
     expected = joint(submeshes).sharding(of_block, dim)
     if expected.device_set != sharding.device_set:
         return None

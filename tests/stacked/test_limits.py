@@ -1,0 +1,182 @@
+"""Where blocks end: uneven layers, readers of the whole, what the caller asks for, loops, other dimensions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import manymesh as mm
+from stages import assert_agrees, assert_same, microbatched, reference
+
+WIDTH, ROWS = 16, 4
+DEVICES = np.array(jax.devices()[:4])
+MESH = Mesh(DEVICES[:2].reshape(2, 1), ("stage", "m"), axis_types=(AxisType.Auto,) * 2)
+TWO = mm.submeshes(MESH, "stage")
+
+
+def loss_of(meshes=TWO, axis=0):
+    layer = mm.task(lambda w, h: jnp.tanh(h @ w), "layer", mesh=meshes)
+
+    def loss(ws, x):
+        return jnp.mean(lax.scan(lambda h, w: (layer(w, h), None), x, jnp.moveaxis(ws, axis, 0))[0] ** 2)
+
+    return loss
+
+
+def weights(layers=4, axis=0):
+    ws = np.random.default_rng(0).normal(size=(layers, WIDTH, WIDTH)) / np.sqrt(WIDTH)
+    return jnp.moveaxis(jnp.asarray(ws, jnp.float32), 0, axis)
+
+
+def batch(rows=ROWS):
+    return jnp.asarray(np.random.default_rng(9).normal(size=(rows, WIDTH)), jnp.float32)
+
+
+def update(loss, ws, x):
+    value, grads = jax.value_and_grad(loss)(ws, x)
+    return ws - 0.1 * grads, value
+
+
+def test_layers_that_do_not_divide():
+    """One warning says what it costs, and what would not; values are right."""
+    loss = loss_of(mm.submeshes(Mesh(DEVICES[:3].reshape(3, 1), ("stage", "m"), axis_types=(AxisType.Auto,) * 2), "stage"))
+    step = mm.jit(lambda p, x: update(lambda p, x: loss(p["w"] * p["scale"], x), p["w"], x) if 0 else loss(p["w"], x))
+    size = 4 * WIDTH * WIDTH
+    with pytest.warns(UserWarning) as caught:
+        lowered = step.lower({"w": weights(5)}, batch())
+    (warning,) = caught
+    assert str(warning.message) == (
+        "mm.jit(<lambda>): the 5 layers of args[0]['w'] are not used in equal blocks by 3 submeshes of one shape, so "
+        f"they lie together on one submesh between steps: {3 * size} bytes go out to the others in every step, and where "
+        "they are trained as many bytes of gradients come back; use a number of layers that 3 divides, such as 3"
+    )
+    assert warning.filename == __file__
+    assert sum(e.nbytes for e in lowered.program.edges if e.nbytes == size) == 3 * size
+    assert not lowered.program.stacked_inputs
+    with pytest.raises(mm.errors.MeshError, match="5 layers of args"):
+        mm.jit(step.fun, strict=True).lower({"w": weights(5)}, batch())
+
+
+def test_a_reader_of_the_whole():
+    """It gets it, and one warning says what that costs; the next value stays in blocks."""
+
+    def step(ws, x):
+        ws, value = update(loss_of(), ws, x)
+        return ws, value, jnp.linalg.norm(jnp.fft.fft(ws.reshape(-1)).real)
+
+    with pytest.warns(UserWarning, match=r"float32\[4096\] lies in blocks .* but 'fft' reads it whole: 8192 bytes"):
+        program = mm.jit(lambda ws, x: step(ws.reshape(16, 16, 16)[:4], x), ).lower(weights(16), batch()).program  # fmt: skip
+    del program
+    jitted = mm.jit(step)
+    with pytest.warns(UserWarning, match="'fft' reads it whole: 2048 bytes come together on one submesh in every step"):
+        lowered = jitted.lower(weights(), batch())
+    assert len(lowered.program.stacked_inputs) == len(lowered.program.stacked_outputs) == 1
+
+
+def test_shardings_that_are_asked_for():
+    """A layout in blocks is one that can be asked for; one submesh for all layers is another, as before."""
+    spread, gathered = NamedSharding(MESH, P("stage")), NamedSharding(TWO[1], P())
+    ws, x = weights(), batch()
+    expected = reference(mm.jit(lambda ws, x: update(loss_of(), ws, x)), ws, x)
+    for sharding, blocks in ((spread, 1), (gathered, 0)):
+        step = mm.jit(lambda ws, x: update(loss_of(), ws, x), in_shardings=(sharding, None), out_shardings=(sharding, None))
+        lowered = step.lower(ws, x)
+        assert len(lowered.program.stacked_inputs) == len(lowered.program.stacked_outputs) == blocks
+        compiled = lowered.compile()
+        assert compiled.input_shardings[0][0] == compiled.output_shardings[0] == sharding
+        found = compiled(ws, x)
+        assert found[0].sharding == sharding
+        assert_same(found, expected)
+    # The state in blocks, the result on one submesh: the result alone is put together.
+    step = mm.jit(lambda ws, x: update(loss_of(), ws, x), out_shardings=(gathered, None))
+    with pytest.warns(UserWarning, match="'out_shardings' reads it whole: 2048 bytes"):
+        found = step(ws, x)
+    assert found[0].sharding == gathered
+    assert_same(found, expected)
+
+
+def test_parallelize_makes_parameters_in_blocks():
+    """Each layer where it is used, never whole on one device."""
+    run, init, batches = mm.parallelize(
+        loss_of(), init_params=lambda: jax.random.normal(jax.random.key(0), (4, WIDTH, WIDTH)), get_input_batch=batch
+    )
+    params = init()
+    assert params.sharding == run.compiled.input_shardings[0][0]
+    assert {s.data.shape for s in params.addressable_shards} == {(2, WIDTH, WIDTH)}
+    np.testing.assert_allclose(run(params, batches()), reference(jax.jit(loss_of()), params, batch()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_layers_along_another_dimension(axis):
+    """As `nn.scan` with another ``variable_axes``: that dimension is cut."""
+    ws = weights(axis=axis)
+    step = mm.jit(lambda ws, x: update(loss_of(axis=axis), ws, x))
+    program = step.lower(ws, batch()).program
+    assert max(e.nbytes for e in program.edges) <= 4 * ROWS * WIDTH
+    found = step(ws, batch())
+    assert_same(found, reference(step, ws, batch()))
+    assert found[0].sharding.spec == P(*[None] * axis, "stage")
+
+
+def test_results_of_layers():
+    """Stacks of what layers give, with and without microbatches, and carries of a loop that no sum of slices replaces."""
+    layer = mm.task(lambda w, h: (jnp.tanh(h @ w), jnp.max(h @ w, 0)), "layer", mesh=TWO)
+
+    def run(ws, x):
+        return lax.scan(lambda h, w: layer(w, h), x, ws)
+
+    ws, x = weights(), batch()
+    for fun, edge in ((run, ROWS), (microbatched(run, num_microbatches=2, reduce=("concat", "max")), ROWS // 2)):
+        program = mm.jit(fun).lower(ws, x).program
+        assert max(e.nbytes for e in program.edges) == 4 * edge * WIDTH
+        assert assert_agrees(fun, ws, x)[1].sharding.spec == P("stage")
+    found = assert_agrees(microbatched(run, num_microbatches=2, reduce=("concat", "stack")), ws, x)[1]
+    assert found.shape == (2, 4, WIDTH) and found.sharding.spec == P(None, "stage")
+
+
+def test_two_scans_over_the_same_weights():
+    """The second in reverse: a layer is used by one submesh in both."""
+    layer = mm.task(lambda w, h: jnp.tanh(h @ w), "layer", mesh=TWO)
+
+    def loss(ws, x):
+        h = lax.scan(lambda h, w: (layer(w, h), None), x, ws)[0]
+        return jnp.mean(lax.scan(lambda h, w: (layer(w.T, h), None), h, ws, reverse=True)[0] ** 2)
+
+    step = mm.jit(lambda ws, x: update(loss, ws, x))
+    program = step.lower(weights(), batch()).program
+    assert len(program.stacked_inputs) == 1 and max(e.nbytes for e in program.edges) == 4 * ROWS * WIDTH
+    assert_same(step(weights(), batch()), reference(step, weights(), batch()))
+
+
+def test_results_own_their_memory():
+    """Unchanged results, results twice, results of donated arguments: deleting one leaves the others alone."""
+
+    def step(ws, kept, x):
+        new, value = update(loss_of(), ws, x)
+        return new, new, kept, value + jnp.sum(kept * ws)
+
+    args = (weights(), 2 * weights(), batch())
+    jitted = mm.jit(step, donate_argnums=(0, 1))
+    assert len(jitted.lower(*args).program.stacked_inputs) == 2
+    expected = reference(jitted, *args)
+    given = jax.tree.map(jnp.copy, args)
+    found = jitted(*given)
+    assert_same(found, expected)
+    assert [x.is_deleted() for x in given] == [True, True, False]
+    again = mm.jit(step)(*args)
+    again[0].delete()
+    again[2].delete()
+    assert_same((again[1], args[1]), (expected[1], 2 * weights()))
+
+
+def test_planned_devices():
+    """Blocks are planned for devices that are not there."""
+    devices = np.array(mm.planned_devices(4)).reshape(2, 2)
+    meshes = [Mesh(row, ("m",)) for row in devices]
+    lowered = mm.jit(lambda ws, x: update(loss_of(meshes), ws, x)).lower(
+        jax.ShapeDtypeStruct((4, WIDTH, WIDTH), jnp.float32), batch()
+    )
+    assert "args[0] block 1" in str(lowered.layout)
