@@ -50,7 +50,30 @@ def loop_sequence(program: Program, index: int) -> list[tuple[Fragment, int]]:
     for f in body:
         groups[f.kind if _has_forward(body) else "F", f.stage or 0].append(f)
     order = loop_order(loop, body)
-    return [(f, a.microbatch) for a in issue_order(order) for f in groups[a.kind, a.stage]]
+    return _sums_in_order(body, [(f, a.microbatch) for a in issue_order(order) for f in groups[a.kind, a.stage]])
+
+
+def _sums_in_order(body: list[Fragment], sequence: list[tuple[Fragment, int]]) -> list[tuple[Fragment, int]]:
+    """The sequence with every weight gradient behind those that it adds to.
+
+    Stages of one submesh that share a parameter add up its gradient in one place. No schedule knows about that: it takes
+    the weight gradients of different stages as independent.
+    """
+    maker = {v: f for f in body if f.kind == "W" for v in f.outvars}
+    needs = {f.index: [maker[v] for v in f.invars if v in maker] for f in maker.values()}
+    if not any(needs.values()):
+        return sequence
+    issued: dict[tuple[int, int], tuple[Fragment, int]] = {}
+
+    def issue(f: Fragment, m: int) -> None:
+        if (f.index, m) not in issued:
+            for needed in needs.get(f.index, ()):
+                issue(needed, m)
+            issued[f.index, m] = f, m
+
+    for f, m in sequence:
+        issue(f, m)
+    return list(issued.values())
 
 
 def loop_order(loop: LoopPlan, body: list[Fragment]) -> Order:
