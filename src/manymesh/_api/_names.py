@@ -31,8 +31,9 @@ def names_of_values(program: Program, in_tree: Any, out_tree: Any) -> dict[Var, 
     for f in program.fragments:
         for v in f.outvars:
             names.setdefault(v, f"from {f.name}")
-    results = [f"result{jax.tree_util.keystr(path)}" for path in _paths(out_tree)]
-    for (v, _), name in zip(program.outputs, _of_blocks(results, program.stacked_outputs), strict=True):
+    for (v, _), name in zip(
+        program.outputs, _of_blocks(names_of_results(out_tree), program.stacked_outputs), strict=True
+    ):
         if _compat.is_var(v):
             names[v] = name
     count = len(program.consts)
@@ -46,6 +47,11 @@ def names_of_values(program: Program, in_tree: Any, out_tree: Any) -> dict[Var, 
 def names_of_arguments(in_tree: Any) -> list[str]:
     """``args[0]['w']`` of every leaf of the arguments."""
     return [keystr(path).strip() for path in _paths(in_tree)]
+
+
+def names_of_results(out_tree: Any) -> list[str]:
+    """``result['w']`` of every leaf of the result."""
+    return [f"result{jax.tree_util.keystr(path)}" for path in _paths(out_tree)]
 
 
 def _of_blocks(names: Sequence[str], stacked: Sequence[Stacked]) -> list[str]:

@@ -38,6 +38,14 @@ class Outside:
         known = {s.first: s for s in stacked}
         return {k: known[at.start] for k, at in enumerate(places) if at.start in known}
 
+    def whole_in(self, shardings: Mapping[int, NamedSharding]) -> dict[int, NamedSharding]:
+        """Those of arguments that are no stacks."""
+        return {i: s for i, s in shardings.items() if i not in self._stacked_in}
+
+    def whole_out(self, shardings: Mapping[int, NamedSharding]) -> dict[int, NamedSharding]:
+        """Those of results that are no stacks."""
+        return {o: s for o, s in shardings.items() if o not in self._stacked_out}
+
     def inputs(self, i: int) -> range:
         """Positions of an argument among the program's inputs."""
         return range(self.shift + self._in[i].start, self.shift + self._in[i].stop)

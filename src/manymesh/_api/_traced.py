@@ -18,11 +18,11 @@ from .._partition._build import build
 from .._plan._emit import emit
 from .._program import Program
 from .._topology import auto_mesh
-from ._arguments import Arguments, donated_leaves, keystr
+from ._arguments import Arguments, donated_leaves
 from ._boxes import with_parameter
 from ._findings import note_pipeline
 from ._lowered import Lowered
-from ._names import names_of_arguments
+from ._names import names_of_arguments, names_of_results
 from ._outside import Outside
 from ._shardings import check_submeshes, expand, mesh_of
 from ._step import Step
@@ -43,6 +43,7 @@ class Traced:
     _shapes: Any
     _out_tree: Any
     _plain: Callable[..., Any]
+    _moved: dict[int, Any]
 
     @property
     def out_info(self) -> Any:
@@ -58,11 +59,7 @@ class Traced:
         wanted_in = {} if step.in_shardings is None else expand("in_shardings", step.in_shardings, dynamic)
         out = jax.tree.unflatten(self._out_tree, self._shapes)
         wanted_out = {} if step.out_shardings is None else expand("out_shardings", step.out_shardings, out)
-        tasks = self._record.tasks.values()
-        leaves = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
-        check_submeshes("in_shardings", wanted_in, [keystr(path) for path, _ in leaves], tasks)
-        results = [f" result{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(out)]
-        check_submeshes("out_shardings", wanted_out, results, tasks)
+        wanted_out = {**self._moved, **wanted_out}
         pinned_out = {i: auto_mesh(s.mesh) for i, s in wanted_out.items()}
         given_away = (
             frozenset() if _compat.checks_floats() else donated_leaves(given, step.donate_argnums, step.donate_argnames)
@@ -80,13 +77,18 @@ class Traced:
         follows = program is None
         if program is None:
             program = self._without_tasks()
+        outside = Outside(program, given.leaves, self._shapes)
+        tasks = self._record.tasks.values()
+        names = [f" {name}" for name in names_of_arguments(given.treedef)]
+        check_submeshes("in_shardings", outside.whole_in(wanted_in), names, tasks)
+        names = [f" {name}" for name in names_of_results(self._out_tree)]
+        check_submeshes("out_shardings", outside.whole_out(wanted_out), names, tasks)
         try:
             program, findings = resolve_constraints(program, self._record.tasks)
         except AxisError as error:
             raise with_parameter(error, given) from None
         self._record.findings.update(dict.fromkeys(findings, AxisError))
         step.report(self._record, self.jaxpr)
-        outside = Outside(program, given.leaves, self._shapes)
         donated = frozenset(k for i in given_away for k in outside.inputs(i))
         states = [
             (i, o)

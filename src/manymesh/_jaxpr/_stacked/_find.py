@@ -63,7 +63,7 @@ def find_split(flat: Flat, record: Recording, free: Callable[[Var, Split], bool]
     Args:
       flat: the program.
       record: what its marks mean.
-      free: whether an input may lie like this.
+      free: whether a value may lie like this. What the caller wants elsewhere may not.
     """
     return _Finder(flat, record, free).run()
 
@@ -185,8 +185,10 @@ class _Finder:
         shape = _compat.shape(v)
         if v in self.split or split.dim >= len(shape) or shape[split.dim] % len(split.submeshes):
             return False
+        if not self.free(v, split):
+            return False
         if v in self.inputs:
-            return self.free(v, split)
+            return True
         n = self.producer.get(v)
         if n is None:
             return True  # of a loop; what its body makes decides

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from ... import _compat
-from ..._compat import Atom, Var
+from ..._compat import Var
 from ..._mark import Recording
 from .._dead import remove_dead
 from .._flatten import open_conditional
@@ -72,25 +72,27 @@ def spread_stacks(flat: Flat, record: Recording, pins: Pins, names: Sequence[str
     inputs, results = flat.invars[len(flat.consts) :], list(flat.outvars)
     called = dict(zip(inputs, names, strict=False))
     findings = _about_uneven(found.uneven, called)
-    held = frozenset(o for o, v in enumerate(results) if _is_held(v, o, found.split, pins))
     if found.split:
-        rewriter = Rewriter(flat, found.split, held)
+        rewriter = Rewriter(flat, found.split)
         rewriter.run()
         remove_dead(flat)
         findings += _about_wholes(rewriter.whole.values(), called)
-    of_results = [found.split.get(v) if _compat.is_var(v) and o not in held else None for o, v in enumerate(results)]
+    of_results = [found.split.get(v) if _compat.is_var(v) else None for v in results]
     ins, outs = _stacked([found.split.get(v) for v in inputs]), _stacked(of_results)
     return Spread(ins, outs, positions(len(inputs), ins), positions(len(results), outs), tuple(findings))
 
 
 def _find(flat: Flat, record: Recording, pins: Pins) -> Found:
-    position = {v: i for i, v in enumerate(flat.invars[len(flat.consts) :])}
+    inputs = flat.invars[len(flat.consts) :]
+    pinned: dict[Var, list[NamedSharding | None]] = {inputs[i]: [pins.input_shardings.get(i)] for i in pins.inputs}
+    for o in pins.outputs:
+        if _compat.is_var(flat.outvars[o]):
+            pinned.setdefault(flat.outvars[o], []).append(pins.output_shardings.get(o))
 
     def free(v: Var, split: Split) -> bool:
-        if v not in position or jnp.issubdtype(_compat.dtype(v), jax.dtypes.extended):
+        if v in flat.consts or jnp.issubdtype(_compat.dtype(v), jax.dtypes.extended):
             return False
-        i = position[v]
-        return i not in pins.inputs or _fits(pins.input_shardings.get(i), v, split)
+        return all(_fits(sharding, v, split) for sharding in pinned.get(v, ()))
 
     return find_split(flat, record, free)
 
@@ -100,13 +102,6 @@ def _fits(sharding: NamedSharding | None, v: Var, split: Split) -> bool:
     if sharding is None:
         return False
     return spec_of_blocks(sharding, _compat.shape(v), split.submeshes, split.dim) is not None
-
-
-def _is_held(v: Atom, o: int, split: Mapping[Var, Split], pins: Pins) -> bool:
-    """Whether a result in blocks is wanted somewhere else."""
-    if not _compat.is_var(v) or v not in split or o not in pins.outputs:
-        return False
-    return not _fits(pins.output_shardings.get(o), v, split[v])
 
 
 def _stacked(splits: Sequence[Split | None]) -> tuple[Stacked, ...]:

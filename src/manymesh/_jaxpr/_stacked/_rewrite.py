@@ -37,15 +37,14 @@ class Rewriter:
     Args:
       flat: the program.
       split: what lies in blocks.
-      held: positions of results that are wanted whole.
 
     Attributes:
       blocks: value -> its blocks, as far as they are made.
       whole: what is put together, because something reads it whole.
     """
 
-    def __init__(self, flat: Flat, split: Mapping[Var, Split], held: frozenset[int] = frozenset()) -> None:
-        self.flat, self.split, self.held = flat, split, held
+    def __init__(self, flat: Flat, split: Mapping[Var, Split]) -> None:
+        self.flat, self.split = flat, split
         self.blocks: dict[Var, list[Var]] = {}
         self.whole: dict[Var, Whole] = {}
         self._joined: dict[Var, Var] = {}
@@ -80,15 +79,10 @@ class Rewriter:
             loop.carries = [Carry(c.inner, out, c.init, c.final) for c, out in self._left(loop, carries)]
             loop.cut = cut
             loop.collected = [p for pieces in loop.collected for p in self._collected(pieces)]
-        flat.outvars = [b for o, v in enumerate(flat.outvars) for b in self._result(o, v)]
+        flat.outvars = [b for v in flat.outvars for b in (self.blocks.get(v, [v]) if _compat.is_var(v) else [v])]
         flat.invars = [b for v in flat.invars for b in self.blocks.get(v, [v])]
         flat.nodes = self._nodes
         flat.stacked = {v: column for v, column in flat.stacked.items() if v not in self.blocks}
-
-    def _result(self, o: int, v: Atom) -> list[Any]:
-        if not _compat.is_var(v) or v not in self.split:
-            return [v]
-        return [self._atom(v, None, "out_shardings")] if o in self.held else self.blocks[v]
 
     def _in_blocks(self, v: Atom) -> None:
         """Gives a value that no equation makes its blocks."""
