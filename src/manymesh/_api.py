@@ -19,9 +19,9 @@ from . import _compat, meta
 from ._compiled import Compiled
 from ._errors import ArgumentError, AxisError, MeshError
 from ._implicit import Matcher, registered
-from ._jaxpr._scopes import scope_names
 from ._mark import Recording, carry_box_names, current_recording, recording, transforms_ignored
-from ._partition._build import build
+from ._passes._build import build
+from ._passes._scopes import scope_names
 from ._program import Program
 from ._progress import compiling
 from ._runtime._compile import Executables

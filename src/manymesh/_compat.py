@@ -10,7 +10,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import numpy as np
@@ -29,6 +29,9 @@ Eqn = jex.JaxprEqn
 Jaxpr = jex.Jaxpr
 ClosedJaxpr = jex.ClosedJaxpr
 DropVar = jex.DropVar
+Atom = Var | Literal  # what an equation reads
+AbstractJaxpr = Jaxpr | ClosedJaxpr  # 0.12 has one class for both
+AbstractValue = jax.core.AbstractValue
 ConcreteArray = ArrayImpl  # the class of every array that is there, but for typed random keys
 
 _debug_info: list[Any] = []
@@ -46,7 +49,7 @@ def new_var(aval: Any) -> Var:
     return Var(aval)
 
 
-def is_var(atom: Any) -> bool:
+def is_var(atom: object) -> TypeGuard[Var]:
     """Whether an atom is a variable that is used (not a literal, not dropped)."""
     return isinstance(atom, Var) and not isinstance(atom, DropVar)
 
@@ -137,7 +140,7 @@ def open_jaxpr(jaxpr: Any) -> OpenJaxpr:
     return OpenJaxpr(list(inner.constvars), consts, list(inner.invars), list(inner.outvars), list(inner.eqns))
 
 
-def is_jaxpr(value: Any) -> bool:
+def is_jaxpr(value: object) -> TypeGuard[AbstractJaxpr]:
     """Whether a value is a jaxpr, open or closed."""
     return isinstance(value, (Jaxpr, ClosedJaxpr))
 

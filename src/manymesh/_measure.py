@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._jaxpr._nodes import nbytes
-from ._program import Program
+from ._program import Program, nbytes
 from ._runtime._execute import Executor
 from ._runtime._instructions import Run
 from ._runtime._lower import Lowered

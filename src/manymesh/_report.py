@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ._jaxpr._nodes import nbytes
-from ._program import Reduction
+from ._program import Reduction, nbytes
 from ._runtime._instructions import Run, Transfer
 from ._runtime._lower import Lowered
 from ._task import mesh_devices

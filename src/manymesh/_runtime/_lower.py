@@ -17,9 +17,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from .._jaxpr._wants import first_constraint
 from .._key import Keys
 from .._mark import placed_on
+from .._passes._wants import first_constraint
 from .._program import Fragment, Program
 from .._reshard._plan import Step, adapt_spec, plan_transfer
 from ._compile import Executables, Request, first_touches, run_requests, workers
