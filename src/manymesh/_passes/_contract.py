@@ -53,13 +53,13 @@ class Part(NamedTuple):
     Attributes:
       group: the group.
       number: which of its parts.
-      count: how many parts the group has.
+      of: how many parts the group has.
       item: the equations.
     """
 
     group: Group
     number: int
-    count: int
+    of: int
     item: Item
 
 

@@ -122,7 +122,7 @@ class _Flattener:
           spec: what `microbatch` said, where the equations are directly those of a marked loop.
         """
         for eqn in eqns:
-            mark = eqn.params.get("name") if _compat.is_jit(eqn) else None
+            mark = str(eqn.params.get("name")) if _compat.is_jit(eqn) else ""
             inner_stack = f"{stack}/{_compat.name_stack(eqn)}"
             if mark in self.tasks:
                 self._task(eqn, env, mark, inner_stack, loop)
@@ -172,11 +172,11 @@ class _Flattener:
             if result in actual:  # handed through unchanged
                 env[outer] = actual[result]
                 continue
-            chain = cheap_chain(result, producer, actual) if loop is not None else []
+            start, chain = cheap_chain(result, producer, actual) if loop is not None else (None, [])
             # A weight's cast or constraint, kept for the backward pass: recompute it there instead of
             # storing a copy of the weight for every microbatch in flight.
-            if chain and actual[chain[0].invars[0]] not in self._varying:
-                sub = {chain[0].invars[0]: actual[chain[0].invars[0]]}
+            if start is not None and actual[start] not in self._varying:
+                sub: Env = {start: actual[start]}
                 for e in chain:
                     self.nodes.append(Node(substitute(e, sub), None, True, loop, colocated_with=part))
                 env[outer] = sub[result]
@@ -463,20 +463,18 @@ def _is_empty_reshard(eqn: Eqn) -> bool:
     return sharding is None or all(t == AxisType.Auto for t in getattr(sharding.mesh, "axis_types", ()) or ())
 
 
-def cheap_chain(result: Atom, producer: Mapping[Var, Eqn], actual: Mapping[Var, Atom]) -> list[Eqn]:
-    """The unary equations that lead from an operand of the task to ``result``, in order; else none."""
+def cheap_chain(result: Atom, producer: Mapping[Var, Eqn], actual: Mapping[Var, Atom]) -> tuple[Var | None, list[Eqn]]:
+    """The operand of a task from which cheap unary equations lead to ``result``, and these in order; else none."""
     chain: list[Eqn] = []
     while _compat.is_var(result) and result not in actual:
         eqn = producer.get(result)
         if eqn is None or eqn.primitive.name not in _CHEAP or len(eqn.invars) != 1:
-            return []
+            return None, []
         chain.append(eqn)
         (result,) = eqn.invars
-    if not _compat.is_var(result):
-        return []
-    if not _compat.is_var(actual[result]):
-        return []
-    return chain[::-1]
+    if not chain or not _compat.is_var(result) or not _compat.is_var(actual[result]):
+        return None, []
+    return result, chain[::-1]
 
 
 def _control_flow_message(eqn: Eqn, tasks: list[str]) -> str:

@@ -274,10 +274,10 @@ def _repeat_cheap(flat: FlatProgram, made: list[Node]) -> FlatProgram:
         actual: dict[Var, Atom] = dict(zip(inner.invars, node.eqn.invars, strict=True))
         for outer, result in zip(node.eqn.outvars, inner.outvars, strict=True):
             readers = [r for r in index.readers.get(outer, ()) if r.backward]
-            chain = cheap_chain(result, producer, actual) if readers else []
-            if not chain or index.scope.get(actual[chain[0].invars[0]]) == node.loop:
+            start, chain = cheap_chain(result, producer, actual) if readers else (None, [])
+            if start is None or index.scope.get(actual[start]) == node.loop:  # type: ignore[arg-type]
                 continue
-            sub = {chain[0].invars[0]: actual[chain[0].invars[0]]}
+            sub: dict[Var, Atom] = {start: actual[start]}
             after[node] += [Node(substitute(e, sub), None, True, node.loop, colocated_with=node.task) for e in chain]
             for reader in readers:
                 reads[reader][outer] = sub[result]

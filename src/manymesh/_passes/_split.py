@@ -72,9 +72,9 @@ def _split(node: Node, waited_for: set[Var]) -> list[Node]:
     actual: dict[Var, Atom] = dict(zip(inner.invars, node.eqn.invars, strict=True))
     read_first = {w for e in first for w in e.invars if _compat.is_var(w)} | {o for o in outs if _compat.is_var(o)}
     used_first = [v for v in inner.invars if v in read_first]
-    between: dict[Var, Atom] = {v: _compat.new_var(v.aval) for v in shared}
+    between = {v: _compat.new_var(v.aval) for v in shared}
     assert not made_later & set(inner.invars), "a task does not redefine what it reads"
-    one = _half(node, used_first, [outs[k] for k in early] + shared, first, actual)
+    one = _half(node, used_first, [*(outs[k] for k in early), *shared], first, actual)
     two = _half(node, direct + shared, [outs[k] for k in late], second, {**actual, **between})
     made = list(between.values())
     one = one.replace(outvars=[node.eqn.outvars[k] for k in early] + made)
@@ -87,7 +87,8 @@ def _half(node: Node, invars: list[Var], outvars: list[Atom], eqns: list[Eqn], a
     jaxpr = _compat.new_jaxpr(invars, outvars, eqns)
     results = [_compat.new_var(v.aval) for v in outvars]
     new = _compat.call_eqn(str(node.task), jaxpr, [actual[v] for v in invars], results)
-    return new.replace(source_info=node.eqn.source_info)
+    half: Eqn = new.replace(source_info=node.eqn.source_info)
+    return half
 
 
 def _weight_equations(

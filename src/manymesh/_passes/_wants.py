@@ -7,6 +7,7 @@ from jax.sharding import Mesh, PartitionSpec
 from .. import _compat
 from .._compat import AbstractJaxpr, Var
 from .._mark import constraint_p
+from .._program._nodes import shape_and_dtype
 from .._task import names_as_axes
 
 _KEEPS_DIMENSIONS = {"convert_element_type", "copy", "optimization_barrier", "neg"}
@@ -26,7 +27,7 @@ def first_constraint(jaxpr: AbstractJaxpr, var: Var, mesh: Mesh) -> PartitionSpe
         if not positions:
             continue
         if eqn.primitive is constraint_p:
-            return _closed(names_as_axes(eqn.params["names"], var.aval.shape, mesh))
+            return _closed(names_as_axes(eqn.params["names"], shape_and_dtype(var)[0], mesh))
         if eqn.primitive.name == "sharding_constraint":
             spec = getattr(eqn.params["sharding"], "spec", None)
             return None if spec is None else _closed(spec)

@@ -23,12 +23,12 @@ from ..._program._calls import is_rewritable
 from ..._program._flat import FlatProgram
 from ..._program._fragments import Reduction
 from ..._program._nodes import Carry, Node, nbytes
-from ._dims import Analysis, Frame, constraint_entries
+from ._dims import Analysis, Frame, Value, constraint_entries
 from ._linear import EITHER, TOGETHER, is_linear_in_first, is_zero, summed_dims
 from ._links import shape_of
 from ._rewrite import Unreduced, rewrite, starts_at_zero
 
-Axes = dict[tuple[Frame, Var], tuple[str, ...]]  # value -> the axes over which it stays unreduced
+Axes = dict[Value, tuple[str, ...]]  # value -> the axes over which it stays unreduced
 Use = tuple[int, int]  # (equation, operand) that reads a value; (-1, result) where it leaves its frame
 
 
@@ -75,7 +75,7 @@ class _Planner:
         self.body = flat.index.bodies[index]
         self.carried = {c.inner: c for c in self.loop.carries}
         self.made_by = flat.index.producer
-        self._readers: dict[Frame, dict[Var, list[Use]]] = {}
+        self._readers: dict[Frame, dict[Atom, list[Use]]] = {}
         self._carrying: dict[Carry, set[Var]] = {}
 
     def run(self) -> tuple[dict[Carry, Unreduced], dict[Carry, str]]:
@@ -102,7 +102,7 @@ class _Planner:
         if carry.out not in top.producer:
             raise _Refused
         plan = Unreduced(carry, self.where.home[carry.out])
-        todo: list[tuple[Frame, Var]] = [(top, carry.out)]
+        todo: list[Value] = [(top, carry.out)]
         while todo:
             frame, v = todo.pop()
             if (frame, v) not in plan.values:
@@ -128,10 +128,12 @@ class _Planner:
         count = math.prod(self.where.submeshes[plan.submesh].shape[a] for a in own)
         return f"it is sharded over {_names(own)} itself (fsdp), and parts would take {count} times its memory"
 
-    def _step(self, plan: Unreduced, frame: Frame, v: Var) -> list[tuple[Frame, Var]]:
+    def _step(self, plan: Unreduced, frame: Frame, v: Atom) -> list[Value]:
         """The values that have to become parts so that ``v`` does."""
         if v is plan.carry.inner:
             return []
+        if not _compat.is_var(v):
+            raise _Refused
         i = frame.producer.get(v)
         if i is None:
             return self._operand(plan, frame, v)
@@ -197,7 +199,7 @@ class _Planner:
         i = frame.producer.get(v)
         return i is not None and frame.eqns[i].primitive.name == "broadcast_in_dim"
 
-    def _operand(self, plan: Unreduced, frame: Frame, v: Var) -> list[tuple[Frame, Var]]:
+    def _operand(self, plan: Unreduced, frame: Frame, v: Var) -> list[Value]:
         """A value that comes into a frame."""
         if frame.up is None:
             raise _Refused("another accumulator is read with it" if v in self.carried else "")
@@ -215,7 +217,7 @@ class _Planner:
         plan.slots[outer, i].add(k)
         return [(outer, eqn.invars[k])]
 
-    def _into(self, plan: Unreduced, frame: Frame, i: int, v: Var) -> list[tuple[Frame, Var]]:
+    def _into(self, plan: Unreduced, frame: Frame, i: int, v: Var) -> list[Value]:
         """The result of a call or scan becomes parts where its body makes it."""
         eqn, child = frame.eqns[i], frame.inner[i]
         if eqn.primitive.name != "scan" and not is_rewritable(eqn):
@@ -225,7 +227,7 @@ class _Planner:
             return self._carried(plan, frame, i, j)
         return [(child, child.outvars[j])]
 
-    def _carried(self, plan: Unreduced, frame: Frame, i: int, j: int) -> list[tuple[Frame, Var]]:
+    def _carried(self, plan: Unreduced, frame: Frame, i: int, j: int) -> list[Value]:
         """What a scan carries from step to step: the start, what is read, what replaces it, and what is left."""
         eqn, child = frame.eqns[i], frame.inner[i]
         k = _compat.scan_parts(eqn).num_consts + j
@@ -301,7 +303,7 @@ class _Planner:
                     conflicts.setdefault(carry, f"{reader} reads its terms in every microbatch")
         return conflicts
 
-    def _reader(self, frame: Frame, v: Var, axes: Axes, slots: Mapping[tuple[Frame, int], set[int]]) -> str | None:
+    def _reader(self, frame: Frame, v: Atom, axes: Axes, slots: Mapping[tuple[Frame, int], set[int]]) -> str | None:
         """What reads a value as a whole, or None."""
         for i, k in self._readers_of(frame).get(v, ()):
             if i < 0:
@@ -318,10 +320,10 @@ class _Planner:
         child = frame.inner.get(i)
         return child is not None and (child, child.invars[k]) in axes
 
-    def _readers_of(self, frame: Frame) -> dict[Var, list[Use]]:
+    def _readers_of(self, frame: Frame) -> dict[Atom, list[Use]]:
         """Variable -> (equation, operand) that read it; (-1, result) where it leaves the frame."""
         if frame not in self._readers:
-            found: dict[Var, list[Use]] = defaultdict(list)
+            found: dict[Atom, list[Use]] = defaultdict(list)
             for i, eqn in enumerate(frame.eqns):
                 for k, v in enumerate(eqn.invars):
                     if _compat.is_var(v):

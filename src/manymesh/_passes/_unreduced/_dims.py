@@ -76,7 +76,7 @@ class Frame:
     up: tuple[Frame, int] | None = None
     dims: dict[Var, tuple[Dim, ...]] = field(default_factory=dict)
     reduced: set[Var] = field(default_factory=set)
-    producer: dict[Var, int] = field(default_factory=dict)
+    producer: dict[Atom, int] = field(default_factory=dict)
     inner: dict[int, Frame] = field(default_factory=dict)
     submesh: Sequence[int] = ()
 
@@ -91,6 +91,9 @@ class Frame:
 
     def __repr__(self) -> str:
         return f"Frame({len(self.eqns)} equations, {len(self.inner)} calls)"
+
+
+Value = tuple[Frame, Atom]  # a value of a frame
 
 
 class Analysis:

@@ -30,7 +30,7 @@ from ..._program._flat import FlatProgram
 from ..._program._nodes import Carry, Node, shape_and_dtype
 from ..._program._placement import Placement
 from ..._program._rewrite import Tags, making, substitute, trace_eqns
-from ._dims import Analysis, Entry, Frame, constraint_entries
+from ._dims import Analysis, Entry, Frame, Value, constraint_entries
 from ._linear import is_zero, linear_operands
 from ._links import shape_of
 
@@ -54,7 +54,10 @@ class _Over:
     def constrained(self, x: jax.Array, *rest: Entry) -> jax.Array:
         """Unreduced that lie where they belong; dimensions that are not given are left to XLA."""
         free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 1 - len(rest))
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh.abstract_mesh, self.spec(*rest, *free)))
+        constrained: jax.Array = lax.with_sharding_constraint(
+            x, NamedSharding(self.mesh.abstract_mesh, self.spec(*rest, *free))
+        )
+        return constrained
 
     def spread(self, x: jax.Array) -> jax.Array:
         """A whole value as parts: the value, and zeros."""
@@ -82,11 +85,11 @@ class Unreduced:
     carry: Carry
     submesh: int
     axes: tuple[str, ...] = ()
-    values: dict[tuple[Frame, Var], None] = field(default_factory=dict)
+    values: dict[Value, None] = field(default_factory=dict)
     slots: dict[tuple[Frame, int], set[int]] = field(default_factory=lambda: defaultdict(set))
     sums: dict[tuple[Frame, int], tuple[dict[int, tuple[str, ...]], ...]] = field(default_factory=dict)
     blocked: set[str] = field(default_factory=set)
-    gathered: dict[tuple[Frame, Var], set[int]] = field(default_factory=lambda: defaultdict(set))
+    gathered: dict[Value, set[int]] = field(default_factory=lambda: defaultdict(set))
 
 
 def rewrite(flat: FlatProgram, index: int, seen: Analysis, plans: Sequence[Unreduced], where: Placement) -> FlatProgram:
@@ -160,13 +163,13 @@ class _Rewriter:
         self.over = {key: over[p.carry] for p in plans for key in p.values}
         self.sums = {key: found for p in plans for key, found in p.sums.items()}
         self.inside = {frame: o for (frame, _), o in self.over.items()}
-        self.gathered: dict[tuple[Frame, Var], tuple[Mesh, set[int]]] = {}
+        self.gathered: dict[Value, tuple[Mesh, set[int]]] = {}
         for p in plans:
             for key, dims in p.gathered.items():
                 self.gathered.setdefault(key, (over[p.carry].mesh, set()))[1].update(dims)
-        self.whole: dict[tuple[Frame, Var], Var] = {}
+        self.whole: dict[Value, Var] = {}
         self.mesh: dict[tuple[Frame, int], Mesh] = {}  # of equations that were rewritten
-        self.new: dict[tuple[Frame, Var], Var] = {}
+        self.new: dict[Value, Var] = {}
         self._templates: dict[Hashable, tuple[list[Var], list[Eqn], list[Any]]] = {}
 
     def traced(
