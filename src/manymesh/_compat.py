@@ -218,7 +218,11 @@ def separate_jit_caches(token: object) -> Iterator[None]:
 
 
 def linear_identity(
-    name: str, lower: Callable[..., Any], batch: Callable[[dict[str, Any], int], dict[str, Any]]
+    name: str,
+    lower: Callable[..., Any],
+    batch: Callable[[dict[str, Any], int], dict[str, Any]],
+    *,
+    keeps_mesh: bool = True,
 ) -> Any:
     """A primitive that is the identity under every transformation and keeps its parameters.
 
@@ -226,6 +230,7 @@ def linear_identity(
       name: name of the primitive.
       lower: ``lower(x, **params)``: what it becomes in an executable.
       batch: the parameters under ``vmap``, from those without and the position of the new dimension.
+      keeps_mesh: whether the result is traced on the mesh of the operand; if not, on none.
     """
     prim = jex.Primitive(name)
 
@@ -233,11 +238,15 @@ def linear_identity(
         return prim.bind(*args, **batch(params, dims[0])), dims[0]
 
     prim.def_impl(lambda x, **_: x)
-    prim.def_abstract_eval(lambda x, **_: x)
+    prim.def_abstract_eval(lambda x, **_: x if keeps_mesh else _without_mesh(x))
     ad.deflinear2(prim, lambda ct, _, **params: [prim.bind(ct, **params)])
     batching.primitive_batchers[prim] = batched
     mlir.register_lowering(prim, mlir.lower_fun(lower, multiple_results=False))
     return prim
+
+
+def _without_mesh(aval: Any) -> Any:
+    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def abstract(aval: Any) -> jax.ShapeDtypeStruct:

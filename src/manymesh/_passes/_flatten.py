@@ -19,12 +19,12 @@ from .. import _compat
 from .._compat import AbstractJaxpr, Atom, Eqn, Var
 from .._errors import PlacementError, TaskError
 from .._implicit import Iteration, Matcher
-from .._mark import MARK, Recording
+from .._mark import MARK, Recording, border_p
 from .._microbatch import LoopSpec
 from .._program._calls import call_body, is_transparent
 from .._program._flat import FlatProgram
 from .._program._nodes import Carry, Loop, Node, Pieces
-from .._program._rewrite import reading, substitute, trace_nodes
+from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
 from .._task import Task
 from ._scopes import is_backward, jaxprs_of, matched_inside
 
@@ -107,7 +107,8 @@ class _Flattener:
         self.consts: dict[Var, object] = {}  # constants of nested jaxprs, which become inputs
         self.stacked: dict[Var, tuple[Atom, ...]] = {}  # results of `_stack`, to take apart again without a copy
         self._marked: dict[int, bool] = {}
-        self._keep: list[AbstractJaxpr] = []  # jaxprs whose ids are in _marked
+        self._bodies: dict[int, AbstractJaxpr] = {}
+        self._keep: list[AbstractJaxpr] = []  # jaxprs whose ids are in _marked and _bodies
         self._varying: set[Var] = set()
         self._layers: dict[tuple[Atom, int, int | None], Atom] = {}  # (stacked value, index, loop) -> its slice
         self._split: dict[Task, bool] = {}  # tasks with several meshes -> whether a scan ran them
@@ -145,7 +146,7 @@ class _Flattener:
                 raise PlacementError(_control_flow_message(eqn, self._tasks_in(eqn, inner_stack)))
 
     def _plain(self, eqn: Eqn, env: Env, stack: str, loop: int | None) -> None:
-        if eqn.primitive.name == "reshard" and _is_empty_reshard(eqn):
+        if eqn.primitive is border_p or (eqn.primitive.name == "reshard" and _is_empty_reshard(eqn)):
             env[eqn.outvars[0]] = _lookup(env, eqn.invars[0])
             return
         self._append(Node(substitute(eqn, env), None, is_backward(stack), loop, stack=stack))
@@ -159,6 +160,7 @@ class _Flattener:
         part = self._of_iteration(mark)
         if part is None:
             return self._call(eqn, env, stack, loop, None)
+        eqn = eqn.replace(params={**eqn.params, "jaxpr": self._without_borders(eqn.params["jaxpr"])})
         inner = _compat.open_jaxpr(eqn.params["jaxpr"])
         new = substitute(eqn, env)
         self._append(Node(new, part, is_backward(stack), loop, stack=stack))
@@ -180,6 +182,22 @@ class _Flattener:
                 for e in chain:
                     self.nodes.append(Node(substitute(e, sub), None, True, loop, colocated_with=part))
                 env[outer] = sub[result]
+
+    def _without_borders(self, jaxpr: AbstractJaxpr) -> AbstractJaxpr:
+        """What a task computes, without the ends of tasks, which say nothing any more; one jaxpr for all that share it."""
+        if id(jaxpr) not in self._bodies:
+            parts = _compat.open_jaxpr(jaxpr)
+            alias: Env = {}
+            eqns = []
+            for e in parts.eqns:
+                if e.primitive is border_p:
+                    alias[e.outvars[0]] = _lookup(alias, e.invars[0])
+                else:
+                    eqns.append(with_atoms(e, alias) if any(v in alias for v in e.invars if _compat.is_var(v)) else e)
+            outvars = [_lookup(alias, v) for v in parts.outvars]
+            self._keep.append(jaxpr)
+            self._bodies[id(jaxpr)] = _compat.with_body(jaxpr, parts.invars, outvars, eqns) if alias else jaxpr
+        return self._bodies[id(jaxpr)]
 
     def _of_iteration(self, mark: str) -> str | None:
         """The mark of a task, or of its part that runs on the submesh of the scan's iteration under way.
