@@ -71,7 +71,6 @@ class LoopSpec:
 class _Rows:
     """Stands for the custom schedule until the program's tasks are known."""
 
-    splits_backward: bool
     name: str = "custom"
 
 
@@ -137,8 +136,7 @@ def microbatch(
     if custom_schedule is not None and schedule not in (None, "custom"):
         raise ScheduleError(f"microbatch({name}): custom_schedule goes with schedule='custom', found {schedule!r}")
     if custom_schedule is not None:
-        splits = any("_wgt" in str(entry) for row in custom_schedule for entry in row)
-        chosen: Any = _Rows(splits)
+        chosen: Any = _Rows()
     else:
         chosen = schedules.get("1f1b" if schedule is None else schedule)
 

@@ -10,11 +10,12 @@ After "Zero Bubble Pipeline Parallelism" (Qi et al., 2023), where the halves are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from .. import _compat
 from .._compat import Atom, Eqn, Var
+from .._microbatch import LoopSpec
 from .._program._calls import inlined
 from .._program._edit import Editor
 from .._program._flat import FlatProgram
@@ -28,9 +29,9 @@ def split_weights(flat: FlatProgram) -> FlatProgram:
     """Splits the backward tasks of every loop whose schedule splits the backward pass."""
     edit = Editor(flat)
     for i, loop in enumerate(flat.loops):
-        if not getattr(loop.spec.schedule, "splits_backward", False):
-            continue
         body = flat.index.bodies[i]
+        if not _splits_backward(loop.spec, {flat.tasks[n.task].name for n in body if n.task is not None}):
+            continue
         waited_for = _waited_for(body)
         for n in body:
             if n.task is not None and n.backward and not n.weight:
@@ -38,6 +39,14 @@ def split_weights(flat: FlatProgram) -> FlatProgram:
                 if halves:
                     edit.replace_node(n, halves)
     return edit.result()
+
+
+def _splits_backward(spec: LoopSpec, names: Collection[str | None]) -> bool:
+    """Whether a loop's schedule splits the backward pass; one that the user wrote does if it names a weight half."""
+    if spec.custom_schedule is None:
+        return bool(spec.schedule.splits_backward)
+    labels = {entry[1] if isinstance(entry, tuple) else entry for row in spec.custom_schedule for entry in row}
+    return any(f"{name}_wgt" in labels for name in names if f"{name}_wgt" not in names)
 
 
 def _waited_for(body: Sequence[Node]) -> set[Var]:

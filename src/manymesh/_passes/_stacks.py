@@ -65,7 +65,7 @@ def _split(flat: FlatProgram, edit: Editor, loop: int, carry: Carry) -> None:
         carries.append(Carry(inner, out, init, _compat.new_var(inner.aval)))
     after, _ = trace_nodes(lambda *xs: jax.numpy.stack(xs), [c.final for c in carries])
     after[-1] = making(after[-1], [carry.final])
-    edit.insert_before(add, inside)
+    edit.replace_node(add, inside)
     edit.before_loop(loop, before)
     edit.after_loop(loop, after)
     edit.replace_carry(loop, carry, carries)
