@@ -140,6 +140,7 @@ def _check_placement(flat: FlatProgram) -> None:
         assert where.node.get(n), f"{n.task or n.primitive} is placed nowhere: the placement is that of another program"
         assert all(0 <= s < count for s in where.node[n]), f"{n.task or n.primitive} is on a submesh that is not there"
         mesh = flat.submesh_of(n)
-        assert mesh is None or where.node[n] == (where.submeshes.index(mesh),), f"{n.task} is not where it has to be"
+        there = [where.submeshes[s] for s in where.node[n]]
+        assert mesh is None or there == [mesh], f"{n.task or n.primitive} is not where it has to be"
     for v in (*flat.invars, *(v for n in flat.nodes for v in n.outputs), *flat.index.made_by_loop):
         assert v in where.home, f"{short(v)} has no home"
