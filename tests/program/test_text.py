@@ -69,7 +69,12 @@ def test_many_variables_have_names_of_several_letters():
 def test_programs_nodes_and_loops_are_frozen():
     """Also what a program maps."""
     flat = program(SOURCE)
-    for thing, name in ((flat, "nodes"), (flat.nodes[0], "loop"), (flat.loops[0], "xs"), (flat.loops[0].xs[0], "inner")):
+    for thing, name in (
+        (flat, "nodes"),
+        (flat.nodes[0], "loop"),
+        (flat.loops[0], "xs"),
+        (flat.loops[0].xs[0], "inner"),
+    ):
         with pytest.raises(FrozenInstanceError):
             setattr(thing, name, None)
     with pytest.raises(TypeError):
