@@ -44,8 +44,7 @@ def test_two_tasks_never_merge():
 
 def test_a_path_through_another_submesh_is_no_cycle():
     """What is before the other task and what is after it are two fragments."""
-    assert (
-        clusters("""
+    assert clusters("""
         tasks: one 0, two 1
         inputs: x f32[512]
         a = one: x + 1.0
@@ -55,7 +54,6 @@ def test_a_path_through_another_submesh_is_no_cycle():
         e = one: d + 1.0
         results: e
     """) == [["one", "sin"], ["two", "mul"], ["one"]]
-    )
 
 
 @pytest.mark.parametrize(

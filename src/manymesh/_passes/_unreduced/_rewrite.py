@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ... import _compat
 from ..._compat import Atom, Eqn, Var
@@ -46,6 +46,11 @@ class _Over:
     def count(self) -> int:
         """Number of parts."""
         return math.prod(self.mesh.shape[a] for a in self.axes)
+
+    @property
+    def key(self) -> tuple[AbstractMesh, tuple[str, ...]]:
+        """What an equation over these axes says: submeshes of one shape share it."""
+        return self.mesh.abstract_mesh, self.axes
 
     def spec(self, *rest: Entry) -> PartitionSpec:
         """Unreduced over the axes, and the other dimensions as given."""
@@ -109,7 +114,7 @@ def rewrite(flat: FlatProgram, index: int, seen: Analysis, plans: Sequence[Unred
     for p in plans:
         assert starts_at_zero(p.carry.init, flat.index.producer), "sums over microbatches start at zero"
         shape, dtype = shape_and_dtype(p.carry.inner)
-        key = (over[p.carry], shape, dtype)
+        key = (over[p.carry].key, shape, dtype)
         start, (init,) = worker.traced(
             ("start", *key), partial(_zeros, over[p.carry].count, shape, dtype), [], layout_follows_loop=True
         )
@@ -200,8 +205,10 @@ class _Rewriter:
             self.mesh[frame, i] = mesh
             spec = [None if d in dims else PartitionSpec.UNCONSTRAINED for d in range(len(shape_of(v)))]
             sharding = NamedSharding(mesh.abstract_mesh, PartitionSpec(*spec))
-            eqns, (self.whole[frame, v],) = trace_eqns(partial(lax.with_sharding_constraint, shardings=sharding), [v])
-            made += eqns
+            key = ("gather", sharding, *shape_and_dtype(v))
+            gather = partial(lax.with_sharding_constraint, shardings=sharding)
+            nodes, (self.whole[frame, v],) = self.traced(key, gather, [v])
+            made += [n.eqn for n in nodes]
         return made
 
     def _equation(self, frame: Frame, i: int) -> list[Eqn]:
@@ -244,7 +251,7 @@ class _Rewriter:
             sum_own_rows, mesh=over.mesh.abstract_mesh, in_specs=specs, out_specs=over.spec(),
             axis_names=set(over.axes), check_vma=False,
         )  # fmt: skip
-        return self.traced(("sum", over, specs, _key(eqn)), parts, eqn.invars)
+        return self.traced(("sum", over.key, specs, _key(eqn)), parts, eqn.invars)
 
     def _linear(self, frame: Frame, i: int, over: _Over) -> tuple[list[Node], list[Any]]:
         """A linear equation, applied to each part."""
@@ -267,7 +274,7 @@ class _Rewriter:
             fun = lambda x: over.constrained(x, *rest)  # noqa: E731
         elif eqn.primitive.name == "manymesh_constraint":
             fun = lambda x: constraint_p.bind(x, names=(over.axes, *eqn.params["names"]))  # noqa: E731
-        return self.traced(("linear", over, tuple(axes), tuple(whole), _key(eqn)), fun, operands)
+        return self.traced(("linear", over.key, tuple(axes), tuple(whole), _key(eqn)), fun, operands)
 
     def _is_parts(self, frame: Frame, v: Atom) -> bool:
         return _compat.is_var(v) and (frame, v) in self.over
@@ -294,13 +301,15 @@ class _Rewriter:
             if self._is_parts(frame, operands[k]):
                 operands[k] = self.new[frame, operands[k]]
             else:
-                made, (operands[k],) = trace_eqns(self.over[child, v].spread, [operands[k]])
-                before += made
+                over = self.over[child, v]
+                key = ("spread", over.key, *shape_and_dtype(operands[k]))
+                nodes, (operands[k],) = self.traced(key, over.spread, [operands[k]])
+                before += [n.eqn for n in nodes]
             self.new[child, v] = _compat.new_var(operands[k].aval)
         eqns = [e for new in self.body(child) for e in new]
-        key = next(k for k in ("jaxpr", "call_jaxpr") if _compat.is_jaxpr(eqn.params.get(k)))
+        name = next(k for k in ("jaxpr", "call_jaxpr") if _compat.is_jaxpr(eqn.params.get(k)))
         body = _compat.with_body(
-            eqn.params[key],
+            eqn.params[name],
             [self.new.get((child, v), v) for v in child.invars],
             [self.new.get((child, v), v) if _compat.is_var(v) else v for v in child.outvars],
             eqns,
@@ -320,7 +329,7 @@ class _Rewriter:
                 outs.append(_compat.new_var(_compat.stacked(aval, scan.length)))
                 made, (self.new[frame, out],) = trace_eqns(lambda x: jnp.swapaxes(x, 0, 1), [outs[-1]])
                 after += made
-        return [*before, eqn.replace(invars=operands, outvars=outs, params={**eqn.params, key: body}), *after]
+        return [*before, eqn.replace(invars=operands, outvars=outs, params={**eqn.params, name: body}), *after]
 
 
 def _key(eqn: Eqn) -> Key:
