@@ -26,7 +26,7 @@ class Cluster:
       submesh: where it runs; None for a loop seen from outside.
       phase: 0 forward, 1 backward, 2 weight gradients.
       task: mark of the task it was seeded by, or None.
-      deferred: only prepares what a loop takes in, in the layout that the loop wants.
+      layout_follows_loop: only prepares what a loop takes in, in the layout that the loop wants.
       unstacks: only takes stacked values apart.
       nodes: its equations, unordered until the fragment is made.
       loop: for a loop seen from outside, its index.
@@ -35,7 +35,7 @@ class Cluster:
     submesh: int | None
     phase: int = 0
     task: str | None = None
-    deferred: bool = False
+    layout_follows_loop: bool = False
     unstacks: bool = False
     nodes: list[Node] = field(default_factory=list)
     loop: int | None = None
@@ -59,7 +59,7 @@ def cluster(flat: FlatProgram, scope: int | None) -> tuple[list[Cluster], dict[C
 class _Clusterer:
     def __init__(self, flat: FlatProgram, scope: int | None) -> None:
         assert flat.placement is not None, "only what is placed is clustered"
-        self.flat, self.where, self.index, self.scope = flat, flat.placement, flat.index, scope
+        self.flat, self.placement, self.index, self.scope = flat, flat.placement, flat.index, scope
         self.of: dict[tuple[Node, int], Cluster] = {}
         self.position = flat.index.position
         self.nodes = flat.index.bodies[scope]
@@ -85,7 +85,7 @@ class _Clusterer:
             self.loop_of_result = {v: self.loop_clusters[i] for v, i in self.index.made_by_loop.items()}
         read = {v for n in self.nodes for v in n.inputs}
         phases: dict[Var, int] = {}
-        deferred: dict[tuple[int, int], Cluster] = {}
+        starts: dict[tuple[int, int], Cluster] = {}
         target = self.index.enters_loop
         for n in self.nodes:
             phase = max([n.phase, *(phases.get(v, 0) for v in n.inputs)])
@@ -97,10 +97,10 @@ class _Clusterer:
                 and None not in goes_to
                 and not any(v in read for v in n.outputs)
             )
-            for s in self.where.node[n]:
+            for s in self.placement.node[n]:
                 if only_loop:
                     key = (s, next(iter(goes_to)) or 0)
-                    c = deferred.setdefault(key, Cluster(s, deferred=True))
+                    c = starts.setdefault(key, Cluster(s, layout_follows_loop=True))
                 else:
                     c = Cluster(s, phase, n.task, unstacks=n.unstacks and not n.layout_follows_loop)
                 c.nodes.append(n)
@@ -111,9 +111,14 @@ class _Clusterer:
         readers: dict[tuple[Var, int], set[Cluster]] = defaultdict(set)
         elsewhere = self._read_by_loops() if self.scope is None else set()
         for n in reversed(self.nodes):
-            for s in self.where.node[n]:
+            for s in self.placement.node[n]:
                 c = self.of[n, s]
-                if c.task is None and not c.deferred and not c.unstacks and not any(v in elsewhere for v in n.outputs):
+                if (
+                    c.task is None
+                    and not c.layout_follows_loop
+                    and not c.unstacks
+                    and not any(v in elsewhere for v in n.outputs)
+                ):
                     found = set().union(*(readers[v, s] for v in n.outputs))
                     remote = any(t != s for v in n.outputs for t in self._remote_readers(v, s, readers))
                     if len(found) == 1 and not remote:
@@ -121,10 +126,10 @@ class _Clusterer:
                         if (
                             r.submesh == s
                             and r.phase == c.phase
-                            and not r.deferred
+                            and not r.layout_follows_loop
                             and not r.unstacks
-                            or r.deferred
-                            and len(self.where.node[n]) == 1
+                            or r.layout_follows_loop
+                            and len(self.placement.node[n]) == 1
                         ):
                             r.nodes += c.nodes
                             c = r
@@ -134,10 +139,10 @@ class _Clusterer:
 
     def _remote_readers(self, v: Var, s: int, readers: Mapping[tuple[Var, int], set[Cluster]]) -> list[int]:
         """Submeshes that get the value from here."""
-        if self.where.home.get(v) != s:
+        if self.placement.home.get(v) != s:
             return []
-        made_at = self.where.node[self.producer[v]]
-        return [t for t in range(len(self.where.submeshes)) if t != s and t not in made_at and readers.get((v, t))]
+        made_at = self.placement.node[self.producer[v]]
+        return [t for t in range(len(self.placement.submeshes)) if t != s and t not in made_at and readers.get((v, t))]
 
     def _read_by_loops(self) -> set[Var]:
         return {v for n in self.flat.nodes if n.loop is not None for v in n.inputs} | self.index.enters_loop.keys()
@@ -147,27 +152,27 @@ class _Clusterer:
         n = self.producer.get(v)
         if n is None:
             return self.loop_of_result.get(v)
-        return self.of.get((n, s)) or self.of[n, self.where.home[v]]
+        return self.of.get((n, s)) or self.of[n, self.placement.home[v]]
 
     def _build_edges(self) -> None:
         for n in self.nodes:
-            for s in self.where.node[n]:
+            for s in self.placement.node[n]:
                 c = self.of[n, s]
                 for v in n.inputs:
                     self._edge(self._source(v, s), c)
         for c in self.loop_clusters:
             assert c.loop is not None, "a loop cluster stands for a loop"
             for n in self.index.bodies[c.loop]:
-                for s in self.where.node[n]:
+                for s in self.placement.node[n]:
                     for v in n.inputs:
                         self._edge(self._source(v, s), c)
             loop = self.flat.loops[c.loop]
             for k in loop.carries:
                 if _compat.is_var(k.init):
-                    self._edge(self._source(k.init, self.where.home[k.inner]), c)
+                    self._edge(self._source(k.init, self.placement.home[k.inner]), c)
             for v in (v for p in loop.xs for v in p.outer if _compat.is_var(v)):
                 maker = self.producer.get(v)
-                for s in self.where.node[maker] if maker is not None else ():
+                for s in self.placement.node[maker] if maker is not None else ():
                     self._edge(self._source(v, s), c)
                 if maker is None and v in self.loop_of_result:
                     self._edge(self.loop_of_result[v], c)
@@ -195,7 +200,7 @@ class _Clusterer:
     def _join_feeders(self) -> None:
         """An unmarked cluster that one task alone feeds joins it (a loss, a gradient's accumulator)."""
         for c in self._sorted():
-            if c.task is not None or c.deferred or c.unstacks or c.loop is not None:
+            if c.task is not None or c.layout_follows_loop or c.unstacks or c.loop is not None:
                 continue
             feeders = self.preds[c]
             if len(feeders) == 1:
@@ -213,7 +218,7 @@ class _Clusterer:
         groups: dict[Hashable, list[Cluster]] = defaultdict(list)
         for c in self._sorted():
             level[c] = max((level[p] + (0 if _alike(p, c) else 1) for p in self.preds[c]), default=0)
-            if c.task is None and c.loop is None and not c.deferred:
+            if c.task is None and c.loop is None and not c.layout_follows_loop:
                 groups[c.submesh, c.phase, c.unstacks, level[c]].append(c)
         for group in groups.values():
             for c in group[1:]:
@@ -229,13 +234,13 @@ class _Clusterer:
             changed = False
             order = {c: i for i, c in enumerate(self._sorted())}
             for c in order:
-                if c.task is None and not c.deferred and not c.unstacks and c.loop is None:
-                    t = self._task_beside(c, order)
+                if c.task is None and not c.layout_follows_loop and not c.unstacks and c.loop is None:
+                    t = self._neighbouring_task(c, order)
                     if t is not None:
                         self._merge(t, c)
                         changed = True
 
-    def _task_beside(self, c: Cluster, order: dict[Cluster, int]) -> Cluster | None:
+    def _neighbouring_task(self, c: Cluster, order: dict[Cluster, int]) -> Cluster | None:
         near = [t for t in (*self.preds[c], *self.succs[c]) if t.task is not None]
         near = [t for t in near if t.submesh == c.submesh and t.phase == c.phase]
         near.sort(key=lambda t: (t not in self.preds[c], -order[t]))
@@ -281,5 +286,5 @@ class _Clusterer:
 def _alike(a: Cluster, b: Cluster) -> bool:
     return (
         a.task is None and b.task is None and a.loop is None and b.loop is None and a.submesh == b.submesh
-        and a.phase == b.phase and not a.deferred and not b.deferred and a.unstacks == b.unstacks
+        and a.phase == b.phase and not a.layout_follows_loop and not b.layout_follows_loop and a.unstacks == b.unstacks
     )  # fmt: skip

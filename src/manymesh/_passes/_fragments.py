@@ -24,9 +24,9 @@ def cut(flat: FlatProgram) -> Program:
 class _Builder:
     def __init__(self, flat: FlatProgram) -> None:
         assert flat.placement is not None, "only what is placed can be cut"
-        self.flat, self.where, self.index = flat, flat.placement, flat.index
+        self.flat, self.placement, self.index = flat, flat.placement, flat.index
         self.fragments: list[Fragment] = []
-        self.made_at = {v: set(self.where.node[n]) for n in flat.nodes for v in n.outputs}
+        self.made_at = {v: set(self.placement.node[n]) for n in flat.nodes for v in n.outputs}
         self.names: Counter[str] = Counter()
         self.read_by: dict[Var, set[tuple[Cluster, int]]] = {}  # variable -> the clusters that read it, and where
         self.read_in_loops: dict[Var, set[int]] = {}  # variable -> submeshes that read it in a loop by another name
@@ -47,16 +47,16 @@ class _Builder:
                 order.append(-1 - c.loop)
             else:
                 order.append(self._fragment(c, None, None, "after" if plans else "before").index)
-        outputs = tuple((v, self.where.home.get(v, 0) if _compat.is_var(v) else 0) for v in self.flat.outvars)
+        outputs = tuple((v, self.placement.home.get(v, 0) if _compat.is_var(v) else 0) for v in self.flat.outvars)
         return Program(
-            self.where.submeshes,
+            self.placement.submeshes,
             tuple(self.fragments),
             tuple(order),
             tuple(plans[i] for i in range(len(plans))),
             tuple(self._edges()),
             self.flat.invars,
             outputs,
-            dict(self.where.home),
+            dict(self.placement.home),
             self._arrivals(),
             tuple(self.flat.consts.values()),
             self._unmarked(),
@@ -65,7 +65,7 @@ class _Builder:
 
     def _find_readers(self, of: Mapping[tuple[Node, int | None], Cluster]) -> None:
         for n in self.flat.nodes:
-            for s in self.where.node[n]:
+            for s in self.placement.node[n]:
                 reader = of[n, s], s
                 for v in n.inputs:
                     self.read_by.setdefault(v, set()).add(reader)
@@ -102,14 +102,14 @@ class _Builder:
             name = f"{name}_{self.names[name]}"
         fragment = Fragment(
             len(self.fragments), name, c.submesh, loop, _KINDS[c.phase], stage,
-            _compat.new_jaxpr(invars, outvars, [n.eqn for n in nodes]), tasks, c.deferred,
+            _compat.new_jaxpr(invars, outvars, [n.eqn for n in nodes]), tasks, c.layout_follows_loop,
         )  # fmt: skip
         self.fragments.append(fragment)
         return fragment
 
     def _leaves(self, v: Var, c: Cluster) -> bool:
         """Whether somebody outside the cluster reads this copy of the value."""
-        of_record = self.where.home.get(v) == c.submesh
+        of_record = self.placement.home.get(v) == c.submesh
         if of_record and v in self.kept:
             return True
         for reader, s in self.read_by.get(v, ()):
@@ -124,7 +124,7 @@ class _Builder:
     def _edges(self) -> list[Edge]:
         edges = []
         for v in dict.fromkeys([*self.made_at, *self.index.made_by_loop]):
-            source = self.where.home[v]
+            source = self.placement.home[v]
             for target in sorted(self._needed_at(v) - self.made_at.get(v, {source})):
                 edges.append(Edge(v, source, target, self.index.scope.get(v), nbytes(v.aval)))
         return edges
@@ -135,7 +135,7 @@ class _Builder:
         for v in self.flat.invars:
             needed = self._needed_at(v)
             if v in self.index.results or not needed:
-                needed = needed | {self.where.home[v]}
+                needed = needed | {self.placement.home[v]}
             arrivals[v] = tuple(sorted(needed))
         return arrivals
 
@@ -143,6 +143,6 @@ class _Builder:
         counts: Counter[tuple[str, int, str]] = Counter()
         for n in self.flat.nodes:
             if n.task is None:
-                for s in self.where.node[n]:
-                    counts[n.primitive, s, self.where.reason.get(n, "loop input")] += 1
+                for s in self.placement.node[n]:
+                    counts[n.primitive, s, self.placement.reason.get(n, "loop input")] += 1
         return tuple((*k, c) for k, c in counts.items())

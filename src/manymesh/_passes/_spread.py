@@ -39,10 +39,10 @@ def spread_conditionals(flat: FlatProgram) -> FlatProgram:
 
 def _spans(node: Node, flat: FlatProgram) -> bool:
     """Whether values that are worth a thought come from, or go to, more than one submesh."""
-    where, readers = flat.placement, flat.index.readers
-    assert where is not None, "conditionals are opened by where their values are"
-    places = {where.home[v] for v in node.inputs if nbytes(v.aval) > SMALL and v in where.home}
+    placement, readers = flat.placement, flat.index.readers
+    assert placement is not None, "conditionals are opened by where their values are"
+    places = {placement.home[v] for v in node.inputs if nbytes(v.aval) > SMALL and v in placement.home}
     for v in node.outputs:
         if nbytes(v.aval) > SMALL:
-            places.update(s for n in readers.get(v, ()) for s in where.node[n])
+            places.update(s for n in readers.get(v, ()) for s in placement.node[n])
     return len(places) > 1

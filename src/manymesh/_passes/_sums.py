@@ -30,11 +30,11 @@ _ADDS = ("add", "add_any")
 def regroup_sums(flat: FlatProgram) -> FlatProgram:
     """Rewrites every chain of additions whose terms lie on several submeshes. Needs the placement."""
     assert flat.placement is not None, "sums are regrouped by where their terms are"
-    where = flat.placement
+    placement = flat.placement
     edit = Editor(flat)
     for i in range(len(flat.loops)):
-        _split_accumulators(flat, edit, i, where)
-    return _regroup_chains(edit.result(), where)
+        _split_accumulators(flat, edit, i, placement)
+    return _regroup_chains(edit.result(), placement)
 
 
 def _is_add(node: Node | None) -> bool:
@@ -65,7 +65,7 @@ def _terms(
     return terms, nodes
 
 
-def _split_accumulators(flat: FlatProgram, edit: Editor, loop: int, where: Placement) -> None:
+def _split_accumulators(flat: FlatProgram, edit: Editor, loop: int, placement: Placement) -> None:
     """Gives every submesh that adds to an accumulator one of its own; their sum is taken after the loop."""
     index = flat.index
     for carry in flat.loops[loop].carries:
@@ -74,7 +74,7 @@ def _split_accumulators(flat: FlatProgram, edit: Editor, loop: int, where: Place
         terms, nodes = _terms(carry.out, index.producer, index.uses, loop)
         if carry.inner not in terms:
             continue
-        groups = _by_submesh([t for t in terms if t is not carry.inner], where)
+        groups = _by_submesh([t for t in terms if t is not carry.inner], placement)
         if len(groups) < 2:
             continue
         inside: list[Node] = []
@@ -102,7 +102,7 @@ def _zeros(edit: Editor, like: Var) -> Var:
     return new
 
 
-def _regroup_chains(flat: FlatProgram, where: Placement) -> FlatProgram:
+def _regroup_chains(flat: FlatProgram, placement: Placement) -> FlatProgram:
     """Adds up on each submesh first, wherever a sum's terms lie on several."""
     producer, uses = flat.index.producer, flat.index.uses
     done: set[Node] = set()
@@ -113,8 +113,8 @@ def _regroup_chains(flat: FlatProgram, where: Placement) -> FlatProgram:
         (result,) = root.outputs
         terms, nodes = _terms(result, producer, uses, root.loop)
         done.update(nodes)
-        groups = _by_submesh(terms, where)
-        if len(nodes) < 2 or len(groups) < 2 or all(len(g) == 1 for g in groups) or _is_grouped(nodes, where):
+        groups = _by_submesh(terms, placement)
+        if len(nodes) < 2 or len(groups) < 2 or all(len(g) == 1 for g in groups) or _is_grouped(nodes, placement):
             continue
         made: list[Node] = []
         subtotals = []
@@ -131,10 +131,12 @@ def _regroup_chains(flat: FlatProgram, where: Placement) -> FlatProgram:
     return replace(flat, nodes=nodes_where(flat.nodes, replaced), placement=None)
 
 
-def _is_grouped(nodes: Sequence[Node], where: Placement) -> bool:
+def _is_grouped(nodes: Sequence[Node], placement: Placement) -> bool:
     """Whether the sum already adds up locally: at most (submeshes - 1) additions read from elsewhere."""
-    crossing = sum(any(v in where.home and where.home[v] not in where.node.get(n, ()) for v in n.inputs) for n in nodes)
-    places = {where.home[v] for n in nodes for v in n.inputs if v in where.home}
+    crossing = sum(
+        any(v in placement.home and placement.home[v] not in placement.node.get(n, ()) for v in n.inputs) for n in nodes
+    )
+    places = {placement.home[v] for n in nodes for v in n.inputs if v in placement.home}
     return crossing <= max(len(places) - 1, 0)
 
 
@@ -146,8 +148,8 @@ def _sum(xs: tuple[Any, ...]) -> jax.Array:
     return new
 
 
-def _by_submesh(terms: Sequence[Var], where: Placement) -> list[list[Var]]:
+def _by_submesh(terms: Sequence[Var], placement: Placement) -> list[list[Var]]:
     groups: dict[int, list[Var]] = defaultdict(list)
     for t in terms:
-        groups[where.home.get(t, -1)].append(t)
+        groups[placement.home.get(t, -1)].append(t)
     return [groups[k] for k in sorted(groups)]

@@ -132,15 +132,19 @@ def _alike(a: Atom, b: Atom) -> bool:
 
 def _check_placement(flat: FlatProgram) -> None:
     """A placement, where there is one, is that of these nodes."""
-    where = flat.placement
-    if where is None:
+    placement = flat.placement
+    if placement is None:
         return
-    count = len(where.submeshes)
+    count = len(placement.submeshes)
     for n in flat.nodes:
-        assert where.node.get(n), f"{n.task or n.primitive} is placed nowhere: the placement is that of another program"
-        assert all(0 <= s < count for s in where.node[n]), f"{n.task or n.primitive} is on a submesh that is not there"
+        assert placement.node.get(n), (
+            f"{n.task or n.primitive} is placed nowhere: the placement is that of another program"
+        )
+        assert all(0 <= s < count for s in placement.node[n]), (
+            f"{n.task or n.primitive} is on a submesh that is not there"
+        )
         mesh = flat.submesh_of(n)
-        there = [where.submeshes[s] for s in where.node[n]]
+        there = [placement.submeshes[s] for s in placement.node[n]]
         assert mesh is None or there == [mesh], f"{n.task or n.primitive} is not where it has to be"
     for v in (*flat.invars, *(v for n in flat.nodes for v in n.outputs), *flat.index.made_by_loop):
-        assert v in where.home, f"{short(v)} has no home"
+        assert v in placement.home, f"{short(v)} has no home"

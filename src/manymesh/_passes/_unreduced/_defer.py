@@ -71,7 +71,13 @@ def leave_unreduced(flat: FlatProgram) -> FlatProgram:
 class _Planner:
     def __init__(self, flat: FlatProgram, index: int, seen: Analysis) -> None:
         assert flat.placement is not None, "checked before"
-        self.flat, self.index, self.loop, self.where, self.seen = flat, index, flat.loops[index], flat.placement, seen
+        self.flat, self.index, self.loop, self.placement, self.seen = (
+            flat,
+            index,
+            flat.loops[index],
+            flat.placement,
+            seen,
+        )
         self.body = flat.index.bodies[index]
         self.carried = {c.inner: c for c in self.loop.carries}
         self.made_by = flat.index.producer
@@ -101,7 +107,7 @@ class _Planner:
         top = self.seen.top
         if carry.out not in top.producer:
             raise _Refused
-        plan = Unreduced(carry, self.where.home[carry.out])
+        plan = Unreduced(carry, self.placement.home[carry.out])
         todo: list[Value] = [(top, carry.out)]
         while todo:
             frame, v = todo.pop()
@@ -125,7 +131,7 @@ class _Planner:
         )
         if not own:
             return "its terms are sharded over different axes"
-        count = math.prod(self.where.submeshes[plan.submesh].shape[a] for a in own)
+        count = math.prod(self.placement.submeshes[plan.submesh].shape[a] for a in own)
         return f"it is sharded over {_names(own)} itself (fsdp), and parts would take {count} times its memory"
 
     def _step(self, plan: Unreduced, frame: Frame, v: Atom) -> list[Value]:
@@ -141,7 +147,7 @@ class _Planner:
             raise _Refused
         eqn, s = frame.eqns[i], plan.submesh
         name = eqn.primitive.name
-        if frame.up is None and s not in self.where.node[self.seen.nodes[i]]:
+        if frame.up is None and s not in self.placement.node[self.seen.nodes[i]]:
             raise _Refused("it crosses between submeshes on its way to the accumulator")
         if i in frame.inner:
             return self._into(plan, frame, i, v)
@@ -149,7 +155,7 @@ class _Planner:
             plan.sums[frame, i] = self._sum(plan, frame, i)
             return []
         if name in ("sharding_constraint", "manymesh_constraint"):
-            mesh = self.where.submeshes[s]
+            mesh = self.placement.submeshes[s]
             for entry in constraint_entries(eqn, mesh):
                 axes = entry if isinstance(entry, tuple) else (entry,)
                 plan.blocked |= {a for a in axes if isinstance(a, str) and mesh.shape.get(a, 1) > 1}

@@ -100,13 +100,13 @@ class Analysis:
     """The dims of everything in a loop's body."""
 
     def __init__(self, flat: FlatProgram, index: int) -> None:
-        where, loop = flat.placement, flat.loops[index]
-        assert where is not None, "which axes shard a value depends on its submesh"
-        self.meshes: Sequence[Mesh] = where.submeshes
+        placement, loop = flat.placement, flat.loops[index]
+        assert placement is not None, "which axes shard a value depends on its submesh"
+        self.meshes: Sequence[Mesh] = placement.submeshes
         self.nodes = flat.index.bodies[index]
         self._axes: dict[tuple[Dim, int, int], tuple[str, ...]] = {}
         self._constraints: list[tuple[tuple[Dim, ...], tuple[Entry, ...], int]] = []
-        self.top = Frame([n.eqn for n in self.nodes], submesh=[where.node[n][0] for n in self.nodes])
+        self.top = Frame([n.eqn for n in self.nodes], submesh=[placement.node[n][0] for n in self.nodes])
         for pieces in loop.xs:
             rank = len(shape_of(pieces.inner))
             if rank:

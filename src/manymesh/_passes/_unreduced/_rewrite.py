@@ -97,7 +97,9 @@ class Unreduced:
     gathered: dict[Value, set[int]] = field(default_factory=lambda: defaultdict(set))
 
 
-def rewrite(flat: FlatProgram, index: int, seen: Analysis, plans: Sequence[Unreduced], where: Placement) -> FlatProgram:
+def rewrite(
+    flat: FlatProgram, index: int, seen: Analysis, plans: Sequence[Unreduced], placement: Placement
+) -> FlatProgram:
     """Makes the accumulators of ``plans`` stay unreduced, and adds their terms up after the loop.
 
     Args:
@@ -105,9 +107,9 @@ def rewrite(flat: FlatProgram, index: int, seen: Analysis, plans: Sequence[Unred
       index: the loop.
       seen: the dimensions in its body, as it is before.
       plans: the accumulators, which agree on the values that they share.
-      where: where everything is.
+      placement: where everything is.
     """
-    over = {p.carry: _Over(where.submeshes[p.submesh], p.axes) for p in plans}
+    over = {p.carry: _Over(placement.submeshes[p.submesh], p.axes) for p in plans}
     worker = _Rewriter(plans, over)
     edit = Editor(flat)
     changed: dict[Carry, Carry] = {}
