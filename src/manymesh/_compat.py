@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -40,7 +40,9 @@ Eqn = jex.JaxprEqn
 Jaxpr = jex.Jaxpr
 ClosedJaxpr = jex.ClosedJaxpr
 DropVar = jex.DropVar
-Atom = Any  # a `Var`, a `Literal` or a `DropVar`; JAX has no type for it
+Atom = Var | Literal  # what an equation reads
+AbstractJaxpr = Jaxpr | ClosedJaxpr  # 0.12 has one class for both
+AbstractValue = jax.core.AbstractValue
 ConcreteArray = ArrayImpl  # the class of every array that is there, but for typed random keys
 
 P = ParamSpec("P")
@@ -112,13 +114,14 @@ def _plain_debug_info() -> Any:
 
 def shape(atom: Atom) -> tuple[int, ...]:
     """The shape of a variable or literal."""
-    found: tuple[int, ...] = atom.aval.shape
-    return found
+    aval: Any = atom.aval
+    return tuple(aval.shape)
 
 
 def dtype(atom: Atom) -> Any:
     """The dtype of a variable or literal."""
-    return atom.aval.dtype
+    aval: Any = atom.aval
+    return aval.dtype
 
 
 def new_var(aval: Any) -> Var:
@@ -126,7 +129,7 @@ def new_var(aval: Any) -> Var:
     return Var(aval)
 
 
-def is_var(atom: Any) -> bool:
+def is_var(atom: object) -> TypeGuard[Var]:
     """Whether an atom is a variable that is used (not a literal, not dropped)."""
     return isinstance(atom, Var) and not isinstance(atom, DropVar)
 
@@ -223,7 +226,7 @@ def without_consts(closed: ClosedJaxpr) -> Jaxpr:
     return inner
 
 
-def is_jaxpr(value: Any) -> bool:
+def is_jaxpr(value: object) -> TypeGuard[AbstractJaxpr]:
     """Whether a value is a jaxpr, open or closed."""
     return isinstance(value, (Jaxpr, ClosedJaxpr))
 
@@ -332,7 +335,11 @@ def separate_jit_caches(token: object) -> Iterator[None]:
 
 
 def linear_identity(
-    name: str, lower: Callable[..., Any], batch: Callable[[dict[str, Any], int], dict[str, Any]]
+    name: str,
+    lower: Callable[..., Any],
+    batch: Callable[[dict[str, Any], int], dict[str, Any]],
+    *,
+    keeps_mesh: bool = True,
 ) -> Any:
     """A primitive that is the identity under every transformation and keeps its parameters.
 
@@ -340,6 +347,7 @@ def linear_identity(
       name: name of the primitive.
       lower: ``lower(x, **params)``: what it becomes in an executable.
       batch: the parameters under ``vmap``, from those without and the position of the new dimension.
+      keeps_mesh: whether the result is traced on the mesh of the operand; if not, on none.
     """
     prim = jex.Primitive(name)
 
@@ -347,7 +355,7 @@ def linear_identity(
         return prim.bind(*args, **batch(params, dims[0])), dims[0]
 
     prim.def_impl(lambda x, **_: x)
-    prim.def_abstract_eval(lambda x, **_: x)
+    prim.def_abstract_eval(lambda x, **_: x if keeps_mesh else _without_mesh(x))
     ad.deflinear2(prim, lambda ct, _, **params: [prim.bind(ct, **params)])
     batching.primitive_batchers[prim] = batched
     mlir.register_lowering(prim, mlir.lower_fun(lower, multiple_results=False))
@@ -402,6 +410,10 @@ def jit_is_disabled() -> bool:
 def with_weak_type(x: Any, weak: bool) -> Any:
     """An array of the same dtype whose dtype is weak, as that of a Python number is, or not."""
     return lax_internals._convert_element_type(x, x.dtype, weak_type=weak)
+
+
+def _without_mesh(aval: Any) -> Any:
+    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def abstract(aval: Any) -> jax.ShapeDtypeStruct:

@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding, Sharding
 
 from . import _compat
 from ._errors import ArgumentError
-from ._jaxpr._stacked._boundary import positions
 from ._layout._stacked import StackedValue
 from ._measure import loop_costs, measure
 from ._plan._instructions import Plan
+from ._program._stacked import positions
 from ._report import Memory, Report, make_report
 from ._runtime._bind import bind
 from ._runtime._lower import Lowered

@@ -212,7 +212,8 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         out_leaves, tree = jax.tree.flatten(out)
         static = [_TRACED if is_dynamic(leaf) else leaf for leaf in out_leaves]
         out_tree.append((tree, static))
-        return [leaf for leaf in out_leaves if is_dynamic(leaf)]
+        dynamic = [leaf for leaf in out_leaves if is_dynamic(leaf)]
+        return dynamic if described.mesh is None else [border_p.bind(leaf) for leaf in dynamic]
 
     mark = record.new_mark(described.name or "task")
     record.tasks[mark] = described
@@ -351,6 +352,11 @@ def _surroundings(described: Task, scope: Scope) -> Iterator[None]:
         return
     with enter_scope(scope), jax.sharding.use_abstract_mesh(described.mesh.abstract_mesh), _flax_rules(described):
         yield
+
+
+# The identity at the end of a task. Its result is traced on no mesh: a value that kept the mesh of the task that made
+# it would be brought to the mesh of the task that reads it, and differentiating that fails where the sizes differ.
+border_p = _compat.linear_identity("manymesh_border", lambda x: x, lambda params, dim: params, keeps_mesh=False)
 
 
 def _flax_rules(described: Task) -> contextlib.AbstractContextManager[Any]:

@@ -61,7 +61,7 @@ def test_layers_that_do_not_divide():
     assert warning.filename == __file__
     assert sum(e.nbytes for e in lowered.program.edges if e.nbytes == size) == 3 * size
     assert not lowered.program.stacked_inputs
-    with pytest.raises(mm.errors.MeshError, match="5 layers of args"):
+    with pytest.raises(mm.errors.AxisError, match="5 layers of args"):
         mm.jit(step.fun, strict=True).lower({"w": weights(5)}, batch())
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from manymesh import _compat
-from manymesh._jaxpr._stacked._ties import block_eqn, joins_blocks, put_together, taken_apart, tie_of
+from manymesh._passes._blocks._ties import block_eqn, joins_blocks, put_together, taken_apart, tie_of
 
 COUNT = 2
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 2)), jnp.float32)

@@ -9,8 +9,8 @@ import jax
 
 from .. import _compat
 from .._compat import Var
-from .._jaxpr._stacked._boundary import Stacked, positions
-from .._program import Program
+from .._program._fragments import Program
+from .._program._stacked import Stacked, positions
 from ._arguments import keystr
 
 

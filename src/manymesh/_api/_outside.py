@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from .._jaxpr._stacked._boundary import Stacked, positions
 from .._layout._stacked import Joints, block_shardings, joints_of
-from .._program import Program
+from .._program._fragments import Program
+from .._program._stacked import Stacked, positions
 from ._shardings import arrival, committed
 
 

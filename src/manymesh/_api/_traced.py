@@ -14,7 +14,7 @@ from .. import _compat
 from .._errors import AxisError, MeshError
 from .._layout._names import resolve_constraints
 from .._mark import Recording
-from .._partition._build import build
+from .._passes._build import build
 from .._plan._emit import emit
 from .._program import Program
 from .._topology import auto_mesh

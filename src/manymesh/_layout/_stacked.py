@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from .. import _compat
 from .._compat import Var
-from .._jaxpr._stacked._boundary import Joint, Stacked, joint, spec_of_blocks
-from .._program import Program
+from .._program._fragments import Program
+from .._program._stacked import Joint, Stacked, joint, spec_of_blocks
 from ._layout import Layout
 
 Joints = Mapping[tuple[Mesh, ...], Joint]

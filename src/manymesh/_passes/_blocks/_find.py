@@ -1,0 +1,255 @@
+"""Which values of a program lie in blocks on several submeshes.
+
+It begins with what a scan over layers takes apart, where tasks of several submeshes read the layers in equal contiguous
+blocks, and with what it puts together of their results. From there it spreads in both directions over every equation
+that can be computed block by block: to casts of the weights, to the optimizer's arithmetic, and from that back to its
+moments and to whatever else is an argument of the step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from ... import _compat
+from ..._compat import Var
+from ..._program._flat import FlatProgram
+from ..._program._nodes import Loop, Node, nbytes
+from ..._task import mesh_devices
+from ._ties import Tie, joins_blocks, taken_apart, tie_of
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a value is cut: into equal blocks along a dimension, one on each submesh."""
+
+    submeshes: tuple[Mesh, ...]
+    dim: int
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """An input whose layers are read on several submeshes, but in no equal blocks.
+
+    Attributes:
+      var: the input.
+      layers: how many layers it has.
+      submeshes: the submeshes that read them, in order of the layers.
+      away: bytes of the layers that are not on the submesh with most of them.
+    """
+
+    var: Var
+    layers: int
+    submeshes: tuple[Mesh, ...]
+    away: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies in blocks, what does not though its layers do, and the conditionals that are in the way."""
+
+    split: Mapping[Var, Split]
+    uneven: tuple[Uneven, ...]
+    conditionals: tuple[Node, ...]
+
+
+def find_split(flat: FlatProgram, free: Callable[[Var, Split], bool]) -> Found:
+    """Finds what lies in blocks.
+
+    Args:
+      flat: the program.
+      free: whether a value may lie like this. What the caller wants elsewhere may not.
+    """
+    return _Finder(flat, free).run()
+
+
+def tie_at(node: Node, position: int, split: Split) -> Tie | None:
+    """How a node can be computed in the blocks of one of its operands or results (``~position``)."""
+    if node.task is not None or node.colocated_with is not None or node.mesh is not None:
+        return None
+    return tie_of(node.eqn, position, split.dim, len(split.submeshes))
+
+
+class _Finder:
+    def __init__(self, flat: FlatProgram, free: Callable[[Var, Split], bool]) -> None:
+        self.flat, self.free = flat, free
+        self.producer, self.readers = flat.index.producer, flat.index.readers
+        self.inputs = set(flat.invars)
+        self.forward, self.back = _through_loops(flat.loops)
+        self.groups = _groups(flat.loops)
+        self.split: dict[Var, Split] = {}
+        self.queue: deque[Var] = deque()
+        self.conditionals: dict[Node, None] = {}
+        self.uneven: dict[Var, Uneven] = {}
+
+    def run(self) -> Found:
+        for v, split in self._seeds():
+            self._mark(v, split)
+            while self.queue:
+                self._spread(self.queue.popleft())
+        return Found(self.split, tuple(self.uneven.values()), tuple(self.conditionals))
+
+    # --- where it begins ------------------------------------------------------------------------------
+
+    def _seeds(self) -> list[tuple[Var, Split]]:
+        parts: dict[tuple[Var, int], list[tuple[int, int, Mesh | None]]] = defaultdict(list)
+        for n in self.flat.nodes:
+            taken = taken_apart(n.eqn) if n.task is None and n.inputs else None
+            if taken is not None:
+                for v, (a, b) in zip(n.eqn.outvars, taken.ranges, strict=True):
+                    if _compat.is_var(v):
+                        parts[n.inputs[0], taken.dim].append((a, b, self._mesh_of(v, self._next)))
+        for v, column in self.flat.stacked.items():
+            if v in self.producer or v in self.back:
+                made = [self._mesh_of(x, self._before) if _compat.is_var(x) else None for x in column]
+                parts[v, 0] += [(i, i + 1, mesh) for i, mesh in enumerate(made)]
+        seeds = []
+        for (v, d), cuts in parts.items():
+            known = sorted(((a, b, m) for a, b, m in cuts if m is not None), key=lambda cut: cut[:2])
+            submeshes = tuple(dict.fromkeys(m for *_, m in known))
+            if len(submeshes) < 2:
+                continue
+            split = Split(submeshes, d)
+            if _in_equal_blocks(known, _compat.shape(v)[d], submeshes):
+                seeds.append((v, split))
+            else:
+                self._note_uneven(v, d, known, submeshes)
+        return seeds
+
+    def _note_uneven(self, v: Var, d: int, known: Sequence[tuple[int, int, Mesh]], submeshes: tuple[Mesh, ...]) -> None:
+        """An input, also one that is cast before it is taken apart."""
+        root = v
+        while root in self.producer and self.producer[root].task is None and len(self.producer[root].inputs) == 1:
+            (root,) = self.producer[root].inputs
+        if root not in self.inputs or root in self.uneven:
+            return
+        size = nbytes(root.aval) // max(_compat.shape(v)[d], 1)
+        held: dict[Mesh, int] = defaultdict(int)
+        for a, b, m in dict.fromkeys(known):
+            held[m] += (b - a) * size
+        away = sum(held.values()) - max(held.values())
+        self.uneven[root] = Uneven(root, _compat.shape(v)[d], submeshes, away)
+
+    def _mesh_of(self, v: Var, step: Callable[[Var], tuple[list[Node], list[Var]]]) -> Mesh | None:
+        """The submesh of the nearest tasks that read, or make, a value; None if these are none or several."""
+        seen = {v}
+        here = [v]
+        while here:
+            found: set[Mesh] = set()
+            further: list[Var] = []
+            for x in here:
+                nodes, others = step(x)
+                for n in nodes:
+                    mesh = self.flat.tasks[n.task].mesh if n.task is not None else None
+                    if mesh is not None:
+                        found.add(mesh)
+                further += others
+            if found:
+                return found.pop() if len(found) == 1 else None
+            here = [x for x in dict.fromkeys(further) if x not in seen]
+            seen.update(here)
+        return None
+
+    def _next(self, v: Var) -> tuple[list[Node], list[Var]]:
+        nodes = list(self.readers.get(v, ()))
+        return nodes, [x for n in nodes if n.task is None for x in n.outputs] + self.forward.get(v, [])
+
+    def _before(self, v: Var) -> tuple[list[Node], list[Var]]:
+        n = self.producer.get(v)
+        if n is None:
+            return [], self.back.get(v, [])
+        return [n], [] if n.task is not None else list(n.inputs)
+
+    # --- how it spreads -------------------------------------------------------------------------------
+
+    def _mark(self, v: Any, split: Split) -> None:
+        if not _compat.is_var(v) or v in self.split:
+            return
+        members = self.groups.get(v, (v,))  # those of a loop are cut alike, or not at all
+        if all(self._possible(m, split) for m in members):
+            for m in members:
+                self.split[m] = split
+                self.queue.append(m)
+
+    def _possible(self, v: Var, split: Split) -> bool:
+        """Whether a value can be there in blocks, and not only be cut when it is there."""
+        shape = _compat.shape(v)
+        if v in self.split or split.dim >= len(shape) or shape[split.dim] % len(split.submeshes):
+            return False
+        if not self.free(v, split):
+            return False
+        if v in self.inputs:
+            return True
+        n = self.producer.get(v)
+        if n is None:
+            return True  # of a loop; what its body makes decides
+        if n.task is None and n.primitive == "cond":
+            self.conditionals[n] = None
+        if n.task is None and n.mesh is None and joins_blocks(n.eqn, split.dim, len(split.submeshes)) is not None:
+            return True
+        return tie_at(n, ~n.eqn.outvars.index(v), split) is not None
+
+    def _spread(self, v: Var) -> None:
+        split = self.split[v]
+        for n in self.readers.get(v, ()):
+            if n.task is None and n.primitive == "cond":
+                self.conditionals[n] = None
+            for k, x in enumerate(n.eqn.invars):
+                if x is v:
+                    self._along(n, tie_at(n, k, split), split)
+        maker = self.producer.get(v)
+        if maker is not None:
+            self._along(maker, tie_at(maker, ~maker.eqn.outvars.index(v), split), split)
+        for x in (*self.forward.get(v, ()), *self.back.get(v, ())):
+            self._mark(x, split)
+
+    def _along(self, n: Node, tie: Tie | None, split: Split) -> None:
+        if tie is not None:
+            for k, d in tie.operands.items():
+                self._mark(n.eqn.invars[k], Split(split.submeshes, d))
+            for o, d in tie.results.items():
+                self._mark(n.eqn.outvars[o], Split(split.submeshes, d))
+
+
+def _through_loops(loops: Iterable[Loop]) -> tuple[dict[Var, list[Var]], dict[Var, list[Var]]]:
+    """The names under which a value goes on at a loop's border, and those under which it came there."""
+    forward: dict[Var, list[Var]] = defaultdict(list)
+    back: dict[Var, list[Var]] = defaultdict(list)
+    for loop in loops:
+        pairs: list[tuple[Any, Any]] = [(c.init, c.inner) for c in loop.carries] + [
+            (c.out, c.final) for c in loop.carries
+        ]
+        pairs += [(v, p.inner) for p in loop.xs for v in p.outer] + [(p.inner, v) for p in loop.ys for v in p.outer]
+        for a, b in pairs:
+            if _compat.is_var(a):
+                forward[a].append(b)
+                back[b].append(a)
+    return dict(forward), dict(back)
+
+
+def _groups(loops: Iterable[Loop]) -> dict[Var, tuple[Var, ...]]:
+    """Variables of loops that are in blocks together: a carry through its body, what is collected and its copies."""
+    groups: dict[Var, tuple[Var, ...]] = {}
+    for loop in loops:
+        together: list[list[Any]] = [[c.inner, c.out, c.final] for c in loop.carries] + [
+            [p.inner, *p.outer] for p in loop.ys
+        ]
+        for members in together:
+            merged = tuple(dict.fromkeys(m for v in members for m in groups.get(v, (v,))))
+            groups.update(dict.fromkeys(merged, merged))
+    return groups
+
+
+def _in_equal_blocks(known: Sequence[tuple[int, int, Mesh]], length: int, submeshes: tuple[Mesh, ...]) -> bool:
+    """Whether each part is in the block of its submesh, and the submeshes are alike and have no device in common."""
+    count = len(submeshes)
+    shapes = {(m.axis_names, m.devices.shape) for m in submeshes}
+    devices = [d for m in submeshes for d in mesh_devices(m)]
+    if length % count or len(shapes) > 1 or len(set(devices)) < len(devices):
+        return False
+    size = length // count
+    return all(submeshes[a // size] == submeshes[(b - 1) // size] == m for a, b, m in known)

@@ -1,0 +1,128 @@
+"""The pass: what stacked layers are made of stays on the submeshes that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from ... import _compat
+from ..._compat import Var
+from ..._program._flat import FlatProgram, Pins
+from ..._program._stacked import Stacked, positions, spec_of_blocks
+from .._dead import remove_dead
+from .._spread import open_conditionals
+from ._find import Found, Split, Uneven, find_split
+from ._rewrite import Rewriter, Whole
+
+SMALL = 1024  # bytes: what is put together of less is not worth a word
+
+
+def spread_stacks(flat: FlatProgram) -> FlatProgram:
+    """Cuts stacked values into blocks, each on the submesh whose tasks use it, and opens conditionals between them."""
+    found = _find(flat)
+    while found.split and found.conditionals:
+        flat = remove_dead(open_conditionals(flat, found.conditionals))
+        found = _find(flat)
+    names = flat.pins.names
+    findings = _about_uneven(found.uneven, names)
+    if not found.split:
+        return replace(flat, findings=(*flat.findings, *findings)) if findings else flat
+    rewriter = Rewriter(flat, found.split)
+    new = rewriter.run()
+    inputs = flat.invars[len(flat.consts) :]
+    ins = _stacked([found.split.get(v) for v in inputs])
+    outs = _stacked([found.split.get(v) if _compat.is_var(v) else None for v in flat.outvars])
+    return replace(
+        new,
+        pins=_pins(flat, new, ins, outs),
+        findings=(*flat.findings, *findings, *_about_wholes(rewriter.whole.values(), names)),
+        stacked_inputs=ins,
+        stacked_outputs=outs,
+    )
+
+
+def _pins(flat: FlatProgram, new: FlatProgram, ins: tuple[Stacked, ...], outs: tuple[Stacked, ...]) -> Pins:
+    """What is known of places, by the positions that arguments and results have now."""
+    before, inputs = flat.invars[len(flat.consts) :], new.invars[len(new.consts) :]
+    own = dict(zip(before, positions(len(before), ins), strict=True))
+    at = positions(len(flat.outvars), outs)
+    whole_in = {v: mesh for v, mesh in flat.pins.inputs.items() if len(own[v]) == 1}
+    whole_out = {at[o].start: mesh for o, mesh in flat.pins.outputs.items() if len(at[o]) == 1}
+    return Pins(
+        {**whole_in, **{inputs[i]: mesh for s in ins for i, mesh in zip(s.positions, s.submeshes, strict=True)}},
+        {**whole_out, **{o: mesh for s in outs for o, mesh in zip(s.positions, s.submeshes, strict=True)}},
+        # A block's result is where it has to be without being told.
+        tuple((v, at[o].start) for v, o in flat.pins.states if len(own[v]) == len(at[o]) == 1),
+        names={inputs[own[v].start]: name for v, name in flat.pins.names.items() if len(own[v]) == 1},
+    )
+
+
+def _find(flat: FlatProgram) -> Found:
+    pins = flat.pins
+    pinned: dict[Var, list[NamedSharding | None]] = {v: [pins.input_shardings.get(v)] for v in pins.inputs}
+    for o in pins.outputs:
+        v = flat.outvars[o]
+        if _compat.is_var(v):
+            pinned.setdefault(v, []).append(pins.output_shardings.get(o))
+
+    def free(v: Var, split: Split) -> bool:
+        if v in flat.consts or jnp.issubdtype(_compat.dtype(v), jax.dtypes.extended):
+            return False
+        return all(_fits(sharding, v, split) for sharding in pinned.get(v, ()))
+
+    return find_split(flat, free)
+
+
+def _fits(sharding: NamedSharding | None, v: Var, split: Split) -> bool:
+    """Whether a sharding that was asked for gives every submesh its block."""
+    if sharding is None:
+        return False
+    return spec_of_blocks(sharding, _compat.shape(v), split.submeshes, split.dim) is not None
+
+
+def _stacked(splits: Sequence[Split | None]) -> tuple[Stacked, ...]:
+    """Those of the arguments, or results, that are cut."""
+    found: list[Stacked] = []
+    at = 0
+    for split in splits:
+        if split is not None:
+            found.append(Stacked(at, split.submeshes, split.dim))
+        at += 1 if split is None else len(split.submeshes)
+    return tuple(found)
+
+
+def _about_uneven(uneven: Sequence[Uneven], called: Mapping[Var, str]) -> list[str]:
+    """A sentence for each number of layers that cannot be cut."""
+    alike: dict[tuple[int, tuple[Mesh, ...]], list[Uneven]] = {}
+    for u in uneven:
+        alike.setdefault((u.layers, u.submeshes), []).append(u)
+    return [
+        f"the {layers} layers of {_listed([called.get(u.var, 'an argument') for u in those])} are not used in equal "
+        f"blocks by {len(submeshes)} submeshes of one shape, so they lie together on one submesh between steps: "
+        f"{sum(u.away for u in those)} bytes go out to the others in every step, and where they are trained as many "
+        f"bytes of gradients come back; use a number of layers that {len(submeshes)} divides, "
+        f"such as {max(layers // len(submeshes), 1) * len(submeshes)}"
+        for (layers, submeshes), those in alike.items()
+    ]
+
+
+def _about_wholes(wholes: Iterable[Whole], called: Mapping[Var, str]) -> list[str]:
+    return [
+        f"{called.get(w.var) or _kind(w.var)} lies in blocks on several submeshes, one for each part of its layers, "
+        f"but {w.reader!r} reads it whole: {w.nbytes} bytes come together on one submesh in every step"
+        for w in wholes
+        if w.nbytes > SMALL
+    ]
+
+
+def _kind(v: Var) -> str:
+    return f"a stacked value {v.aval.str_short()}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = list(dict.fromkeys(names))
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")

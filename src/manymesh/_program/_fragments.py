@@ -1,0 +1,185 @@
+"""A program, split: one SPMD fragment per task and phase, and the values that cross. Pure data.
+
+A `Program` is printable, comparable and checkable without a device. Its variables are those of the
+flat jaxpr; inside a loop one variable stands for as many values as there are microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jax.sharding import Mesh
+
+from ._stacked import Stacked
+
+Kind = Literal["F", "B", "W"]
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """A piece of the program that runs as one executable on one submesh.
+
+    Attributes:
+      index: position in `Program.fragments`, a topological order within each scope.
+      name: tasks it holds, and its phase: ``front``, ``front_bwd``; unmarked ones are called after
+        what they do (``before_0``, ``after_1``).
+      submesh: index into `Program.submeshes`.
+      loop: index into `Program.loops`, or None outside every loop.
+      kind: ``F`` forward, ``B`` backward.
+      stage: pipeline stage inside its loop; None outside.
+      jaxpr: the computation; its variables are the program's.
+      tasks: names of the tasks it holds.
+      deferred: prepares what a loop takes in, with the shardings that the loop wants.
+    """
+
+    index: int
+    name: str
+    submesh: int
+    loop: int | None
+    kind: Kind
+    stage: int | None
+    jaxpr: Any
+    tasks: tuple[str, ...]
+    deferred: bool
+
+    @property
+    def invars(self) -> list[Any]:
+        """Variables it reads."""
+        return list(self.jaxpr.invars)
+
+    @property
+    def outvars(self) -> list[Any]:
+        """Variables it makes that somebody else reads."""
+        return list(self.jaxpr.outvars)
+
+    def __repr__(self) -> str:
+        loop = "" if self.loop is None else f" loop {self.loop} stage {self.stage}"
+        return f"{self.name}: submesh {self.submesh}{loop}, {len(self.jaxpr.invars)} -> {len(self.jaxpr.outvars)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """A value that crosses from one submesh to another.
+
+    Attributes:
+      var: the variable.
+      source: submesh that makes it.
+      target: submesh that reads it.
+      loop: the loop in whose every microbatch it crosses; None if it crosses once a call.
+      nbytes: bytes of one value.
+    """
+
+    var: Any
+    source: int
+    target: int
+    loop: int | None
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class LoopPlan:
+    """A microbatch loop of the program.
+
+    Attributes:
+      name: name of the function that `microbatch` wrapped.
+      num_microbatches: how often the body runs.
+      schedule: the schedule object.
+      placement: stage -> submesh.
+      carries: (read, made, initial, final) variables of each accumulator.
+      cut: (variable of the body, its piece for each microbatch).
+      collected: (variable of the body, its copy for each microbatch).
+      in_order: whether fragments follow the stage order, so that the schedule applies.
+    """
+
+    name: str
+    num_microbatches: int
+    schedule: Any
+    placement: tuple[int, ...]
+    carries: tuple[tuple[Any, Any, Any, Any], ...]
+    cut: tuple[tuple[Any, tuple[Any, ...]], ...]
+    collected: tuple[tuple[Any, tuple[Any, ...]], ...]
+    in_order: bool = True
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The sum of a loop's accumulator over the devices that share the batch.
+
+    Attributes:
+      task: the task that makes its terms, or ``unmarked``.
+      value: dtype and shape of the accumulator.
+      submesh: where it is.
+      loop: index into `Program.loops`.
+      axes: mesh axes over which it is taken once a call, after the loop; none if it is taken in every microbatch.
+      why: why it could not wait for the end of the loop; empty if it does.
+    """
+
+    task: str
+    value: str
+    submesh: int
+    loop: int
+    axes: tuple[str, ...]
+    why: str
+
+    def __repr__(self) -> str:
+        when = f"over {', '.join(self.axes)} once a call" if self.axes else f"in every microbatch: {self.why}"
+        return f"{self.task} {self.value} on submesh {self.submesh}, {when}"
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A whole step.
+
+    Attributes:
+      submeshes: the meshes that fragments run on.
+      fragments: all fragments.
+      order: fragment indices and loops (as ``-1 - loop``) of the outermost scope, topological.
+      loops: the microbatch loops.
+      edges: what crosses submeshes.
+      invars: inputs; the first ``len(consts)`` are constants.
+      outputs: (variable or literal, submesh) of each result.
+      home: submesh of the copy of record of each variable.
+      arrivals: input -> submeshes that read it.
+      consts: values of the constants, in order.
+      unmarked: (primitive, submesh, reason, count) of the equations outside tasks.
+      reductions: sums of accumulators over the devices that share a batch.
+      stacked_inputs, stacked_outputs: arguments and results that lie in blocks on several submeshes. Each block is an
+        input, or a result, of its own.
+    """
+
+    submeshes: tuple[Mesh, ...]
+    fragments: tuple[Fragment, ...]
+    order: tuple[int, ...]
+    loops: tuple[LoopPlan, ...]
+    edges: tuple[Edge, ...]
+    invars: tuple[Any, ...]
+    outputs: tuple[tuple[Any, int], ...]
+    home: dict[Any, int]
+    arrivals: dict[Any, tuple[int, ...]]
+    consts: tuple[Any, ...]
+    unmarked: tuple[tuple[str, int, str, int], ...] = field(default=())
+    reductions: tuple[Reduction, ...] = field(default=())
+    stacked_inputs: tuple[Stacked, ...] = field(default=())
+    stacked_outputs: tuple[Stacked, ...] = field(default=())
+
+    def body(self, loop: int) -> Iterator[Fragment]:
+        """Fragments of a loop's body, in topological order."""
+        return (f for f in self.fragments if f.loop == loop)
+
+    def __repr__(self) -> str:
+        lines = [f"Program: {len(self.fragments)} fragments on {len(self.submeshes)} submeshes"]
+        for i, mesh in enumerate(self.submeshes):
+            lines.append(f"  submesh {i}: {dict(mesh.shape)}, devices {[d.id for d in mesh.devices.flat]}")
+        lines += [f"  {f!r}" for f in self.fragments]
+        for i, loop in enumerate(self.loops):
+            name = getattr(loop.schedule, "name", loop.schedule)
+            how = name if loop.in_order else f"one after the other, as its stages are in no order that {name} could run"
+            lines.append(
+                f"  loop {i} {loop.name}: {loop.num_microbatches} microbatches, {how}, stages on submeshes {loop.placement}"
+            )
+        for e in self.edges:
+            each = "once a call" if e.loop is None else f"each microbatch of loop {e.loop}"
+            lines.append(f"  {e.source} -> {e.target}: {e.var.aval.str_short()}, {e.nbytes} bytes {each}")
+        return "\n".join(lines)
