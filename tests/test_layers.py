@@ -1,5 +1,7 @@
 """Stacked layers: the iterations of a scan split over submeshes."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,23 +40,31 @@ def batch(rows=ROWS):
     return jnp.asarray(np.random.default_rng(9).normal(size=(rows, WIDTH)), jnp.float32)
 
 
+def warned(divides):
+    """Layers that the submeshes do not divide cost bytes in every step, which one warning says."""
+    return contextlib.nullcontext() if divides else pytest.warns(UserWarning, match="not used in equal blocks")
+
+
 @pytest.mark.parametrize(("length", "count"), [(6, 3), (7, 3), (5, 3), (2, 3), (3, 1)])
 def test_layers_split_over_submeshes(length, count):
     """In order, as evenly as it goes, also when the number of submeshes does not divide that of layers."""
     f = jax.value_and_grad(model(meshes(count), length))
-    program = mm.jit(f).lower(stacked(length), batch()).program
+    with warned(length % count == 0 or length < count):
+        program = mm.jit(f).lower(stacked(length), batch()).program
     for kind, backwards in (("F", False), ("B", True)):
         held = [f.submesh for f in program.fragments if f.kind == kind and f.tasks]
         sizes = [len(part) for part in np.array_split(range(length), count) if len(part)]
         expected = [s for s, size in enumerate(sizes) for _ in range(size)]
         assert held == (expected[::-1] if backwards else expected)
-    assert_agrees(f, stacked(length), batch())
-    assert_agrees(microbatched(f, num_microbatches=2), stacked(length), batch())
+    for step in (f, microbatched(f, num_microbatches=2)):
+        with warned(length % count == 0 or length < count):
+            assert_agrees(step, stacked(length), batch())
 
 
 def test_a_reversed_scan_and_two_scans_in_one():
     """The layer's index decides, not the order of computation; nested scans count through."""
-    assert_agrees(jax.value_and_grad(model(meshes(3), 7, reverse=True)), stacked(7), batch())
+    with warned(False):
+        assert_agrees(jax.value_and_grad(model(meshes(3), 7, reverse=True)), stacked(7), batch())
     layer = mm.task(dense, "layer", mesh=meshes(3))
 
     def f(ws, x):
@@ -70,17 +80,23 @@ def test_a_reversed_scan_and_two_scans_in_one():
 
 
 def test_what_crosses_for_stacked_layers():
-    """Weights cross once a call and gradients come back once a call, whatever the number of microbatches."""
-    f = model(meshes(3), 6)
-    for count in (2, 4):
-        step = microbatched(jax.value_and_grad(lambda p, x: f(p["layers"], x)), num_microbatches=count)
-        params = {"layers": stacked(6)}
-        compiled = mm.jit(step).lower(params, batch()).compile()
-        crossing = {(e.source, e.target): e.nbytes for e in compiled.report().edges}
-        # The stack lies on the middle submesh, which reads it most (no gradient flows through the first layer).
-        each_way = 2 * WEIGHT + ACTIVATION
-        assert crossing == {(0, 1): each_way, (1, 0): each_way, (1, 2): each_way, (2, 1): each_way}
-        assert_same(compiled(params, batch()), reference(step, params, batch()))
+    """Activations, and nothing else, where the submeshes divide the layers; else weights go out and gradients come
+    back once a call, whatever the number of microbatches."""
+    for length, weights in ((6, 0), (5, 1)):
+        f = model(meshes(3), length)
+        for count in (2, 4):
+            step = microbatched(jax.value_and_grad(lambda p, x: f(p["layers"], x)), num_microbatches=count)  # noqa: B023
+            params = {"layers": stacked(length)}
+            with warned(not weights):
+                compiled = mm.jit(step).lower(params, batch()).compile()
+            crossing = {(e.source, e.target): e.nbytes for e in compiled.report().edges}
+            # Five layers lie on the first submesh: two on the second go out and come back, one on the third.
+            expected = {(0, 1): ACTIVATION, (1, 0): ACTIVATION, (1, 2): ACTIVATION, (2, 1): ACTIVATION}
+            if not weights:
+                assert crossing == expected
+            else:
+                assert sum(crossing.values()) > sum(expected.values()) + 2 * WEIGHT
+            assert_same(compiled(params, batch()), reference(step, params, batch()))
 
 
 def test_equal_layers_share_executables():
@@ -102,7 +118,8 @@ def test_layers_of_sharded_submeshes_in_remat():
     def f(ws, x):
         return jnp.mean(jax.lax.scan(lambda h, w: (layer(w, h), None), x, ws)[0] ** 2)
 
-    assert_agrees(microbatched(jax.value_and_grad(f)), stacked(7), batch())
+    with warned(False):
+        assert_agrees(microbatched(jax.value_and_grad(f)), stacked(7), batch())
 
 
 def test_meshes_that_are_not_alike():

@@ -23,20 +23,26 @@ def test_slices_are_added_where_they_are_made():
     assert lines(after).splitlines()[2:] == [
         "  carry c f32[4] = d, then e, at last f",
         "  carry g f32[4] = h, then i, at last j",
-        "k f32[2,4] = broadcast_in_dim(0.0) broadcast_dimensions=()",
-        "l f32[1,4] = slice(k) start_indices=(0, 0) limit_indices=(1, 4) [layout follows loop]",
-        "d f32[4] = squeeze(l) dimensions=(0,) [layout follows loop]",
-        "m f32[1,4] = slice(k) start_indices=(1, 0) limit_indices=(2, 4) [layout follows loop]",
-        "h f32[4] = squeeze(m) dimensions=(0,) [layout follows loop]",
-        "0: n f32[4] = task one(a)",
-        "0: o f32[4] = task two(b)",
-        "0: p f32[4] = mul(n, 2.0)",
-        "0: e f32[4] = add(c, p)",
-        "0: q f32[4] = mul(o, 2.0)",
-        "0: i f32[4] = add(g, q)",
-        *lines(after).splitlines()[15:],  # the stack, which JAX writes as one equation or as several
+        "d f32[4] = broadcast_in_dim(0.0) broadcast_dimensions=() [layout follows loop]",
+        "h f32[4] = broadcast_in_dim(0.0) broadcast_dimensions=() [layout follows loop]",
+        "0: k f32[4] = task one(a)",
+        "0: l f32[4] = task two(b)",
+        "0: m f32[4] = mul(k, 2.0)",
+        "0: e f32[4] = add(c, m)",
+        "0: n f32[4] = mul(l, 2.0)",
+        "0: i f32[4] = add(g, n)",
+        *lines(after).splitlines()[12:],  # the stack, which JAX writes as one equation or as several
     ]
     assert [at for name, *at in placed(run("place", after)) if name == "add"] == [[0], [1]]
+
+
+def test_a_start_that_is_no_constant_is_taken_apart():
+    """Each layer starts from its slice of it."""
+    source = (
+        STACK.format(term="s").replace("y f32[4]", "y f32[4], r f32[2,4]").replace("lax.full((2, 4), 0.0)", "r * 2.0")
+    )
+    after = run("accumulate_each_layer", program(source, stacked={"s": "ab"}))
+    assert lines(after).count("= slice(") == 2
 
 
 def test_what_mixes_layers_is_added_up_whole():
