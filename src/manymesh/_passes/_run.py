@@ -63,7 +63,7 @@ PROVIDERS: Mapping[Fact, Pass] = {
 PASSES: tuple[Pass, ...] = (
     Pass("mark_scopes", mark_scopes, needs=_DEAD, makes_stale=ALL),
     Pass("accumulate_each_layer", accumulate_each_layer, needs=_DEAD, makes_stale=ALL),
-    Pass("spread_stacks", spread_stacks, needs=_DEAD, makes_stale=ALL, repeats=True),
+    Pass("spread_stacks", spread_stacks, needs=_DEAD, makes_stale=ALL),
     Pass("split_weights", split_weights, needs=_DEAD, makes_stale=_PLACED),
     Pass("minimise_residuals", minimise_residuals, makes_stale=ALL),
     Pass("hoist_loop_invariants", hoist_loop_invariants, needs=_DEAD, makes_stale=_PLACED),
