@@ -349,13 +349,20 @@ def users_frame(error: BaseException) -> str:
     return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2]})" if own else ""
 
 
+_last_settings: list[tuple[Any, tuple[Any, ...]]] = [(None, ())]
+
+
 def trace_settings() -> tuple[Any, ...]:
     """The settings and surroundings by which JAX itself tells traces apart, and those that `jax.jit` adds; hashable.
 
     An ambient mesh counts for nothing, for it is hidden while a step is traced.
     """
-    context = tuple(None if isinstance(x, (Mesh, AbstractMesh)) else x for x in config.trace_context())
-    return (*context, default_key_kind(), config.debug_nans.value, config.debug_infs.value)
+    raw = (config.trace_context(), default_key_kind(), config.debug_nans.value, config.debug_infs.value)
+    last, settings = _last_settings[0]
+    if raw != last:  # which is seldom, and every call of a step asks
+        settings = (*(None if isinstance(x, (Mesh, AbstractMesh)) else x for x in raw[0]), *raw[1:])
+        _last_settings[0] = raw, settings
+    return settings
 
 
 def default_key_kind() -> str:
