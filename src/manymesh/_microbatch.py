@@ -201,11 +201,13 @@ def _chosen_schedule(name: str, schedule: Any, custom_schedule: Any) -> Any:
 
 def _suspect_batch(name: str, fun: Any, argnums: tuple[int, ...], count: int) -> list[str]:
     """Sentences about arguments that are cut and differentiated: often parameters, as argnum was forgotten."""
+    both = _compat.differentiated(fun) or ()
+    if not set(both) <= set(argnums):  # something else is differentiated too, and that is the parameters
+        return []
     return [
         f"microbatch({name}): argnum={k} is the batch, which is cut into {count} pieces, and {name} differentiates the same "
         f"argument; if that is the parameters, write argnum={1 - k if k in (0, 1) else 0}, or whichever is the batch"
-        for k in argnums
-        if k in (_compat.differentiated(fun) or ())
+        for k in both
     ]
 
 
