@@ -436,7 +436,7 @@ def test_the_sharding_of_a_piece():
         f = microbatched(layer, num_microbatches=count, reduce="concat", arg_shardings=("d", None))
         compiled = mm.jit(f).lower(parameters()["front"], rows()).compile()
         fragment = next(i for i, f in enumerate(compiled.program.fragments) if "layer" in f.name)
-        specs = [s.spec for s in compiled._executor.lowered.executables[fragment].input_shardings[0]]
+        specs = [s.spec for s in compiled._lowered.executables[fragment].input_shardings[0]]
         assert P("d") in specs or P("d", None) in specs
         assert_same(compiled(parameters()["front"], rows()), reference(f, parameters()["front"], rows()))
 

@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -22,11 +22,17 @@ from jax._src import mesh as mesh_lib
 from jax._src.array import ArrayImpl
 from jax._src.interpreters.batching import BatchTrace
 from jax._src.lax import lax as lax_internals
+from jax._src.lib.mlir import ir, passmanager  # type: ignore[attr-defined]  # JAX re-exports these without saying so
 from jax.experimental import serialize_executable
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+try:
+    from jaxlib.mlir.dialects import sdy
+except ImportError:  # a jaxlib built without Shardy
+    sdy = None  # type: ignore[assignment]  # a module, or nothing
 
 Var = jex.Var
 Literal = jex.Literal
@@ -34,6 +40,9 @@ Eqn = jex.JaxprEqn
 Jaxpr = jex.Jaxpr
 ClosedJaxpr = jex.ClosedJaxpr
 DropVar = jex.DropVar
+Atom = Var | Literal  # what an equation reads
+AbstractJaxpr = Jaxpr | ClosedJaxpr  # 0.12 has one class for both
+AbstractValue = jax.core.AbstractValue
 ConcreteArray = ArrayImpl  # the class of every array that is there, but for typed random keys
 
 P = ParamSpec("P")
@@ -103,12 +112,24 @@ def _plain_debug_info() -> Any:
     return _debug_info[0]
 
 
+def shape(atom: Atom) -> tuple[int, ...]:
+    """The shape of a variable or literal."""
+    aval: Any = atom.aval
+    return tuple(aval.shape)
+
+
+def dtype(atom: Atom) -> Any:
+    """The dtype of a variable or literal."""
+    aval: Any = atom.aval
+    return aval.dtype
+
+
 def new_var(aval: Any) -> Var:
     """A fresh variable of the given abstract value."""
     return Var(aval)
 
 
-def is_var(atom: Any) -> bool:
+def is_var(atom: object) -> TypeGuard[Var]:
     """Whether an atom is a variable that is used (not a literal, not dropped)."""
     return isinstance(atom, Var) and not isinstance(atom, DropVar)
 
@@ -205,9 +226,22 @@ def without_consts(closed: ClosedJaxpr) -> Jaxpr:
     return inner
 
 
-def is_jaxpr(value: Any) -> bool:
+def is_jaxpr(value: object) -> TypeGuard[AbstractJaxpr]:
     """Whether a value is a jaxpr, open or closed."""
     return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+def called_jaxpr(eqn: Eqn) -> Any:
+    """The jaxpr of a call that hands its operands to it one by one, and its results back; None for anything else."""
+    if eqn.primitive.name in ("scan", "while", "cond", "shard_map"):
+        return None
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        body = eqn.params.get(name)
+        if is_jaxpr(body):
+            parts = open_jaxpr(body)
+            alike = len(parts.invars) == len(eqn.invars) and len(parts.outvars) == len(eqn.outvars)
+            return body if alike else None
+    return None
 
 
 def is_jit(eqn: Eqn) -> bool:
@@ -301,7 +335,11 @@ def separate_jit_caches(token: object) -> Iterator[None]:
 
 
 def linear_identity(
-    name: str, lower: Callable[..., Any], batch: Callable[[dict[str, Any], int], dict[str, Any]]
+    name: str,
+    lower: Callable[..., Any],
+    batch: Callable[[dict[str, Any], int], dict[str, Any]],
+    *,
+    keeps_mesh: bool = True,
 ) -> Any:
     """A primitive that is the identity under every transformation and keeps its parameters.
 
@@ -309,6 +347,7 @@ def linear_identity(
       name: name of the primitive.
       lower: ``lower(x, **params)``: what it becomes in an executable.
       batch: the parameters under ``vmap``, from those without and the position of the new dimension.
+      keeps_mesh: whether the result is traced on the mesh of the operand; if not, on none.
     """
     prim = jex.Primitive(name)
 
@@ -316,7 +355,7 @@ def linear_identity(
         return prim.bind(*args, **batch(params, dims[0])), dims[0]
 
     prim.def_impl(lambda x, **_: x)
-    prim.def_abstract_eval(lambda x, **_: x)
+    prim.def_abstract_eval(lambda x, **_: x if keeps_mesh else _without_mesh(x))
     ad.deflinear2(prim, lambda ct, _, **params: [prim.bind(ct, **params)])
     batching.primitive_batchers[prim] = batched
     mlir.register_lowering(prim, mlir.lower_fun(lower, multiple_results=False))
@@ -380,6 +419,10 @@ def with_weak_type(x: Any, weak: bool) -> Any:
     return lax_internals._convert_element_type(x, x.dtype, weak_type=weak)
 
 
+def _without_mesh(aval: Any) -> Any:
+    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
 def abstract(aval: Any) -> jax.ShapeDtypeStruct:
     """The shape, dtype and weak type of an abstract value, without sharding."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
@@ -406,6 +449,81 @@ def as_named(sharding: Any, mesh: Any, ndim: int) -> NamedSharding:
         return NamedSharding(mesh, sharding_impls.parse_flatten_op_sharding(tiling, mesh)[0])
     except Exception:  # the parser has no error type of its own
         return NamedSharding(mesh, PartitionSpec())
+
+
+def device_order(sharding: Any) -> list[Any]:
+    """The devices of a sharding in the order of its shards."""
+    return list(sharding._device_assignment)
+
+
+class Propagated(NamedTuple):
+    """Device axes for each dimension of what a computation takes and gives."""
+
+    inputs: list[PartitionSpec]
+    outputs: list[PartitionSpec]
+
+
+def propagate(
+    fun: Callable[..., Any], avals: Sequence[Any], mesh: AbstractMesh, ins: Sequence[Any], outs: Sequence[Any]
+) -> Propagated | None:
+    """The shardings that XLA's partitioner would find for a computation, by its propagation pass alone.
+
+    No device is needed, and no code is generated.
+
+    Args:
+      fun: the computation, flat.
+      avals: what it takes.
+      mesh: what it runs on.
+      ins, outs: the spec of each input and result; None to find it.
+
+    Returns:
+      A spec for each input and result, in the axes of ``mesh``. None where this jaxlib has no such pass.
+    """
+    if sdy is None:
+        return None
+
+    def shardings(specs: Sequence[Any]) -> list[Any]:
+        return [None if s is None else NamedSharding(mesh, s) for s in specs]
+
+    platform = jax.default_backend()
+    with without_mesh(), config.use_shardy_partitioner(True):
+        jitted = jax.jit(fun, in_shardings=tuple(shardings(ins)), out_shardings=shardings(outs), keep_unused=True)
+        lowered = jitted.trace(*avals).lower(lowering_platforms=(platform,))
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        operation = module.operation.clone().operation  # JAX may keep the module for another compilation
+        passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(operation)
+        (main,) = (o for o in operation.regions[0].blocks[0] if o.attributes.get("sym_name") == _main())
+        found = [_specs_of(main, name) for name in ("arg_attrs", "res_attrs")]
+    # What JAX adds, tokens of ordered effects, comes first; a typed key has a dimension more than we know of.
+    return Propagated(
+        *(each[len(each) - n :] if n else [] for each, n in zip(found, (len(ins), len(outs)), strict=True))
+    )
+
+
+def _main() -> Any:
+    return ir.StringAttr.get("main")
+
+
+def _specs_of(main: Any, name: str) -> list[PartitionSpec]:
+    """The specs of the inputs or of the results of an MLIR function."""
+    kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+    count = len(kind.inputs if name == "arg_attrs" else kind.results)
+    if name not in main.attributes:
+        return [PartitionSpec()] * count
+    return [_spec_of(ir.DictAttr(attributes)) for attributes in ir.ArrayAttr(main.attributes[name])]
+
+
+def _spec_of(attributes: Any) -> PartitionSpec:
+    if "sdy.sharding" not in attributes:
+        return PartitionSpec()
+    entries: list[Any] = []
+    for dim in map(sdy.DimensionShardingAttr, sdy.TensorShardingAttr(attributes["sdy.sharding"]).dimension_shardings):
+        axes = [sdy.AxisRefAttr(axis) for axis in dim.axes]
+        whole = [a for a in axes if a.sub_axis_info is None]  # a part of an axis has no name in JAX
+        names = tuple(str(a.name) for a in axes) if len(whole) == len(axes) else ()
+        entries.append(names if len(names) > 1 else names[0] if names else None)
+    return PartitionSpec(*entries)
 
 
 class _Loader(serialize_executable._JaxPjrtUnpickler):

@@ -22,14 +22,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _compat
 from ._errors import ArgumentError, AxisError, ManyMeshError, TaskError
 from ._implicit import Matcher
 from ._key import Keys
 from ._scope import Scope, carrying, current_scope, enter_scope
-from ._task import Task, check_name, names_as_axes
+from ._task import Task, check_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -212,7 +212,8 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         out_leaves, tree = jax.tree.flatten(out)
         static = [_TRACED if is_dynamic(leaf) else leaf for leaf in out_leaves]
         out_tree.append((tree, static))
-        return [leaf for leaf in out_leaves if is_dynamic(leaf)]
+        dynamic = [leaf for leaf in out_leaves if is_dynamic(leaf)]
+        return dynamic if described.mesh is None else [border_p.bind(leaf) for leaf in dynamic]
 
     mark = record.new_mark(described.name or "task")
     record.tasks[mark] = described
@@ -353,6 +354,11 @@ def _surroundings(described: Task, scope: Scope) -> Iterator[None]:
         yield
 
 
+# The identity at the end of a task. Its result is traced on no mesh: a value that kept the mesh of the task that made
+# it would be brought to the mesh of the task that reads it, and differentiating that fails where the sizes differ.
+border_p = _compat.linear_identity("manymesh_border", lambda x: x, lambda params, dim: params, keeps_mesh=False)
+
+
 def _flax_rules(described: Task) -> contextlib.AbstractContextManager[Any]:
     """Makes Flax's own logical constraints and boxes, if Flax is loaded, read names as the task does.
 
@@ -378,30 +384,6 @@ def _on_axes(target: Any, axes: tuple[str, ...]) -> Any:
     return target if target in axes else None
 
 
-_placed_on: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("manymesh_placed_on", default=None)
-
-
-@contextlib.contextmanager
-def placed_on(mesh: Mesh) -> Iterator[None]:
-    """While a fragment is lowered in the block, constraints from outside tasks mean axes of its mesh."""
-    token = _placed_on.set(mesh)
-    try:
-        yield
-    finally:
-        _placed_on.reset(token)
-
-
-def _apply_names(x: Any, *, names: tuple[Any, ...]) -> Any:
-    """The constraint where the value ended up; a dimension whose names that mesh does not have stays free."""
-    mesh = _placed_on.get()
-    if mesh is None:
-        return x
-    spec = names_as_axes(names, x.shape, mesh)
-    if names and all(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
-        return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
 def _batch_names(params: dict[str, Any], dim: int) -> dict[str, Any]:
     names = params["names"]
     padded = names + (None,) * (dim - len(names))
@@ -409,7 +391,7 @@ def _batch_names(params: dict[str, Any], dim: int) -> dict[str, Any]:
 
 
 # The identity, carrying per-dimension names to wherever the value is placed.
-constraint_p = _compat.linear_identity("manymesh_constraint", _apply_names, _batch_names)
+constraint_p = _compat.linear_identity("manymesh_constraint", lambda x, **_: x, _batch_names)
 
 
 def _batch_box(params: dict[str, Any], dim: int) -> dict[str, Any]:

@@ -83,7 +83,6 @@ class LoopSpec:
 class _Rows:
     """Stands for the custom schedule until the program's tasks are known."""
 
-    splits_backward: bool
     name: str = "custom"
 
 
@@ -194,8 +193,7 @@ def _chosen_schedule(name: str, schedule: Any, custom_schedule: Any) -> Any:
             f"{type(custom_schedule).__name__} {custom_schedule!r}"
         )
     if custom_schedule is not None:
-        splits = any("_wgt" in str(entry) for row in custom_schedule for entry in row)
-        return _Rows(splits)
+        return _Rows()
     return schedules.get("1f1b" if schedule is None else schedule)
 
 

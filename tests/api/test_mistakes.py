@@ -177,10 +177,6 @@ CASES = {
     "a schedule that the program contradicts": (mistaken(num_stages=7), ValueError, "num_stages=7"),
     "a batch that does not divide": (mistaken(num_microbatches=3), ValueError, "does not divide into 3"),
     "a reduction that is no prefix": (mistaken(reduce={"a": "sum"}), ValueError, "is not a prefix of the result"),
-    "overlapping submeshes": (
-        lambda: mm.jit(lambda x: mm.task(jnp.sin, devices=[0, 1])(mm.task(jnp.cos, devices=[1, 2])(x)))(rows()),
-        ValueError, "share devices [1]",
-    ),
     "a tracer among the arguments": (lambda: jax.jit(mm.jit(front))(jnp.eye(4), rows()), TypeError, "is a tracer"),
     "an unknown name under strict": (
         lambda: mm.jit(

@@ -12,10 +12,11 @@ from jax.sharding import Mesh
 
 from .. import _compat
 from .._errors import AxisError, MeshError
+from .._layout._names import resolve_constraints
 from .._mark import Recording
-from .._partition._build import build
+from .._passes._build import build
+from .._plan._emit import emit
 from .._program import Program
-from .._runtime._emit import emit
 from .._topology import auto_mesh
 from ._arguments import Arguments, donated_leaves, keystr
 from ._boxes import with_parameter
@@ -76,20 +77,28 @@ class Traced:
         follows = program is None
         if program is None:
             program = self._without_tasks()
+        try:
+            program, findings = resolve_constraints(program, self._record.tasks)
+        except AxisError as error:
+            raise with_parameter(error, given) from None
+        self._record.findings.update(dict.fromkeys(findings, AxisError))
         step.report(self._record, self.jaxpr)
         shift = len(program.consts)
         donated = frozenset(shift + i for i in given_away)
         states = [(shift + i, o) for i, o in pairs if program.outputs[o][1] == program.home[program.invars[shift + i]]]
         plan = emit(program, donated)
-        given_in = {i: s for i, x in enumerate(given.leaves) if (s := arrival(x, program)) is not None}
-        given_in.update(wanted_in)
+        arriving = {shift + i: s for i, x in enumerate(given.leaves) if (s := arrival(x, program)) is not None}
+        asked = {shift + i: s for i, s in wanted_in.items()}
+        found = {i: s for i, x in enumerate(given.leaves) if (s := getattr(x, "sharding", None)) is not None}
         return Lowered(
             step,
             given.treedef,
             self._out_tree,
             program,
             plan,
-            given_in,
+            asked,
+            arriving,
+            found,
             wanted_out,
             states,
             donated,
@@ -105,7 +114,7 @@ class Traced:
         results = {i: default for i in range(len(self._shapes))}
         try:
             program = build(self.jaxpr, self._record, committed, {}) if committed else None
-        except MeshError:  # arguments on overlapping devices; one place then
+        except MeshError:  # arguments on several backends; one place then
             program = None
         program = program or build(self.jaxpr, self._record, everything, results)
         if program is None:  # nothing comes in and nothing goes out
