@@ -80,8 +80,7 @@ def recording(record: Recording) -> Iterator[None]:
     """Traces the block as a program: tasks and loops leave marks in ``record``."""
     token = _recording.set(record)
     try:
-        carrier = carry_box_names if record.implicit else None
-        with _compat.separate_jit_caches(record.token), enter_scope(None), carrying(carrier):
+        with _compat.separate_jit_caches(record.token), enter_scope(None), carrying(carry_box_names):
             yield
     finally:
         _recording.reset(token)
