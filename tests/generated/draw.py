@@ -1,0 +1,162 @@
+"""Hypothesis strategies for whole programs."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from .known import works
+from .operations import OPERATIONS
+from .optimizers import OPTIMIZERS
+from .program import Layer, Program
+from .wraps import INNER, VMAPPED, WRAPS
+
+APART = (
+    ((0, 1, 1), (1, 1, 1)),
+    ((0, 2, 2), (4, 2, 2)),
+    ((0, 2, 2), (4, 2, 1), (6, 1, 2)),
+    ((0, 1, 2), (2, 1, 1), (4, 2, 2)),
+    ((0, 1, 1), (1, 1, 1), (2, 1, 1)),
+    ((0, 4, 1), (4, 1, 4)),
+    ((0, 1, 2), (2, 1, 2)),
+    ((0, 2, 1), (2, 1, 1)),
+)
+OVERLAPPING = (
+    ((0, 4, 2), (0, 2, 2), (4, 2, 2)),
+    ((0, 2, 1), (1, 2, 1)),
+    ((0, 2, 2), (0, 1, 1), (4, 2, 2)),
+)
+KERNEL_AXES = ((None, "hidden"), ("hidden", None), ("batch", "hidden"), ("embed", "hidden"), (None, None))
+ACTIVATIONS = (None, ("batch", None), ("batch", "hidden"), (None, "hidden"))
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1", "zero-bubble-h2", "wavefront")
+SPLIT = ("zero-bubble-h1", "zero-bubble-h2", "zbv")  # they cut the backward pass; bits are equal within a class
+LAYOUTS = ("chain", "chain", "free", "v", "cyclic")
+# Constructs that are drawn only once they work, by the flag that says so.
+WRAP_FLAGS = {
+    "observed_cond": "observed_branches",
+    "guarded_while": "guarded_while",
+    "empty_scan": "empty_scan_around",
+    "examples": "examples_under_vmap",
+}
+
+
+def _operations(draw, size: int, random: bool, vmapped: bool, unequal: bool) -> tuple[str, ...]:
+    fit = _fitting(size == 1, random, vmapped, unequal)
+    return tuple(draw(st.lists(st.sampled_from(fit), min_size=1, max_size=3)))
+
+
+def _fitting(whole: bool, random: bool, vmapped: bool, unequal: bool) -> list[str]:
+    """Names of operations that can be where these things hold."""
+    left_zero = () if works("left_zero_on_unequal_submeshes") or not unequal else LEFT_ZERO
+    return [
+        name
+        for name, op in OPERATIONS.items()
+        if (whole or not op.unsharded) and (random or not op.random) and not (vmapped and op.alone) and name not in left_zero
+    ]
+
+
+LEFT_ZERO = ("zero_left", "builtin_sum", "builtin_sum_of_rows")
+
+
+@st.composite
+def programs(draw) -> Program:
+    """Tasks on submeshes, what they are wrapped in, and the step around them."""
+    choices = APART + OVERLAPPING if works("overlapping_submeshes") else APART
+    submeshes = draw(st.sampled_from(choices))
+    unequal = len({(a, b) for _, a, b in submeshes}) > 1
+    mode = draw(st.sampled_from(["train"] * 6 + ["forward", "twice", "scanned"]))
+    key, raw = draw(st.sampled_from([None, None, "threefry2x32", "rbg", "unsafe_rbg"])), draw(st.booleans())
+    order = draw(st.sampled_from(LAYOUTS))
+    count = {"v": 2 * len(submeshes), "cyclic": 2 * len(submeshes)}.get(order) or draw(st.integers(1, 3))
+    if count > 4:
+        order, count = "chain", 3
+    layers = tuple(_layer(draw, i, count, order, submeshes, key is not None, unequal) for i in range(count))
+    used = sorted({layer.parameter for layer in layers})
+    layers = tuple(_renamed(layer, used) for layer in layers)
+    microbatches = draw(st.sampled_from([1, 2, 2, 2, 3]))
+    aux = draw(st.booleans())
+    reduces = ["mean", "mean", "sum"] + (["max", "last", "weighted", "stack"] if aux else [])
+    return Program(
+        submeshes,
+        layers,
+        mode=mode,
+        microbatches=microbatches,
+        reduce=draw(st.sampled_from(reduces)) if mode in ("train", "twice") else "mean",
+        schedules=_schedules(draw, order, layers, submeshes, microbatches, mode),
+        optimizer=draw(st.sampled_from(sorted(OPTIMIZERS))) if mode != "forward" else "sgd",
+        clipped=draw(st.booleans()),
+        ema=draw(st.sampled_from([False, False, True])),
+        state=draw(st.sampled_from(["dict", "tuple", "dataclass", "train_state"])),
+        donate=draw(st.booleans()),
+        aux=aux,
+        key=key,
+        raw_key=raw and key is not None and key == "threefry2x32",
+        key_from=_key_from(draw, key, raw),
+        weak=draw(st.booleans()),
+        in_shardings=draw(st.sampled_from([False, False, False, True])),
+    )
+
+
+def _key_from(draw, key: str | None, raw: bool) -> str:
+    ways = ["argument"]
+    if key != "unsafe_rbg" or works("unsafe_rbg_folded"):
+        ways.append("folded")
+    if (raw and key == "threefry2x32") or works("key_closed_over"):
+        ways.append("closed_over")
+    return draw(st.sampled_from(ways)) if key is not None else "argument"
+
+
+def _layer(draw, i: int, count: int, order: str, submeshes, random: bool, unequal: bool) -> Layer:
+    n = len(submeshes)
+    submesh = {"chain": i * n // count, "v": min(i, 2 * n - 1 - i) % n, "cyclic": i % n}.get(order)
+    if submesh is None:
+        submesh = draw(st.integers(0, n - 1))
+    _, a, b = submeshes[submesh]
+    wraps = [w for w in WRAPS if works(WRAP_FLAGS.get(w, ""))]
+    wrap = draw(st.sampled_from(["plain"] * len(wraps) + wraps))
+    inner = draw(st.sampled_from(["plain"] * 4 + list(INNER)))
+    reads = {i} if order != "free" else set(draw(st.lists(st.integers(0, i), max_size=1))) | {i}
+    annotated = draw(st.sampled_from(_annotations()))
+    vmapped = wrap in VMAPPED or inner == "rows"
+    activation = draw(st.sampled_from(ACTIVATIONS))
+    if wrap in VMAPPED:
+        activation = None if activation is None else (None, *activation[1:])
+    size = a * b if wrap not in ("layers", "stacked") else 2
+    between = draw(st.sampled_from([None, None, None, "draw"]))
+    return Layer(
+        submesh,
+        draw(st.sampled_from([i, i, max(i - 1, 0)])),
+        tuple(sorted(reads)),
+        _operations(draw, size, random, vmapped, unequal),
+        wrap,
+        inner,
+        draw(st.sampled_from(KERNEL_AXES)) if annotated != "never" else None,
+        annotated,
+        activation,
+        draw(st.sampled_from(["mm", "mm", "jax"])),
+        draw(st.sampled_from(_fitting(False, random, False, unequal))) if between else None,
+    )
+
+
+def _annotations() -> list[str]:
+    return ["never", "inside", "box"] + (["outside"] if works("constraint_outside") else [])
+
+
+def _renamed(layer: Layer, used: list[int]) -> Layer:
+    return Layer(**{**vars(layer), "parameter": used.index(layer.parameter)})
+
+
+def _schedules(draw, order, layers, submeshes, microbatches: int, mode: str) -> tuple[str | None, ...]:
+    """One schedule, or two that give the same bits."""
+    if microbatches == 1 or mode == "scanned":
+        return (None,)
+    names = list(SCHEDULES)
+    plain = all(layer.wrap == "plain" for layer in layers)
+    if order == "v" and plain:
+        names += ["zbv"] * 4
+    if order == "cyclic" and plain and len(submeshes) == 2:
+        names += ["interleaved"] * 4
+    first = draw(st.sampled_from(names))
+    if not draw(st.sampled_from([False, False, True])) or first in ("zbv", "interleaved"):
+        return (first,)
+    alike = [n for n in SCHEDULES if (n in SPLIT) == (first in SPLIT) and n != first]
+    return first, draw(st.sampled_from(alike))
