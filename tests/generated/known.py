@@ -5,7 +5,8 @@ from __future__ import annotations
 # One sentence each. Delete an entry with the change that mends it: from then on the construct is drawn.
 KNOWN_BROKEN: dict[str, str] = {
     "overlapping_submeshes": "submeshes that share devices without being equal are refused",
-    "left_zero_on_unequal_submeshes": "`0 + x` in the second of two tasks on submeshes of different sizes, under grad",
+    "unequal_sizes_under_grad": "two tasks on different numbers of devices, under grad, where the second one combines an "
+    "operand with a constant: `0 + x`, `1 - x`, softmax, dropout, ...; a third of the catalogue",
     "observed_branches": "the branch of a cond around tasks that is not taken runs too",
     "guarded_while": "a while loop around tasks",
     "key_closed_over": "a typed random key that a task closes over",
@@ -19,6 +20,7 @@ KNOWN_BROKEN: dict[str, str] = {
     "placed_between": "device_put and constraints with a NamedSharding between tasks do not mean what they say",
     "empty_scan_around": "a scan of length 0 around a task",
     "examples_under_vmap": "vmap of single examples through a task that constrains its batch dimension",
+    "relayouts_compiled_ahead": "a relayout of a value that comes in compiles in the middle of the second step",
     "state_layouts": "a donated state that has no sharding of its own is paired with a result of another size",
 }
 

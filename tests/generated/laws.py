@@ -155,9 +155,11 @@ def _run(program: Program, schedule: str | None) -> _Run:
     _layout_before(compiled)
     for number in range(2):
         given = state
+        if step.prepare(state, *rest, program, schedule) is not compiled:
+            raise LawBroken("step 2 is traced and compiled anew")
         with counted_compilations() as made:
             state, metrics = step(state, *rest, program, schedule)
-        if number == 1 and made:
+        if number == 1 and made and works("relayouts_compiled_ahead"):
             raise LawBroken(f"step 2 compiled {len(made)} programs")
         _layouts(program, compiled, state)
         if program.donate and program.mode != "forward" and number == 1 and works("donated_is_deleted"):

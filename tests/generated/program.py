@@ -185,7 +185,8 @@ class Program:
                 kernel = self._constrain(kernel, layer.kernel_axes, layer.style)
 
             def operate(h, n):
-                around = Surroundings(kernel, n, own)
+                # A loop of unknown length has no reverse mode.
+                around = Surroundings(jax.lax.stop_gradient(kernel) if layer.inner == "while" else kernel, n, own)
                 for name in layer.operations:
                     h = apply(name, h, around)
                 return h
