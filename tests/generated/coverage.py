@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import jax.extend as jex
@@ -68,3 +69,13 @@ def table(counts: Counter[str], drawn: Counter[str], examples: int) -> str:
 
 def _listed(entries: list[tuple[str, int]]) -> str:
     return ", ".join(f"`{name}` {n}" for name, n in entries)
+
+
+BEGIN, END = "<!-- coverage: written by tests/fuzz.py -->", "<!-- end of coverage -->"
+
+
+def write_page(page: Path, text: str, run: str) -> None:
+    """Puts the table between the two marks of a page."""
+    before, _, rest = page.read_text("utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{run}\n\n{text}\n{END}{after}", "utf-8")
