@@ -71,7 +71,7 @@ def _kind(error: Exception) -> str:
     """What failures of one cause have in common: the class, the words without numbers, the line of this package."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/src/manymesh/" in f.filename]
     at = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    words = re.sub(r"[\d.\-e+]+|'[^']*'|\[[^\]]*\]|\([^)]*\)|\{[^}]*\}", "_", str(error))
+    words = re.sub(r"\d+|'[^']*'|\[[^\]]*\]|\([^)]*\)|\{[^}]*\}", "_", str(error))
     return f"{type(error).__name__}: {words[:70]} {at}"
 
 

@@ -157,7 +157,10 @@ def _schedules(draw, order, layers, submeshes, microbatches: int, mode: str) -> 
     """One schedule, or two that give the same bits."""
     if microbatches == 1 or mode == "scanned":
         return (None,)
+    split_layers = any(layer.wrap in ("layers", "stacked") for layer in layers)
     names = list(SCHEDULES)
+    if split_layers and not works("split_backward_of_split_layers"):
+        names = [n for n in names if n not in SPLIT]
     plain = all(layer.wrap == "plain" for layer in layers)
     if order == "v" and plain:
         names += ["zbv"] * 4

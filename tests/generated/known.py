@@ -20,6 +20,8 @@ KNOWN_BROKEN: dict[str, str] = {
     "placed_between": "device_put and constraints with a NamedSharding between tasks do not mean what they say",
     "empty_scan_around": "a scan of length 0 around a task",
     "examples_under_vmap": "vmap of single examples through a task that constrains its batch dimension",
+    "split_backward_of_split_layers": "a scan over layers that is split over submeshes, in a loop whose schedule splits the "
+    "backward pass: a fragment reads what was freed",
     "relayouts_compiled_ahead": "a relayout of a value that comes in compiles in the middle of the second step",
     "state_layouts": "a donated state that has no sharding of its own is paired with a result of another size",
 }

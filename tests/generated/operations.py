@@ -211,7 +211,6 @@ SIMPLE: dict[str, Callable[[Any, Surroundings], Any]] = {
     "lax_split": lambda x, c: jnp.concatenate(lax.split(x, (1, 3), axis=1)[::-1], axis=1),
     "pad": lambda x, c: jnp.pad(x, ((0, 0), (1, 1)))[:, :WIDTH],
     "pad_edge": lambda x, c: jnp.pad(x, ((0, 0), (1, 1)), mode="edge")[:, 2:],
-    "pad_inside": lambda x, c: lax.pad(x, 0.0, ((0, 0, 0), (-1, 2, 1)))[:, :WIDTH],
     "slice": lambda x, c: jnp.tile(x[:, 1:3], (1, 2)),
     "strided_slice": lambda x, c: jnp.repeat(x[:, ::2], 2, axis=1),
     "negative_stride": lambda x, c: x[:, ::-1],

@@ -163,7 +163,8 @@ class Program:
             own = None if key is None else jax.random.fold_in(key, i)
             y = call_wrapped(layer.wrap, self.task(i, meshes, own), p, x, ids, own, f"t{i}")
             if layer.between is not None:
-                y = apply(layer.between, y, Surroundings(p["kernel"], ids, own))
+                kernel = p["kernel"].reshape(-1, WIDTH, WIDTH)[0]  # of the first layer, where they are stacked
+                y = apply(layer.between, y, Surroundings(kernel, ids, own))
             values.append(y)
         value = jnp.mean(values[-1] ** 2) + sum(jnp.mean(v) for v in values[1:-1]) * 0.1
         if scale is not None:
