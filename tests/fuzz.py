@@ -36,6 +36,7 @@ def run_batch(first: int, count: int, simplify: bool) -> None:
     """Runs programs in this process; prints a line of JSON before and after each."""
     sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent), str(HERE)]  # this tree, not an installed one
     import conftest  # noqa: F401  # devices and profiles, before JAX is imported
+
     from generated.coverage import constructs
     from generated.draw import drawn
     from generated.laws import check
@@ -103,11 +104,13 @@ def main() -> int:
     parser.add_argument("--page", type=Path, help="write the coverage into this page of the documentation")
     parser.add_argument("--keep", type=Path, default=REGRESSIONS, help="where failing programs are written")
     parser.add_argument("--as-drawn", action="store_true", help="do not make failing programs smaller")
+    parser.add_argument("--with", dest="known", default="", help="entries of generated/known.py to draw all the same")
     parser.add_argument("--batch", type=int, nargs=2, metavar=("FIRST", "COUNT"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.batch:
         run_batch(*given.batch, not given.as_drawn)
         return 0
+    os.environ["MANYMESH_GENERATED_WITH"] = given.known
     firsts = range(given.seed, given.seed + given.examples, BATCH)
     tally, start = Tally(), time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
@@ -129,6 +132,7 @@ def finish(tally: Tally, seed: int, minutes: float, page: Path | None) -> None:
     """Prints the result and the coverage; writes the page."""
     sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent), str(HERE)]
     import conftest  # noqa: F401
+
     from generated.coverage import table, write_page
 
     text = table(tally.primitives, tally.constructs, tally.ran)

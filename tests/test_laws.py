@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import manymesh as mm

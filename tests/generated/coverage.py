@@ -27,7 +27,9 @@ def primitives(closed: Any) -> dict[str, int]:
 
 def constructs(program: Program) -> set[str]:
     """What a program has in it, as words ``group: entry``."""
-    found = {f"{name}: {getattr(program, name)}" for name in ("mode", "reduce", "state", "donate", "aux", "ema", "weak")}
+    found = {
+        f"{name}: {getattr(program, name)}" for name in ("mode", "reduce", "state", "donate", "aux", "ema", "weak")
+    }
     found |= {f"schedule: {s}" for s in program.schedules}
     found |= {f"microbatches: {program.microbatches}", f"submeshes: {len(program.submeshes)}"}
     if program.mode != "forward":

@@ -37,6 +37,7 @@ WRAP_FLAGS = {
     "guarded_while": "guarded_while",
     "empty_scan": "empty_scan_around",
     "examples": "examples_under_vmap",
+    "returned_number": "returned_number",
 }
 
 
@@ -57,7 +58,18 @@ def _fitting(whole: bool, random: bool, vmapped: bool, unequal: bool) -> list[st
 
 
 # What can be drawn on submeshes of different sizes today, and in which constructs.
-WITHOUT_CONSTANTS = ("matmul", "tanh", "sine", "negative", "transpose", "reduce_max", "take", "bfloat16", "cumsum", "layer_norm")
+WITHOUT_CONSTANTS = (
+    "matmul",
+    "tanh",
+    "sine",
+    "negative",
+    "transpose",
+    "reduce_max",
+    "take",
+    "bfloat16",
+    "cumsum",
+    "layer_norm",
+)
 CLEAR = ("plain", "keywords", "jit", "checkpoint", "policy", "python_loop", "scoped", "nested")
 
 
@@ -70,7 +82,9 @@ def programs(draw, small: bool = False) -> Program:
     unequal = len({a * b for _, a, b in submeshes}) > 1 and mode != "forward"
     key, raw = draw(st.sampled_from([None, None, "threefry2x32", "rbg", "unsafe_rbg"])), draw(st.booleans())
     order = "chain" if small else draw(st.sampled_from(LAYOUTS))
-    count = {"v": 2 * len(submeshes), "cyclic": 2 * len(submeshes)}.get(order) or draw(st.sampled_from([1, 2, 2] if small else [1, 2, 2, 3]))
+    count = {"v": 2 * len(submeshes), "cyclic": 2 * len(submeshes)}.get(order) or draw(
+        st.sampled_from([1, 2, 2] if small else [1, 2, 2, 3])
+    )
     if count > 4:
         order, count = "chain", 3
     layers = tuple(_layer(draw, i, count, order, submeshes, key is not None, unequal) for i in range(count))
@@ -86,7 +100,9 @@ def programs(draw, small: bool = False) -> Program:
         microbatches=microbatches,
         reduce=draw(st.sampled_from(reduces)) if mode in ("train", "twice") else "mean",
         schedules=_schedules(draw, order, layers, submeshes, microbatches, mode),
-        optimizer=draw(st.sampled_from(sorted(OPTIMIZERS) + ["sgd"] * (len(OPTIMIZERS) * 3 if small else 0))) if mode != "forward" else "sgd",
+        optimizer=draw(st.sampled_from(sorted(OPTIMIZERS) + ["sgd"] * (len(OPTIMIZERS) * 3 if small else 0)))
+        if mode != "forward"
+        else "sgd",
         clipped=draw(st.booleans()),
         ema=draw(st.sampled_from([False, False, True])),
         state=draw(st.sampled_from(["dict", "tuple", "dataclass", "train_state"])),
@@ -94,18 +110,19 @@ def programs(draw, small: bool = False) -> Program:
         aux=aux,
         key=key,
         raw_key=raw and key is not None and key == "threefry2x32",
-        key_from=_key_from(draw, key, raw),
+        key_from=_key_from(draw, key),
         weak=draw(st.booleans()),
         in_shardings=draw(st.sampled_from([False, False, False, True])),
     )
 
 
-def _key_from(draw, key: str | None, raw: bool) -> str:
+def _key_from(draw, key: str | None) -> str:
     ways = ["argument"]
     if key != "unsafe_rbg" or works("unsafe_rbg_folded"):
         ways.append("folded")
-    if (raw and key == "threefry2x32") or works("key_closed_over"):
-        ways.append("closed_over")
+    ways.append("closed_over")
+    if works("constant_key"):
+        ways.append("constant")
     return draw(st.sampled_from(ways)) if key is not None else "argument"
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 import manymesh as mm
 
 from .coverage import primitives
 from .known import works
 from .operations import OPERATIONS
-from .program import Program
+from .program import RULES, Program
 from .wraps import NOTES
 
 # Nearly all the time goes into compiling, and what is compiled runs on a few numbers twice.
@@ -184,6 +185,7 @@ def _layouts(program: Program, compiled: Any, state: Any) -> None:
     for (path, x), sharding in zip(with_paths, wanted, strict=True):
         if not x.sharding.is_equivalent_to(sharding, x.ndim) and works("state_layouts"):
             raise LawBroken(f"state{jax.tree_util.keystr(path)} lies as {x.sharding}, the step takes it as {sharding}")
+    _constrained_kernels(program, compiled)
     if not works("mirrored_layouts"):
         return
     params = {path[1:]: x for path, x in with_paths if _name(path[0]) == "params"}
@@ -191,7 +193,26 @@ def _layouts(program: Program, compiled: Any, state: Any) -> None:
         for key, p in params.items():
             mirrors = path[-len(key) :] == key and x.shape == p.shape and _name(path[0]) != "params"
             if mirrors and not x.sharding.is_equivalent_to(p.sharding, x.ndim):
-                raise LawBroken(f"state{jax.tree_util.keystr(path)} lies as {x.sharding}, its parameter as {p.sharding}")
+                raise LawBroken(
+                    f"state{jax.tree_util.keystr(path)} lies as {x.sharding}, its parameter as {p.sharding}"
+                )
+
+
+def _constrained_kernels(program: Program, compiled: Any) -> None:
+    """A kernel that one task reads lies as the program says it does."""
+    state = compiled.input_shardings[0][0]
+    params = state["params"] if program.state == "dict" else state.params
+    for layer in program.layers:
+        alone = sum(other.parameter == layer.parameter for other in program.layers) == 1
+        if layer.annotated == "never" or not alone or layer.wrap != "plain" or layer.between or program.in_shardings:
+            continue
+        if layer.annotated == "outside" and not works("constraint_outside"):
+            continue
+        rules, mesh = dict(RULES), program.meshes()[layer.submesh]
+        wanted = NamedSharding(mesh, PartitionSpec(*(rules.get(n) for n in layer.kernel_axes)))
+        found = jax.tree.leaves(params[f"w{layer.parameter}"]["kernel"])[0]
+        if not found.is_equivalent_to(wanted, 2):
+            raise LawBroken(f"the kernel of layer {layer} lies as {found}, the program says {wanted}")
 
 
 def _name(entry: Any) -> str:

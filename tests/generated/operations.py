@@ -194,7 +194,9 @@ SIMPLE: dict[str, Callable[[Any, Surroundings], Any]] = {
     "unsigned": lambda x, c: x + (c.ids.astype(jnp.uint8) - jnp.uint8(9)).astype(jnp.float32)[:, None] / 256,
     "small_integers": lambda x, c: x + (c.ids.astype(jnp.int4) * 3).astype(jnp.float32)[:, None] * 0.1,
     "quantize": lambda x, c: x + (lax.stop_gradient(jnp.round(x * 16).astype(jnp.int8)) - x) * 0.05,
-    "integer_matmul": lambda x, c: x + (wide(lax.stop_gradient(x)).astype(jnp.int8) @ np.eye(WIDTH, dtype=np.int8)) * 0.01,
+    "integer_matmul": lambda x, c: (
+        x + (wide(lax.stop_gradient(x)).astype(jnp.int8) @ np.eye(WIDTH, dtype=np.int8)) * 0.01
+    ),
     "packed_bits": lambda x, c: x + jnp.packbits(c.ids[:, None] > np.arange(8), axis=1) * 0.001,
     # Shapes
     "reshape": lambda x, c: x.reshape(-1).reshape(x.shape),

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import manymesh as mm
 
 from . import operations_large  # noqa: F401  # registers its operations
+from .known import works
 from .operations import WIDTH, Surroundings, apply
 from .optimizers import optimizer
 from .wraps import call_wrapped, inner_wrapped
@@ -95,9 +96,7 @@ class Program:
 
     def meshes(self) -> list[Mesh]:
         devices = jax.devices()
-        return [
-            Mesh(np.array(devices[s : s + a * b]).reshape(a, b), ("data", "model")) for s, a, b in self.submeshes
-        ]
+        return [Mesh(np.array(devices[s : s + a * b]).reshape(a, b), ("data", "model")) for s, a, b in self.submeshes]
 
     def stacked(self) -> set[int]:
         """Parameters that hold several layers."""
@@ -112,7 +111,10 @@ class Program:
             bias = jnp.asarray(rng.normal(size=(*lead, WIDTH)) * 0.1, jnp.float32)
             names = [la.kernel_axes for la in self.layers if la.parameter == i and la.annotated == "box"]
             boxed = names and names[0] is not None
-            out[f"w{i}"] = {"kernel": mm.meta.LogicallyPartitioned(kernel, (None,) * len(lead) + names[0]) if boxed else kernel, "bias": bias}
+            out[f"w{i}"] = {
+                "kernel": mm.meta.LogicallyPartitioned(kernel, (None,) * len(lead) + names[0]) if boxed else kernel,
+                "bias": bias,
+            }
         return out
 
     def batch(self) -> dict[str, Any]:
@@ -135,10 +137,11 @@ class Program:
         params = self.parameters()
         made = optimizer(self.optimizer, self.clipped)
         if self.state == "train_state":
-            return TrainState.create(apply_fn=None, params=params, tx=made).replace(step=jnp.zeros((), jnp.int32))
+            state = TrainState.create(apply_fn=None, params=params, tx=made)
+            return state if works("python_step_count") else state.replace(step=jnp.zeros((), jnp.int32))
         fields = {
             "params": params,
-            "moments": made.init(params),
+            "moments": jax.tree.map(jnp.copy, made.init(params)),  # some hold the parameters themselves
             "average": jax.tree.map(jnp.copy, params) if self.ema else None,
             "count": jnp.zeros((), jnp.int32),
         }
@@ -181,6 +184,8 @@ class Program:
         def body(p, x, ids, own):
             if self.key_from == "closed_over":
                 own = key
+            elif self.key_from == "constant":
+                own = constant_key(self.key)
             kernel = p["kernel"]
             if layer.annotated == "inside":
                 kernel = self._constrain(kernel, layer.kernel_axes, layer.style)
@@ -193,7 +198,8 @@ class Program:
                 return h
 
             y = inner_wrapped(layer.inner, operate, x, ids) @ kernel + p["bias"]
-            return y if layer.activation is None else self._constrain(y, layer.activation, layer.style)
+            y = y if layer.activation is None else self._constrain(y, layer.activation, layer.style)
+            return (y, 2) if layer.wrap == "returned_number" else y
 
         mesh: Any = meshes[layer.submesh]
         if layer.wrap in ("layers", "stacked"):
@@ -244,13 +250,18 @@ class Program:
             return mm.WeightedMean("count")
         if self.reduce in ("sum", "mean"):
             return self.reduce
-        return (("mean", {"count": self.reduce, "hidden": self.reduce, "weak": "last", "flag": "last", "nothing": None}), "mean")
+        return (
+            ("mean", {"count": self.reduce, "hidden": self.reduce, "weak": "last", "flag": "last", "nothing": None}),
+            "mean",
+        )
 
     def step(self, state: Any, batch: Any, key: Any, scale: Any, schedule: str | None) -> Any:
         """The training step: gradients of the loss over microbatches, and an update."""
         params = state.params if self.state != "dict" else state["params"]
         if self.mode == "forward":
-            return state, self.looped(self.loss, schedule, "sum" if not self.aux else ("sum", "last"))(params, batch, key, scale)
+            return state, self.looped(self.loss, schedule, "sum" if not self.aux else ("sum", "last"))(
+                params, batch, key, scale
+            )
         grad = jax.value_and_grad(self.loss, has_aux=self.aux)
         if self.mode == "scanned":
             loss, grads = self._accumulated(grad, params, batch, key, scale)
@@ -320,6 +331,13 @@ class Fields:
 
 
 CONTAINERS: dict[str, Any] = {"dict": dict, "tuple": Named, "dataclass": Fields}
+
+
+@functools.cache
+def constant_key(impl: str) -> Any:
+    """A key that a module would hold."""
+    with jax.ensure_compile_time_eval():
+        return jax.random.key(5, impl=impl)
 
 
 def _frozen(value: Any) -> Any:

@@ -38,7 +38,10 @@ def smaller(program: Program) -> Iterator[Program]:
         yield replace(program, microbatches=1, schedules=(None,))
     for field in fields(Program):
         plain = getattr(_DEFAULTS, field.name)
-        if field.name not in ("submeshes", "layers", "microbatches", "schedules") and getattr(program, field.name) != plain:
+        if (
+            field.name not in ("submeshes", "layers", "microbatches", "schedules")
+            and getattr(program, field.name) != plain
+        ):
             yield replace(program, **{field.name: plain})
     for i, layer in enumerate(program.layers):
         for less in _smaller_layers(layer, i):

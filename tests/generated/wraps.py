@@ -152,6 +152,13 @@ def _gradient_penalty(run, p, x, ids, key, label):
     return x - 0.1 * jax.grad(lambda v: jnp.sum(jnp.tanh(run(p, v, ids, key))))(x)
 
 
+def _returned_number(run, p, x, ids, key, label):
+    y, times = run(p, x, ids, key)
+    for _ in range(times):
+        y = 0.5 * y
+    return y
+
+
 def _scoped(run, p, x, ids, key, label):
     with jax.named_scope("block"):
         return run(p, x, ids, key)
@@ -204,6 +211,7 @@ WRAPS: dict[str, Any] = {
     "jvp": _jvp,
     "gradient_penalty": _gradient_penalty,
     "scoped": _scoped,
+    "returned_number": _returned_number,
     "custom_vjp": _custom_vjp,
 }
 VMAPPED = ("vmap", "examples", "ensemble", "map")

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import manymesh as mm
+from generated.laws import cheap_options
 
 pytest.importorskip("transformers", reason="needs the extra `realworld`: make realworld")
 with warnings.catch_warnings():
@@ -21,7 +22,10 @@ with warnings.catch_warnings():
     from realworld.transformers_models import CASES
 
 # The models call what Flax and JAX call deprecated; that is their business.
-pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-3))
 
 
@@ -75,7 +79,7 @@ def test_two_steps_are_those_of_plain_jax(name, dropout):
     moments = OPTIMIZER.init(variables["params"])
     step = training_step(case, model, dropout)
 
-    plain = jax.jit(step)
+    plain = jax.jit(step, compiler_options=cheap_options())
     expected = variables, moments
     losses = []
     for _ in range(2):
@@ -84,7 +88,7 @@ def test_two_steps_are_those_of_plain_jax(name, dropout):
 
     for pattern, device in case.scopes:
         mm.register_task(pattern, devices=[device])
-    placed = mm.jit(step)
+    placed = mm.jit(step, compiler_options=cheap_options())
     lowered = placed.lower(variables, moments, batch, key)
     tasks = {task for f in lowered.program.fragments for task in f.tasks}
     assert len(tasks) >= 2, "the scopes' names placed nothing"
@@ -92,8 +96,12 @@ def test_two_steps_are_those_of_plain_jax(name, dropout):
     for wanted in losses:
         *actual, value = placed(*actual, batch, key)
         np.testing.assert_allclose(float(value), wanted, rtol=1e-5)
-    for (path, a), e in zip(jax.tree_util.tree_leaves_with_path(tuple(actual)), jax.tree.leaves(tuple(expected)), strict=True):
+    for (path, a), e in zip(
+        jax.tree_util.tree_leaves_with_path(tuple(actual)), jax.tree.leaves(tuple(expected)), strict=True
+    ):
         scale = max(1.0, float(jnp.max(jnp.abs(e), initial=0)))
-        np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=2e-4, atol=2e-4 * scale, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            np.asarray(a), np.asarray(e), rtol=2e-4, atol=2e-4 * scale, err_msg=jax.tree_util.keystr(path)
+        )
     used = {d for x in jax.tree.leaves(actual[0]) for d in x.sharding.device_set}
     assert used >= {jax.devices()[d] for _, d in case.scopes}, "parameters lie on every stage"

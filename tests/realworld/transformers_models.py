@@ -99,9 +99,7 @@ def _vit() -> Any:
 
 
 def _resnet() -> Any:
-    config = hf.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=4
-    )
+    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=4)
     return hf.FlaxResNetForImageClassification(config, input_shape=(1, 16, 16, 3), seed=0)
 
 
