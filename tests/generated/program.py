@@ -24,6 +24,7 @@ from .optimizers import optimizer
 from .wraps import call_wrapped, inner_wrapped
 
 RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
+TAKES_BOXES = ("plain", "keywords", "jit", "checkpoint", "policy", "python_loop", "scoped", "nested")
 STACK = 2  # layers in a stacked parameter
 
 
@@ -38,7 +39,7 @@ class Layer:
       wrap: what the task is called through.
       inner: what the operations are wrapped in, inside of the task.
       kernel_axes: names of the kernel's dimensions, or None for no constraint.
-      annotated: where the kernel is constrained: ``inside``, ``outside``, ``box`` or ``never``.
+      annotated: where the kernel is constrained: ``inside`` or ``outside`` of the task, ``box`` (opened in the task), ``never``.
       activation: names of the result's dimensions, or None.
       style: whose constraint it is, ``mm`` or ``jax``.
       between: an operation on the layer's result, outside of tasks; or none.
@@ -152,13 +153,13 @@ class Program:
     def loss(self, params: Any, batch: Any, key: Any, scale: Any) -> Any:
         """Mean of squares of what the last layer gives, and a little of every other value."""
         meshes = self.meshes()
-        if any(layer.annotated == "box" for layer in self.layers):
-            params = mm.meta.unbox(params)
         values, ids = [batch["x"]], batch["ids"]
         for i, layer in enumerate(self.layers):
             p = params[f"w{layer.parameter}"]
             if layer.wrap != "stacked" and layer.parameter in self.stacked():
                 p = jax.tree.map(lambda v: v[0], p)
+            if layer.annotated != "box" or layer.wrap not in TAKES_BOXES:
+                p = mm.meta.unbox(p)
             if layer.annotated == "outside":
                 names = (None,) * (p["kernel"].ndim - 2) + layer.kernel_axes
                 p = {**p, "kernel": mm.with_sharding_constraint(p["kernel"], names)}
@@ -166,7 +167,9 @@ class Program:
             own = None if key is None else jax.random.fold_in(key, i)
             y = call_wrapped(layer.wrap, self.task(i, meshes, own), p, x, ids, own, f"t{i}")
             if layer.between is not None:
-                kernel = p["kernel"].reshape(-1, WIDTH, WIDTH)[0]  # of the first layer, where they are stacked
+                kernel = mm.meta.unbox(p)["kernel"].reshape(-1, WIDTH, WIDTH)[
+                    0
+                ]  # of the first layer, where they are stacked
                 y = apply(layer.between, y, Surroundings(kernel, ids, own))
             values.append(y)
         value = jnp.mean(values[-1] ** 2) + sum(jnp.mean(v) for v in values[1:-1]) * 0.1
@@ -186,6 +189,7 @@ class Program:
                 own = key
             elif self.key_from == "constant":
                 own = constant_key(self.key)
+            p = mm.meta.unbox(p)
             kernel = p["kernel"]
             if layer.annotated == "inside":
                 kernel = self._constrain(kernel, layer.kernel_axes, layer.style)
