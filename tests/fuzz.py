@@ -32,14 +32,14 @@ BATCH = 50
 TRIES = 40  # to make a failing program smaller
 
 
-def run_batch(first: int, count: int, simplify: bool) -> None:
+def run_batch(first: int, count: int, simplify: bool, trace: bool) -> None:
     """Runs programs in this process; prints a line of JSON before and after each."""
     sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent), str(HERE)]  # this tree, not an installed one
     import conftest  # noqa: F401  # devices and profiles, before JAX is imported
 
     from generated.coverage import constructs
     from generated.draw import drawn
-    from generated.laws import check
+    from generated.laws import check, traced
     from generated.simplify import simplest
 
     seen: set[str] = set()
@@ -48,7 +48,7 @@ def run_batch(first: int, count: int, simplify: bool) -> None:
         print(json.dumps({"begins": number, "program": json.loads(program.to_json())}), flush=True)
         found = {"constructs": sorted(constructs(program))}
         try:
-            outcome = check(program)
+            outcome = traced(program) if trace else check(program)
             found.update(primitives=outcome.primitives, remarks=outcome.remarks)
         except Exception as error:
             kind = _kind(error)
@@ -104,18 +104,20 @@ def main() -> int:
     parser.add_argument("--page", type=Path, help="write the coverage into this page of the documentation")
     parser.add_argument("--keep", type=Path, default=REGRESSIONS, help="where failing programs are written")
     parser.add_argument("--as-drawn", action="store_true", help="do not make failing programs smaller")
+    parser.add_argument("--trace-only", action="store_true", help="coverage of what would be drawn; nothing is checked")
     parser.add_argument("--with", dest="known", default="", help="entries of generated/known.py to draw all the same")
     parser.add_argument("--batch", type=int, nargs=2, metavar=("FIRST", "COUNT"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.batch:
-        run_batch(*given.batch, not given.as_drawn)
+        run_batch(*given.batch, not given.as_drawn, given.trace_only)
         return 0
     os.environ["MANYMESH_GENERATED_WITH"] = given.known
     firsts = range(given.seed, given.seed + given.examples, BATCH)
+    options = ["--as-drawn"] * given.as_drawn + ["--trace-only"] * given.trace_only
     tally, start = Tally(), time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
         ends = given.seed + given.examples
-        futures = [pool.submit(in_processes, k, min(BATCH, ends - k), given.as_drawn) for k in firsts]
+        futures = [pool.submit(in_processes, k, min(BATCH, ends - k), options) for k in firsts]
         for k, future in enumerate(concurrent.futures.as_completed(futures)):
             for found in future.result():
                 new = found.get("kind") is not None and found["kind"] not in tally.broken
@@ -124,11 +126,11 @@ def main() -> int:
                     print(f"broken: {keep(found, given.keep)}: {found['error'][:500]}", flush=True)
             broken = sum(map(len, tally.broken.values()))
             print(f"{k + 1} of {len(firsts)} batches, {tally.ran} programs, {broken} broken", flush=True)
-    finish(tally, given.seed, (time.monotonic() - start) / 60, given.page)
+    finish(tally, given.seed, (time.monotonic() - start) / 60, given)
     return 1 if tally.broken else 0
 
 
-def finish(tally: Tally, seed: int, minutes: float, page: Path | None) -> None:
+def finish(tally: Tally, seed: int, minutes: float, given: argparse.Namespace) -> None:
     """Prints the result and the coverage; writes the page."""
     sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent), str(HERE)]
     import conftest  # noqa: F401
@@ -142,17 +144,18 @@ def finish(tally: Tally, seed: int, minutes: float, page: Path | None) -> None:
     broken = sum(map(len, tally.broken.values()))
     print(f"Remarks: {dict(tally.remarks)}")
     print(f"{tally.ran} programs ran in {minutes:.1f} minutes from seed {seed}; {broken} broke a law")
-    if page is not None:
+    if given.page is not None:
         import jax
 
-        write_page(page, text, f"JAX {jax.__version__}, seed {seed}, {minutes:.0f} minutes, {broken} broke a law.")
+        result = "drawn and traced, not run" if given.trace_only else f"{minutes:.0f} minutes, {broken} broke a law"
+        write_page(given.page, text, f"JAX {jax.__version__}, programs from number {seed} on: {result}.")
 
 
-def in_processes(first: int, count: int, as_drawn: bool) -> list[dict]:
+def in_processes(first: int, count: int, options: list[str]) -> list[dict]:
     """The results of a batch, in one process, or in one more for each that the compiler ended."""
     out, last = [], first + count
     while first < last:
-        command = [sys.executable, __file__, "--batch", str(first), str(last - first)] + ["--as-drawn"] * as_drawn
+        command = [sys.executable, __file__, "--batch", str(first), str(last - first), *options]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
         out += [{"seed": f["ended"], **f} for f in lines if "ended" in f]

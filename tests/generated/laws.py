@@ -124,6 +124,13 @@ def check(program: Program) -> Outcome:
     return outcome
 
 
+def traced(program: Program) -> Outcome:
+    """What plain JAX traces of a program; nothing is compiled or checked."""
+    with mm.ignore_transforms():
+        arguments = (program.init(), *_arguments(program), program, program.schedules[0])
+        return Outcome(primitives(jax.jit(_step, static_argnums=(4, 5)).trace(*arguments).jaxpr), ["traced only"])
+
+
 def _arguments(program: Program) -> tuple[Any, ...]:
     scale = 0.5 if program.weak else None
     return program.batch(), program.random_key(), scale
