@@ -23,6 +23,7 @@ KNOWN_BROKEN: dict[str, str] = {
     "examples_under_vmap": "vmap of single examples through a task that constrains its batch dimension",
     "split_backward_of_split_layers": "a scan over layers that is split over submeshes, in a loop whose schedule splits the "
     "backward pass: a fragment reads what was freed",
+    "reductions_by_a_function": "lax.reduce and lax.reduce_window with a function, in a microbatch loop with a constraint",
     "relayouts_compiled_ahead": "a relayout of a value that comes in compiles in the middle of the second step",
     "state_layouts": "a donated state that has no sharding of its own is paired with a result of another size",
 }
