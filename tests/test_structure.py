@@ -43,11 +43,7 @@ LAYERS = (
     "_api",
     "_parallelize",
     "__init__",  # the face, `import manymesh`
-    "_flax_meta",
-    "_flax_axes",
-    "_flax_task",
-    "_flax_table",
-    "_flax_step",
+    "_flax",
     "flax",
     "nnx",
     "distributed",
@@ -60,7 +56,7 @@ LAYERS = (
 THIRD_PARTY: Mapping[str, frozenset[str]] = {
     "schedules": frozenset(),
     **dict.fromkeys(
-        ("_flax_meta", "_flax_axes", "_flax_task", "_flax_table", "_flax_step", "flax"),
+        ("_flax", "flax"),
         frozenset({"jax", "numpy", "rich", "flax", "optax"}),
     ),
     "nnx": frozenset({"jax", "numpy", "rich", "flax", "optax"}),

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from manymesh import meta
-from manymesh._flax_meta import from_flax, register_serialization, register_with_flax, to_flax
+from manymesh._flax._meta import from_flax, register_serialization, register_with_flax, to_flax
 from manymesh.errors import AxisError, MetadataError
 
 RULES = [("embed", None), ("hidden", "model"), ("layers", None)]

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from manymesh import meta
-from manymesh._flax_meta import register_with_flax
+from manymesh._flax._meta import register_with_flax
 from manymesh.errors import AxisError
 from manymesh.meta._axes import make_axes
 

@@ -15,7 +15,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from ._errors import ArgumentError
+from .._errors import ArgumentError
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import flax.core.meta
 import flax.linen
 import flax.serialization
 
-from . import meta
-from ._errors import MetadataError
-from .meta._axes import Axes
-from .meta._box import content_of
-from .meta._named import axes_of_box
-from .meta._partitioned import on_subclass
+from .. import meta
+from .._errors import MetadataError
+from ..meta._axes import Axes
+from ..meta._box import content_of
+from ..meta._named import axes_of_box
+from ..meta._partitioned import on_subclass
 
 _lock = threading.Lock()
 _done = False
@@ -32,7 +32,7 @@ def register_with_flax() -> None:
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
       >>> from manymesh import meta
-      >>> from manymesh._flax_meta import register_with_flax
+      >>> from manymesh._flax._meta import register_with_flax
       >>> register_with_flax()
       >>> model = nn.Dense(4, kernel_init=meta.with_partitioning(nn.initializers.ones, (None, "model")))
       >>> variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 2)))
@@ -86,7 +86,7 @@ def to_flax(tree: Any) -> Any:
 
     Example:
       >>> from manymesh import meta
-      >>> from manymesh._flax_meta import to_flax
+      >>> from manymesh._flax._meta import to_flax
       >>> type(to_flax(meta.Partitioned(0.0, ("model",)))).__module__
       'flax.core.meta'
     """
@@ -110,7 +110,7 @@ def from_flax(tree: Any) -> Any:
 
     Example:
       >>> import flax.linen as nn
-      >>> from manymesh._flax_meta import from_flax
+      >>> from manymesh._flax._meta import from_flax
       >>> from_flax({"w": nn.Partitioned(0.0, ("model",))})
       {'w': Partitioned(0.0, names=('model',))}
     """

@@ -25,12 +25,12 @@ from flax.core import meta as flax_meta
 from flax.core.scope import in_filter
 from flax.linen import transforms
 
-from . import _compat, meta
-from ._errors import TaskError
-from ._flax_meta import register_with_flax
-from ._mark import call_marked, current_recording, ignore_transforms
-from ._scope import enter_scope
-from ._task import Task
+from .. import _compat, meta
+from .._errors import TaskError
+from .._mark import call_marked, current_recording, ignore_transforms
+from .._scope import enter_scope
+from .._task import Task
+from ._meta import register_with_flax
 
 T = TypeVar("T")
 
