@@ -42,10 +42,15 @@ LAYERS = (
     "_compiled",
     "_api",
     "_parallelize",
+    "_table",
+    "_wrapping",
     "__init__",  # the face, `import manymesh`
     "_flax",
     "flax",
+    "_nnx",
     "nnx",
+    "_equinox",
+    "equinox",
     "distributed",
     "checkpoint",
     "inspect",
@@ -56,10 +61,10 @@ LAYERS = (
 THIRD_PARTY: Mapping[str, frozenset[str]] = {
     "schedules": frozenset(),
     **dict.fromkeys(
-        ("_flax", "flax"),
+        ("_flax", "flax", "_nnx", "nnx"),
         frozenset({"jax", "numpy", "rich", "flax", "optax"}),
     ),
-    "nnx": frozenset({"jax", "numpy", "rich", "flax", "optax"}),
+    **dict.fromkeys(("_equinox", "equinox"), frozenset({"jax", "numpy", "rich", "equinox"})),
 }
 THIRD_PARTY_ELSEWHERE = frozenset({"jax", "numpy", "rich"})
 # These layers may not import anything else inside functions either.

@@ -5,9 +5,20 @@ See the README for an example, and `jit`, `task` and `microbatch` to begin with.
 
 from __future__ import annotations
 
+import contextlib as _contextlib
+import importlib as _importlib
+import importlib.metadata as _metadata
+import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+from . import _mark
 from . import errors as errors
 from . import meta as meta
 from . import schedules as schedules
+from ._api import Jitted as Jitted
+from ._api import Lowered as Lowered
+from ._api import Traced as Traced
 from ._api import jit as jit
 from ._compiled import Compiled as Compiled
 from ._implicit import clear_tasks as clear_tasks
@@ -18,14 +29,22 @@ from ._mark import with_sharding_constraint as with_sharding_constraint
 from ._microbatch import WeightedMean as WeightedMean
 from ._microbatch import microbatch as microbatch
 from ._parallelize import parallelize as parallelize
+from ._program import Program as Program
+from ._report import Report as Report
 from ._task import Task as Task
 from ._topology import planned_devices as planned_devices
 from ._topology import submeshes as submeshes
 
 __all__ = [
     "Compiled",
+    "Jitted",
+    "Lowered",
+    "Program",
+    "Report",
     "Task",
+    "Traced",
     "WeightedMean",
+    "__version__",
     "clear_tasks",
     "errors",
     "ignore_transforms",
@@ -40,3 +59,32 @@ __all__ = [
     "task",
     "with_sharding_constraint",
 ]
+
+__version__ = _metadata.version("manymesh")
+
+# Each needs its framework, which is loaded when the adapter is.
+_ADAPTERS = ("equinox", "flax", "nnx")
+
+if _TYPE_CHECKING:
+    from . import equinox, flax, nnx  # noqa: F401  # for type checkers, which do not call __getattr__
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _ADAPTERS:
+        return _importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_ADAPTERS})
+
+
+def _nnx_scopes() -> _contextlib.AbstractContextManager[None]:
+    """Modules of NNX open scopes with their paths, where the program may have such modules."""
+    if "flax.nnx" not in _sys.modules:
+        return _contextlib.nullcontext()
+    naming: _contextlib.AbstractContextManager[None] = _importlib.import_module(f"{__name__}._nnx._names").naming()
+    return naming
+
+
+_mark.scope_makers.append(_nnx_scopes)

@@ -90,6 +90,7 @@ def microbatch(
     arg_shardings: Any = None,
     custom_schedule: Any = None,
     rng_argnum: int | None = None,
+    state_argnum: int | None = None,
 ) -> Callable[..., Any]:
     """Runs a function on pieces of a batch and combines the results.
 
@@ -110,6 +111,8 @@ def microbatch(
       arg_shardings: pytree prefix of the batch (of each, for several ``argnum``) with the sharding of a piece.
       custom_schedule: rows for the schedule ``"custom"``, one a submesh, of task names or (microbatch, task name).
       rng_argnum: argument whose random keys become ``jax.random.fold_in(key, i)`` for microbatch ``i``.
+      state_argnum: argument that goes from one microbatch to the next, such as the statistics of a batch
+        normalisation: ``fun`` returns ``(result, next state)``. Results are reduced, the state is not.
 
     Returns:
       A function with the signature of ``fun``.
@@ -145,19 +148,24 @@ def microbatch(
     @functools.wraps(fun)
     def over_microbatches(*args: Any, **kwargs: Any) -> Any:
         count = _count(name, args, argnums, dim, size, num_microbatches)
-        if rng_argnum is not None and not -len(args) <= rng_argnum < len(args):
-            raise MicrobatchError(
-                f"microbatch({name}): rng_argnum {rng_argnum} names the random keys, but the call has {len(args)} "
-                "positional arguments; pass the keys by position"
-            )
+        _check_position(name, "rng_argnum", rng_argnum, "random keys", len(args))
+        _check_position(name, "state_argnum", state_argnum, "state", len(args))
         record = current_recording()
-        call = _Call(fun, args, kwargs, argnums, dim, count, reduce, arg_shardings, rng_argnum)
+        call = _Call(fun, args, kwargs, argnums, dim, count, reduce, arg_shardings, rng_argnum, state_argnum)
         if record is None or count == 1:
             return call.reference()
         spec = LoopSpec(name, count, chosen, interleave, num_stages, custom_schedule, dim)
         return call.traced(record, spec)
 
     return over_microbatches
+
+
+def _check_position(name: str, label: str, argnum: int | None, what: str, count: int) -> None:
+    if argnum is not None and not -count <= argnum < count:
+        raise MicrobatchError(
+            f"microbatch({name}): {label} {argnum} names the {what}, but the call has {count} positional arguments; "
+            f"pass the {what} by position"
+        )
 
 
 def _fold_in(key: Any, i: int) -> Any:
@@ -234,17 +242,25 @@ class _Call:
     reduce: Any
     arg_shardings: Any
     rng_argnum: int | None
+    state_argnum: int | None
 
     def reference(self) -> Any:
         """The definition: a Python loop, reduced in microbatch order."""
         outs = []
+        args = list(self.args)
+        state = None if self.state_argnum is None else args[self.state_argnum]
         for i in range(self.count):
             args = list(self.args)
+            if self.state_argnum is not None:
+                args[self.state_argnum] = state
             for n, k in enumerate(self.argnums):
                 args[k] = self._constrained(n, jax.tree.map(functools.partial(self._piece, i=i), args[k]))
             if self.rng_argnum is not None:
                 args[self.rng_argnum] = jax.tree.map(functools.partial(_fold_in, i=i), args[self.rng_argnum])
-            outs.append(self.fun(*args, **self.kwargs))
+            out = self.fun(*args, **self.kwargs)
+            if self.state_argnum is not None:
+                out, state = self._state_of(out, jax.tree.structure(state))
+            outs.append(out)
         words = _words(self.reduce, outs[0])
         leaves = [jax.tree.leaves(o) for o in outs]
         reduced = [_reduce_reference(w, [row[j] for row in leaves]) for j, w in enumerate(words.per_leaf)]
@@ -255,7 +271,17 @@ class _Call:
                 if w == "weighted":
                     parts = [row[j] * c.astype(row[j].dtype) for row, c in zip(leaves, counts, strict=True)]
                     reduced[j] = functools.reduce(jnp.add, parts) / total.astype(parts[0].dtype)
-        return jax.tree.unflatten(jax.tree.structure(outs[0]), reduced)
+        result = jax.tree.unflatten(jax.tree.structure(outs[0]), reduced)
+        return result if self.state_argnum is None else (result, state)
+
+    def _state_of(self, out: Any, structure: Any) -> tuple[Any, Any]:
+        """What ``fun`` returned as result and next state."""
+        if not isinstance(out, tuple) or len(out) != 2 or jax.tree.structure(out[1]) != structure:
+            raise MicrobatchError(
+                f"microbatch: with state_argnum={self.state_argnum}, the function has to return (result, next state), "
+                f"the state in the structure in which it came, {structure}; it returned {jax.tree.structure(out)}"
+            )
+        return out
 
     def _constrained(self, n: int, piece: Any) -> Any:
         """A piece of the n-th batch argument with the sharding that the caller asked for."""
@@ -292,40 +318,53 @@ class _Call:
             fold = jax.vmap(jax.random.fold_in, (None, 0))
             keys = jax.tree.map(lambda key: fold(key, jnp.arange(self.count)), args[self.rng_argnum])
 
+        state = [] if self.state_argnum is None else jax.tree.leaves(args[self.state_argnum])
+        structure = None if self.state_argnum is None else jax.tree.structure(args[self.state_argnum])
+
         @jax.jit
-        def one(pieces: Any, key: Any) -> Any:
+        def one(pieces: Any, key: Any, state: list[Any]) -> Any:
+            """The result, and the next values of the parts of the state that change, by position."""
             full = list(args)
             for n, (k, piece) in enumerate(zip(self.argnums, pieces, strict=True)):
                 full[k] = self._constrained(n, piece)
             if self.rng_argnum is not None:
                 full[self.rng_argnum] = key
-            return self.fun(*full, **kwargs)
+            if self.state_argnum is None:
+                return self.fun(*full, **kwargs), {}
+            full[self.state_argnum] = jax.tree.unflatten(structure, state)
+            out, following = self._state_of(self.fun(*full, **kwargs), structure)
+            pairs = enumerate(zip(state, jax.tree.leaves(following), strict=True))
+            return out, {i: new for i, (old, new) in pairs if new is not old}
 
         first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (stacked, keys))
-        shape = jax.eval_shape(one, *first)
+        shape, changing = jax.eval_shape(one, *first, state)
         words = _words(self.reduce, shape)
-        out_tree.append(jax.tree.structure(shape))
+        out_tree.append(jax.tree.structure(shape if structure is None else (shape, args[self.state_argnum])))
         avals = jax.tree.leaves(shape)
 
-        def body(carry: list[Any], xs: Any) -> tuple[list[Any], list[Any]]:
-            out = jax.tree.leaves(one(*xs))
+        def body(carry: Any, xs: Any) -> tuple[Any, list[Any]]:
+            summed, moving = carry
+            found, moved = one(*xs, [moving.get(i, x) for i, x in enumerate(state)])
+            out = jax.tree.leaves(found)
             if words.count is not None:
                 weight = out[words.count]
                 out = [
                     o * weight.astype(o.dtype) if w == "weighted" else o
                     for o, w in zip(out, words.per_leaf, strict=True)
                 ]
-            kept = iter(carry)
+            kept = iter(summed)
             new = [_ACCUMULATE[w](next(kept), o) for w, o in zip(words.per_leaf, out, strict=True) if w in _ACCUMULATE]
             ys = [o for w, o in zip(words.per_leaf, out, strict=True) if w not in _ACCUMULATE]
-            return new, ys
+            return (new, moved), ys
 
         start = [_initial(w, a) for w, a in zip(words.per_leaf, avals, strict=True) if w in _ACCUMULATE]
-        carry, ys = jax.lax.scan(body, start, (stacked, keys), length=self.count)
+        moving = {i: state[i] if state[i].dtype == a.dtype else state[i].astype(a.dtype) for i, a in changing.items()}
+        (carry, moving), ys = jax.lax.scan(body, (start, moving), (stacked, keys), length=self.count)
         carried, collected = iter(carry), iter(ys)
         result = [next(carried) if w in _ACCUMULATE else next(collected) for w in words.per_leaf]
         total = result[words.count] if words.count is not None else None
-        return [self._finish(w, r, total) for w, r in zip(words.per_leaf, result, strict=True)]
+        final = [moving.get(i, x) for i, x in enumerate(state)]
+        return [self._finish(w, r, total) for w, r in zip(words.per_leaf, result, strict=True)] + final
 
     def _finish(self, word: str, value: Any, total: Any) -> Any:
         if word == "mean":

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax.core import meta as flax_meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from .._errors import ArgumentError
+from ._errors import ArgumentError
+from .meta._named import axes_of, is_named_node, value_of
 
 
 @dataclass(frozen=True)
@@ -135,22 +135,23 @@ def tabulate(tree: Any, boxed: Any = None, *, shardings: Any = None, title: str 
     named = leaves if boxed is None else _same_length("boxed", _leaves(boxed), leaves)
     given = None
     if shardings is not None:
-        flat = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=lambda x: isinstance(x, jax.sharding.Sharding))
+        is_sharding = lambda x: isinstance(value_of(x), jax.sharding.Sharding)  # noqa: E731
+        flat = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_sharding)
         given = _same_length("shardings", flat, leaves)
     rows = []
     for i, (path, leaf) in enumerate(leaves):
         names = _names(leaf)
         if names is None:
             names = _names(named[i][1])
-        sharding = getattr(_value(leaf), "sharding", None) if given is None else given[i][1]
-        if _value(leaf).shape or names is not None:
-            rows.append(_row(_join(path), _value(leaf), names, sharding))
+        sharding = getattr(value_of(leaf), "sharding", None) if given is None else value_of(given[i][1])
+        if value_of(leaf).shape or names is not None:
+            rows.append(_row(_join(path), value_of(leaf), names, sharding))
     return ParameterTable(tuple(rows), title)
 
 
 def _leaves(tree: Any) -> list[tuple[Any, Any]]:
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, flax_meta.AxisMetadata))
-    return [(path, leaf) for path, leaf in found if hasattr(_value(leaf), "shape")]
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named_node)
+    return [(path, leaf) for path, leaf in found if hasattr(value_of(leaf), "shape")]
 
 
 def _same_length(word: str, found: list[Any], leaves: list[Any]) -> list[Any]:
@@ -161,15 +162,9 @@ def _same_length(word: str, found: list[Any], leaves: list[Any]) -> list[Any]:
     return found
 
 
-def _value(leaf: Any) -> Any:
-    while isinstance(leaf, flax_meta.AxisMetadata) and hasattr(leaf, "value"):
-        leaf = leaf.value
-    return leaf
-
-
 def _names(leaf: Any) -> tuple[Any, ...] | None:
-    names = getattr(leaf, "names", None)
-    return tuple(names) if names is not None and isinstance(leaf, flax_meta.AxisMetadata) else None
+    names = axes_of(leaf).names if is_named_node(leaf) else ()
+    return tuple(names) or None
 
 
 def _row(path: str, value: Any, names: tuple[Any, ...] | None, sharding: Any) -> ParameterRow:
