@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib as _contextlib
 import importlib as _importlib
-import importlib.metadata as _metadata
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
@@ -60,19 +59,25 @@ __all__ = [
     "with_sharding_constraint",
 ]
 
-__version__ = _metadata.version("manymesh")
-
 # Each needs its framework, which is loaded when the adapter is.
 _ADAPTERS = ("equinox", "flax", "nnx")
 
+__version__: str
+
 if _TYPE_CHECKING:
-    from . import equinox, flax, nnx  # noqa: F401  # for type checkers, which do not call __getattr__
+    from . import equinox as equinox
+    from . import flax as flax
+    from . import nnx as nnx
 
 
-def __getattr__(name: str) -> _Any:
-    if name in _ADAPTERS:
-        return _importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not _TYPE_CHECKING:
+
+    def __getattr__(name: str) -> _Any:
+        if name in _ADAPTERS:
+            return _importlib.import_module(f"{__name__}.{name}")
+        if name == "__version__":  # looking it up takes longer than importing a module
+            return _importlib.import_module("importlib.metadata").version(__name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -6,16 +6,18 @@ import io
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 
 from ._errors import ArgumentError
 from .meta._named import axes_of, is_named_node, value_of
+
+if TYPE_CHECKING:  # imported when a table is printed
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class ParameterTable:
         yield table
 
     def _table(self, columns: tuple[str, ...]) -> Table:
+        from rich.table import Table
+
         count = sum(math.prod(row.shape) for row in self.rows)
         held = self.bytes_on
         most = f"max {format_bytes(max(held.values()))}" if held else ""
@@ -100,6 +104,8 @@ class ParameterTable:
         return table
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         out = io.StringIO()
         Console(file=out, width=120).print(self)
         return out.getvalue()

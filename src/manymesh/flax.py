@@ -1,7 +1,4 @@
-"""Flax Linen: modules as tasks, parameters with named axes, a table of them, and a whole training step.
-
-Importing this module lets Flax treat the boxes of `manymesh.meta` as its own.
-"""
+"""Flax Linen: modules as tasks, parameters with named axes, a table of them, and a whole training step."""
 
 from __future__ import annotations
 

@@ -11,9 +11,6 @@ import jax
 
 from .. import meta
 from .._errors import MetadataError
-from ._meta import register_with_flax
-
-register_with_flax()
 
 
 def shard_axes(*names: Any, init: Callable[..., Any] | None = None) -> Callable[..., Any]:

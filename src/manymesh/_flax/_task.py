@@ -29,11 +29,8 @@ from .._mark import call_marked, current_recording, ignore_transforms
 from .._scope import enter_scope
 from .._task import Task
 from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
-from ._meta import register_with_flax
 
 T = TypeVar("T")
-
-register_with_flax()  # Linen meets our boxes in every task
 
 
 def task(

@@ -125,7 +125,7 @@ def jit(
       >>> import jax.numpy as jnp, manymesh as mm, optax
       >>> from flax import nnx
       >>> model = mm.nnx.task(nnx.Linear(4, 1, rngs=nnx.Rngs(0)), "model", devices=[1])
-      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
       >>> @mm.nnx.jit(donate_argnums=(0, 1))
       ... def train_step(model, optimizer, x):
       ...     loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)

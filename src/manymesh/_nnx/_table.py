@@ -41,4 +41,4 @@ def _is_module(x: object) -> bool:
 
 
 def _state(x: Any) -> Any:
-    return nnx.state(x) if _is_module(x) else x  # type: ignore[no-untyped-call]  # Flax leaves it without annotations
+    return nnx.state(x) if _is_module(x) else x
