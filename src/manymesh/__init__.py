@@ -29,6 +29,7 @@ from ._microbatch import WeightedMean as WeightedMean
 from ._microbatch import microbatch as microbatch
 from ._parallelize import parallelize as parallelize
 from ._program import Program as Program
+from ._publish import publish as _publish
 from ._report import Report as Report
 from ._task import Task as Task
 from ._topology import planned_devices as planned_devices
@@ -93,3 +94,6 @@ def _nnx_scopes() -> _contextlib.AbstractContextManager[None]:
 
 
 _mark.scope_makers.append(_nnx_scopes)
+
+for _face in (f"{__name__}.errors", f"{__name__}.meta", f"{__name__}.schedules", __name__):
+    _publish(_face)

@@ -7,5 +7,8 @@ from ._nnx._jit import jit as jit
 from ._nnx._microbatch import microbatch as microbatch
 from ._nnx._table import tabulate as tabulate
 from ._nnx._task import task as task
+from ._publish import publish as _publish
 
 __all__ = ["Jitted", "jit", "microbatch", "tabulate", "task"]
+
+_publish(__name__)
