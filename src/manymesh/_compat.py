@@ -10,7 +10,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,7 +27,10 @@ Var = core.Var
 Literal = core.Literal
 Eqn = core.JaxprEqn
 Jaxpr = core.Jaxpr
-ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)  # 0.12 has one class for both
+if TYPE_CHECKING:
+    ClosedJaxpr = core.ClosedJaxpr
+else:
+    ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)  # 0.12 has one class for both
 DropVar = core.DropVar
 ConcreteArray = ArrayImpl  # the class of every array that is there, but for typed random keys
 

@@ -249,6 +249,7 @@ class _Call:
         outs = []
         args = list(self.args)
         state = None if self.state_argnum is None else args[self.state_argnum]
+        structure = jax.tree.structure(state)
         for i in range(self.count):
             args = list(self.args)
             if self.state_argnum is not None:
@@ -259,7 +260,7 @@ class _Call:
                 args[self.rng_argnum] = jax.tree.map(functools.partial(_fold_in, i=i), args[self.rng_argnum])
             out = self.fun(*args, **self.kwargs)
             if self.state_argnum is not None:
-                out, state = self._state_of(out, jax.tree.structure(state))
+                out, state = self._state_of(out, structure)
             outs.append(out)
         words = _words(self.reduce, outs[0])
         leaves = [jax.tree.leaves(o) for o in outs]

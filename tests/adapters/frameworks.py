@@ -178,7 +178,7 @@ def nnx_trains(tasks: bool) -> Outcome:
 class NNXStack(nnx.Module):
     def __init__(self, tasks: bool, rngs: nnx.Rngs) -> None:
         layer = (mm.nnx.task if tasks else no_task)(nnx.Linear, "layer", devices=[1])
-        self.layers = nnx.vmap(lambda rngs: layer(WIDTH, WIDTH, rngs=rngs))(rngs.fork(split=2))
+        self.layers = nnx.vmap(lambda rngs: layer(WIDTH, WIDTH, rngs=rngs))(rngs.split(2))
 
     def __call__(self, x: Any) -> Any:
         call = nnx.remat(lambda layer, x: jnp.tanh(layer(x)))

@@ -56,4 +56,4 @@ def test_it_trains_in_two_stages_as_in_one_program() -> None:
         if path.endswith(("/gate", "/query")):
             assert tuple(spec) == (None, "model"), path
     counts = nnx.state(model, nnx.RngCount)
-    assert {int(x) for x in jax.tree.leaves(counts)} > {12}  # a key for each microbatch, in each of the steps
+    assert {int(x) for x in jax.tree.leaves(counts)} == {12}  # a key for each microbatch, in each of the steps

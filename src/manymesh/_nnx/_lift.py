@@ -8,6 +8,7 @@ of these, and what it left in them is written back into the caller's modules, al
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
@@ -33,19 +34,33 @@ def is_node(x: object) -> bool:
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
+def is_split(x: object) -> bool:
+    """Whether it is what stands for a module among pure arguments and results."""
+    return isinstance(x, nnx.NodeStates)
+
+
 def has_nodes(tree: Any) -> bool:
     """Whether there is a module or a variable in a tree."""
     return any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
 
 
-def pure(fun: Callable[..., Any]) -> Callable[..., PureResult]:
-    """The function of arrays that a function of modules is; to be called below `call_lifted`."""
+def pure(fun: Callable[..., Any], tell: Callable[[bool], None] | None = None) -> Callable[..., PureResult]:
+    """The function of arrays that a function of modules is; to be called below `call_lifted`.
+
+    Args:
+      fun: a function of modules.
+      tell: called with whether the function left its modules as they were.
+    """
 
     @functools.wraps(fun)
     def pure_fun(*args: Any, **kwargs: Any) -> PureResult:
         args, kwargs = nnx.from_tree((args, kwargs), ctxtag=_TAG, is_inner=True)
-        out = fun(*args, **kwargs)
         nodes = jax.tree.map(lambda x: x if is_node(x) else None, (args, kwargs), is_leaf=is_node)
+        before, structure = jax.tree.flatten(nnx.to_tree(nodes)) if tell is not None else ([], None)
+        out = fun(*args, **kwargs)
+        if tell is not None:
+            after, new_structure = jax.tree.flatten(nnx.to_tree(nodes))
+            tell(structure == new_structure and all(map(operator.is_, before, after)))
         result: PureResult = nnx.to_tree((nodes, out), ctxtag=_TAG)
         return result
 

@@ -6,13 +6,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-import flax.nnx as nnx
 import jax
 
 from .._errors import MicrobatchError
 from .._mark import current_recording
 from .._microbatch import microbatch as plain_microbatch
-from ._lift import PureResult, call_lifted, has_nodes, pure
+from ._lift import PureResult, call_lifted, has_nodes, is_split, pure
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,10 +85,6 @@ def microbatch(
     return over_microbatches
 
 
-def _is_split(x: object) -> bool:
-    return isinstance(x, nnx.NodeStates)
-
-
 class _Loop:
     """A pure function as a loop over microbatches: the state of its modules is what goes from one to the next."""
 
@@ -98,10 +93,10 @@ class _Loop:
         self._loop = loop
 
     def __call__(self, *args: Any, **kwargs: Any) -> PureResult:
-        parts, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_split)
-        state, state_structure = jax.tree.flatten([x for x in parts if _is_split(x)])
+        parts, structure = jax.tree.flatten((args, kwargs), is_leaf=is_split)
+        state, state_structure = jax.tree.flatten([x for x in parts if is_split(x)])
         # Modules are taken out of the arguments; None keeps their places.
-        args, kwargs = jax.tree.unflatten(structure, [None if _is_split(x) else x for x in parts])
+        args, kwargs = jax.tree.unflatten(structure, [None if is_split(x) else x for x in parts])
         left: list[Any] = []
 
         @functools.wraps(self._fun)
@@ -109,7 +104,7 @@ class _Loop:
             *args, state = args  # type: ignore[assignment]  # the last argument is ours
             modules = iter(jax.tree.unflatten(state_structure, state))
             plain = iter(jax.tree.leaves((tuple(args), kwargs)))
-            full = [next(modules) if _is_split(x) else next(plain) for x in parts]
+            full = [next(modules) if is_split(x) else next(plain) for x in parts]
             args, kwargs = jax.tree.unflatten(structure, full)
             nodes, out = self._fun(*args, **kwargs)
             following, following_structure = jax.tree.flatten(nodes)

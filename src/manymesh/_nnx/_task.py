@@ -21,7 +21,7 @@ from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
 from ..meta._axes import Axes
 from ..meta._constrain import constrain
 from ..meta._rules import Rules
-from ._lift import PureResult, call_lifted, constrained, pure
+from ._lift import PureResult, call_lifted, constrained, is_split, pure
 
 T = TypeVar("T")
 
@@ -117,12 +117,15 @@ def _lift(fun: Callable[..., Any], described: Task) -> Callable[..., Any]:
         default = getattr(fun, "__name__", "task")
         if args and isinstance(args[0], nnx.Module):
             default = plain_name(type(args[0]).__name__)
-        return call_lifted(_marked(pure(fun), described.named(default)), args, kwargs)
+        return call_lifted(_marked(fun, described.named(default)), args, kwargs)
 
     return call
 
 
-def _marked(fun: Callable[..., PureResult], described: Task) -> Callable[..., PureResult]:
+def _marked(fun: Callable[..., Any], described: Task) -> Callable[..., PureResult]:
+    untouched: list[bool] = []
+    pure_fun = pure(fun, untouched.append)
+
     def run(*args: Any, **kwargs: Any) -> PureResult:
         leaves, structure = jax.tree.flatten((args, kwargs))
         seen: list[tuple[Any, list[int | None]]] = []
@@ -131,7 +134,7 @@ def _marked(fun: Callable[..., PureResult], described: Task) -> Callable[..., Pu
             args, kwargs = constrained(jax.tree.unflatten(structure, leaves), _constrain)
             given = jax.tree.leaves((args, kwargs))
             position = {id(x): i for i, x in enumerate(given)}
-            nodes, out = fun(*args, **kwargs)
+            nodes, out = pure_fun(*args, **kwargs)
             left, nodes_structure = jax.tree.flatten(nodes)
             unchanged = [position.get(id(x)) for x in left]
             seen.append((nodes_structure, unchanged))
@@ -140,6 +143,9 @@ def _marked(fun: Callable[..., PureResult], described: Task) -> Callable[..., Pu
         record = current_recording()
         assert record is not None, "modules are lifted in recordings only"
         changed, out = call_marked(record, described, body, (leaves,), {})
+        if untouched[-1] and not any(map(is_split, jax.tree.leaves(out, is_leaf=is_split))):
+            # Nothing to write back: a step that closes over a module may call it, though it could not change it.
+            return None, out
         nodes_structure, unchanged = seen[-1]
         new = iter(changed)
         return jax.tree.unflatten(nodes_structure, [next(new) if i is None else leaves[i] for i in unchanged]), out

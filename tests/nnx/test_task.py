@@ -1,0 +1,123 @@
+"""NNX modules as tasks, in every form, and scopes by which patterns know them."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import manymesh as mm
+import manymesh.nnx
+from flax import nnx
+
+X = jax.random.normal(jax.random.key(0), (4, 4))
+
+
+class Inner(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.tanh(self.dense(x))
+
+    def twice(self, x: Any) -> Any:
+        return self(self(x))
+
+
+class Outer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks = nnx.List([Inner(rngs), Inner(rngs)])
+        self.head = Inner(rngs)
+
+    def __call__(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head.twice(x)
+
+
+def fragments(step: Any, *args: Any) -> list[tuple[str, int]]:
+    return [(f.name, f.submesh) for f in step.lower(*args).program.fragments]
+
+
+def test_every_form_of_a_model() -> None:
+    place = functools.partial(mm.nnx.task, name="there", devices=[1])
+    plain = Inner(nnx.Rngs(0))
+    wanted = plain(X)
+    step = mm.nnx.jit(lambda f, x: f(x), static_argnums=0)
+    for made in (
+        place(Inner)(nnx.Rngs(0)),
+        place(functools.partial(Inner, nnx.Rngs(0)))(),
+        place(plain),
+        place(plain.__call__),
+        functools.partial(place(lambda m, x: m(x)), plain),
+    ):
+        call = (lambda x, made=made: made(x)) if isinstance(made, nnx.Module) else made
+        out = step(call, X)
+        np.testing.assert_allclose(out, wanted, rtol=1e-6)
+        assert sorted(d.id for d in out.devices()) == [1]
+    wrapped = place(plain)
+    assert type(wrapped) is not type(plain) and wrapped.dense is plain.dense
+    np.testing.assert_allclose(wrapped(X), wanted)  # outside a step it is the plain one
+    assert jax.tree.structure(nnx.state(wrapped)) == jax.tree.structure(nnx.state(plain))
+    again = pickle.loads(pickle.dumps(mm.nnx.task(nnx.Dict, devices=[1])(a=1)))
+    assert type(again) is mm.nnx.task(nnx.Dict, devices=[1])
+
+
+def test_a_variable_that_is_only_read_is_no_result() -> None:
+    """Two tasks that read one module are no chain: nothing but activations crosses."""
+    shared = Inner(nnx.Rngs(0))
+    front, back = mm.nnx.task(shared, "front", devices=[0]), mm.nnx.task(shared, "back", devices=[1])
+
+    def loss_of(models: Any, x: Any) -> Any:
+        return jnp.sum(models[1](models[0](x)))
+
+    program = mm.nnx.jit(lambda models, x: nnx.grad(loss_of)(models, x)).lower((front, back), X).program
+    crossing = {tuple(e.var.aval.shape) for e in program.edges if e.source == 0}
+    assert crossing <= {(4, 4)}  # activations, and the kernel where it is read a second time
+    outs = {f.name: [tuple(v.aval.shape) for v in f.outvars] for f in program.fragments}
+    assert (4,) not in outs["front"]  # the bias comes in and does not come out
+
+
+def test_names_of_variables_become_constraints_by_the_rules_of_the_task() -> None:
+    mesh = jax.make_mesh((1, 2), ("data", "model"), devices=jax.devices()[2:4])
+    with nnx.use_eager_sharding(False):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "hidden"))
+        boxed = nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0))
+        rules = nnx.Param(jnp.ones((8, 4)), out_sharding=("wide", None), sharding_rules=(("wide", "model"),))
+    place = {"mesh": mesh, "logical_axes": [("hidden", "model"), ("embed", None)]}
+    model = mm.nnx.task(boxed, **place)
+    step = mm.nnx.jit(lambda model, rules, x: model(x) @ mm.nnx.task(lambda r: r[...], **place)(rules))
+    step(model, rules, X)
+    assert tuple(model.kernel.get_value().sharding.spec) == (None, "model")
+    assert tuple(rules.get_value().sharding.spec) == ("model",)
+    wrong = mm.nnx.task(boxed, "wrong", mesh=mesh, logical_axes=[("hiden", "model")])
+    with pytest.raises(mm.errors.AxisError, match="task 'wrong': axis name 'embed' .* is in no rule"):
+        mm.nnx.jit(lambda model, x: model(x), strict=True)(wrong, X)
+
+
+def test_patterns_know_modules_by_their_paths() -> None:
+    model = Outer(nnx.Rngs(0))
+    wanted = model(X)
+    step = mm.nnx.jit(lambda model, x: jnp.sum(model(x)))
+    grad = mm.nnx.jit(lambda model, x: nnx.value_and_grad(lambda m, x: jnp.sum(m(x)))(model, x))
+    place = lambda match, backward: mm.Task(f"block_{match[0]}", devices=[int(match[0])])  # noqa: E731
+    with mm.register_task("[01]", callback=place), mm.register_task(r"head\.twice", devices=[2], name="head"):
+        assert [name for name, _ in fragments(step, model, X)] == ["block_0", "block_1", "head"]
+        loss, grads = grad(model, X)
+        plain = mm.jit(lambda model, x: model(x))  # a module is a pytree, so this sees it too
+        assert [name for name, _ in fragments(plain, model, X)] == ["block_0", "block_1", "head"]
+    np.testing.assert_allclose(loss, jnp.sum(wanted), rtol=1e-5)
+    homes = [sorted(d.id for d in block.dense.kernel.devices()) for block in (*model.blocks, model.head)]
+    assert homes == [[0], [1], [2]]
+
+
+def test_what_cannot_be_a_task() -> None:
+    import flax.linen as nn
+
+    with pytest.raises(mm.errors.TaskError, match=r"a Linen module takes manymesh\.flax\.task"):
+        mm.nnx.task(nn.Dense, devices=[0])
