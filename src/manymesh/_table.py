@@ -12,8 +12,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
+from . import meta
 from ._errors import ArgumentError
 from .meta._named import axes_of, is_named_node, value_of
+from .meta._tasks import TasksLike
 
 if TYPE_CHECKING:  # imported when a table is printed
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -111,7 +113,14 @@ class ParameterTable:
         return out.getvalue()
 
 
-def tabulate(tree: Any, boxed: Any = None, *, shardings: Any = None, title: str | None = None) -> ParameterTable:
+def tabulate(
+    tree: Any,
+    boxed: Any = None,
+    *,
+    shardings: Any = None,
+    tasks: TasksLike | None = None,
+    title: str | None = None,
+) -> ParameterTable:
     """Lists the parameters of a tree with their names, shardings and sizes.
 
     Args:
@@ -121,6 +130,7 @@ def tabulate(tree: Any, boxed: Any = None, *, shardings: Any = None, title: str 
         ``jax.eval_shape(model.init, ...)``.
       shardings: a tree of shardings for leaves that have none themselves, such as a part of
         ``compiled.input_shardings``.
+      tasks: instead of ``shardings``, the tasks that the leaves are in, as for `manymesh.meta.explain`.
       title: printed above the table.
 
     Returns:
@@ -140,6 +150,8 @@ def tabulate(tree: Any, boxed: Any = None, *, shardings: Any = None, title: str 
     leaves = _leaves(tree)
     named = leaves if boxed is None else _same_length("boxed", _leaves(boxed), leaves)
     given = None
+    if tasks is not None:
+        shardings = meta.get_sharding(tree if boxed is None else boxed, tasks=tasks)
     if shardings is not None:
         is_sharding = lambda x: isinstance(value_of(x), jax.sharding.Sharding)  # noqa: E731
         flat = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_sharding)

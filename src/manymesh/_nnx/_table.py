@@ -9,14 +9,18 @@ import jax
 
 from .._table import ParameterTable
 from .._table import tabulate as plain_tabulate
+from ..meta._tasks import TasksLike
 
 
-def tabulate(model: Any, *, shardings: Any = None, title: str | None = None) -> ParameterTable:
+def tabulate(
+    model: Any, *, shardings: Any = None, tasks: TasksLike | None = None, title: str | None = None
+) -> ParameterTable:
     """Lists the variables of a module with their names, shardings and sizes.
 
     Args:
       model: a module, an ``nnx.State``, or a pytree of them: also an optimizer, or what ``nnx.eval_shape`` gives.
       shardings: a state of shardings for variables that have none, as `manymesh.meta.get_sharding` gives it.
+      tasks: instead of ``shardings``, the tasks that the variables are in, as for `manymesh.meta.explain`.
       title: printed above the table.
 
     Returns:
@@ -33,7 +37,7 @@ def tabulate(model: Any, *, shardings: Any = None, title: str | None = None) -> 
       ('dense/kernel', ('embed', None), 128)
     """
     state = jax.tree.map(_state, model, is_leaf=_is_module)
-    return plain_tabulate(state, shardings=shardings, title=title)
+    return plain_tabulate(state, shardings=shardings, tasks=tasks, title=title)
 
 
 def _is_module(x: object) -> bool:
