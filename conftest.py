@@ -17,10 +17,18 @@ NUM_DEVICES = 8
 # JAX reads both when it is imported or starts its backend. Values that are already set win, so that
 # the same tests can run on another platform (`JAX_PLATFORMS=cuda make test`).
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES}".strip()
-    )
+# XLA compiles most of the time that the tests take. These settings concern the code of a kernel only: how a program
+# is partitioned, what it aliases and which collectives it holds is decided before. With OPTIMIZED=1 XLA compiles as
+# for users; CI does so on the second pair of Python and JAX.
+CHEAP_COMPILATION = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+if version("jaxlib").startswith("0.10."):
+    CHEAP_COMPILATION.append("--xla_cpu_use_fusion_emitters=false")  # saves the most; gone from newer XLA
+_flags = [f"--xla_force_host_platform_device_count={NUM_DEVICES}"]
+if not os.environ.get("OPTIMIZED"):
+    _flags += CHEAP_COMPILATION
+_given = os.environ.get("XLA_FLAGS", "").split()
+_names = {flag.partition("=")[0] for flag in _given}
+os.environ["XLA_FLAGS"] = " ".join([*_given, *(flag for flag in _flags if flag.partition("=")[0] not in _names)])
 
 # One example may compile several programs: a deadline or a speed check would fail on the first one.
 _SLOW_EXAMPLES = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]

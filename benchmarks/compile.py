@@ -43,7 +43,7 @@ from jax.sharding import Mesh
 from transformer import RULES, Decoder, next_byte_loss
 
 import manymesh as mm
-from manymesh import _api
+from manymesh._api import _lowered, _traced
 from manymesh._partition import _build
 from manymesh._runtime import _lower
 
@@ -57,11 +57,11 @@ PHASES = (
     (_build, "place", "placement"),
     (_build, "regroup_sums", "sums"),
     (_build, "check", "check"),
-    (_api, "build", "split, in all"),
-    (_api, "emit", "instructions"),
+    (_traced, "build", "split, in all"),
+    (_traced, "emit", "instructions"),
     (_lower.Keys, "__call__", "keys of fragments"),
     (_lower._Lowerer, "_make", "XLA, fragments"),
-    (_api, "lower", "compile, in all"),
+    (_lowered, "lower", "compile, in all"),
 )
 
 

@@ -48,7 +48,7 @@ def chain(arrays: int, tasks: int) -> tuple[Callable[[], Any], Callable[[], Any]
     ours = mm.jit(run)
     compiled = ours.lower(start).compile()
     # The very executables of the program: in their own loop nothing but the loop differs.
-    executables = compiled._executor.lowered.executables
+    executables = compiled._lowered.executables
     assert len(executables) == tasks, f"expected {tasks} fragments:\n{compiled.report()}"
 
     start = jax.block_until_ready(ours(start))  # as a second step finds them: where the step put them

@@ -17,7 +17,6 @@ import argparse
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,12 @@ from _timing import row, write_rows
 from transformer import Block
 
 import manymesh as mm
+from manymesh._plan._instructions import Run
+from manymesh._runtime._observe import Observer
 from manymesh.schedules import simulate
 
 
-class Watch:
+class Watch(Observer):
     """Counts the activations that live while a step runs.
 
     Attributes:
@@ -52,30 +53,16 @@ class Watch:
         self.peak: dict[int, int] = defaultdict(int)
         self.peak_bytes: dict[int, int] = defaultdict(int)
         self._live: dict[tuple[int, int | None], list[tuple[weakref.ref[Any], int]]] = {}
-        self._program, executor = compiled.program, compiled._executor
+        self._program = compiled.program
         self._read_back = {v for f in self._program.fragments if f.loop is not None and f.kind != "F" for v in f.invars}
-        executor.code = [
-            (self._watched(ins, call), *rest)
-            for ins, (call, *rest) in zip(executor.lowered.plan.instructions, executor.code, strict=True)
-        ]
 
-    def _watched(self, instruction: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call of an instruction, after which the count is taken.
-
-        What the one before freed is gone by then, and what this one reads is still held, as on the device.
-        """
-        fragment = self._program.fragments[instruction.fragment] if hasattr(instruction, "fragment") else None
-
-        def run(*args: Any) -> Any:
-            results = call(*args)
-            if fragment is not None and fragment.loop is not None and fragment.kind == "F":
-                kept = [x for v, x in zip(fragment.outvars, results, strict=True) if v in self._read_back]
-                watched = [(weakref.ref(x), x.nbytes) for x in kept]
-                self._live[fragment.submesh, instruction.microbatch] = watched
-            self._count()
-            return results
-
-        return run
+    def end(self, position: int, instruction: Any, outputs: Any) -> None:
+        """Takes the count: what the instruction before freed is gone, and what this one reads is still held."""
+        fragment = self._program.fragments[instruction.fragment] if isinstance(instruction, Run) else None
+        if fragment is not None and fragment.loop is not None and fragment.kind == "F":
+            kept = [x for v, x in zip(fragment.outvars, outputs, strict=True) if v in self._read_back]
+            self._live[fragment.submesh, instruction.microbatch] = [(weakref.ref(x), x.nbytes) for x in kept]
+        self._count()
 
     def _count(self) -> None:
         live: dict[int, int] = defaultdict(int)
@@ -96,7 +83,7 @@ def measure(schedule: str, stages: int, count: int) -> dict[str, Any]:
     step()
     (compiled,) = step.step._compiled.values()
     watch = Watch(compiled)
-    step()
+    jax.block_until_ready(compiled.call_flat(jax.tree.leaves((step.state, step.batch)), watch))
     found = tuple(watch.peak[s] for s in range(stages))
     expected = simulate(schedule, stages, count).live_activations
     kilobytes = ", ".join(f"{watch.peak_bytes[s] / 1e3:.0f}" for s in range(stages))

@@ -14,32 +14,21 @@ from manymesh._runtime import _compile
 from stages import assert_agrees, assert_same, back, front, loss, microbatched, parameters, reference, rows
 
 
-def test_requests_run_side_by_side_and_in_the_order_of_their_needs():
-    """Two that need nothing of each other meet; one that needs both comes after them."""
+def test_requests_run_side_by_side():
+    """Two that take their time meet, and each gets its own result."""
     meeting = threading.Barrier(2, timeout=20)
-    finished = []
 
-    def request(k, work):
+    def request(word):
         def run():
-            value = yield pool.submit(work)
-            finished.append(k)
-            return value
+            return (yield pool.submit(lambda: meeting.wait() and 0 or word))
 
         return run
 
+    seen = []
     with _compile.ThreadPoolExecutor(2) as pool:
-        works = [lambda: meeting.wait() and 0 or "a", lambda: meeting.wait() and 0 or "b", lambda: list(finished)]
-        requests = [request(k, w) for k, w in enumerate(works)]
-        seen = []
-        results = _compile.run_requests(["a", "b", "c"], requests, [set(), set(), {0, 1}], seen.append)
-    assert results[:2] == ["a", "b"]
-    assert sorted(results[2]) == [0, 1]
-    assert sorted(seen) == ["a", "b", "c"]
-
-
-def test_who_waits_for_whom():
-    """Only the first to touch a thing is waited for."""
-    assert _compile.first_touches(["ab", "bc", "a", "cd", "e"]) == [set(), {0}, {0}, {1}, set()]
+        results = _compile.run_requests(["a", "b"], [request("one"), request("two")], seen.append)
+    assert results == ["one", "two"]
+    assert sorted(seen) == ["a", "b"]
 
 
 def test_stages_compile_at_the_same_time(monkeypatch):

@@ -12,10 +12,21 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
+from manymesh._runtime._observe import Observer
 from stages import WIDTH, assert_same, back, dense, front, loss, microbatched, parameters, rows
 
 JAX_VERSION = tuple(int(n) for n in jax.__version__.split(".")[:2])
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+class Arrivals(Observer):
+    """Writes down the shapes of the arguments that had to be moved."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def moves_argument(self, position, value, sharding):
+        self.shapes.append(value.shape)
 
 
 def update(loss_and_grads, state, x):
@@ -55,7 +66,7 @@ def fresh_state():
 def test_every_executable_spans_exactly_its_submesh(wide):
     """No fragment touches a device that is not its own."""
     _, _, compiled = wide
-    lowered = compiled._executor.lowered
+    lowered = compiled._lowered
     assert {f.submesh for f in compiled.program.fragments} == {0, 1}
     for fragment, executable in zip(compiled.program.fragments, lowered.executables, strict=True):
         submesh = set(compiled.program.submeshes[fragment.submesh].devices.flat)
@@ -87,12 +98,11 @@ def test_step_two_moves_no_state(wide):
     step = mm.jit(step.fun, donate_argnums=0)
     state, _ = step(fresh_state(), rows())
     (made,) = step._compiled.values()
-    brought = []
-    made._executor.bring = lambda x, sharding: brought.append(np.asarray(x)) or jax.device_put(x, sharding)
-    state, _ = step(state, rows())
+    arrivals = Arrivals()
+    made.call_flat(jax.tree.leaves((state, rows())), arrivals)
     assert len(step._compiled) == 1
     # The batch, and the optimizer's step counter, which both submeshes read.
-    assert all(x.shape == () or x.shape == rows().shape for x in brought)
+    assert set(arrivals.shapes) == {(), rows().shape}
 
 
 def test_transfers_in_one_call_are_those_of_the_report():
@@ -263,13 +273,13 @@ def test_live_arrays_are_constant_over_a_hundred_steps(wide):
 def test_accumulators_are_donated():
     """Each backward fragment of a loop reuses the buffers of its gradients' accumulators, in every microbatch."""
     compiled = mm.jit(microbatched()).lower(parameters(), rows()).compile()
-    lowered, program = compiled._executor.lowered, compiled.program
+    lowered, program = compiled._lowered, compiled.program
     accumulators = {inner: out for loop in program.loops for inner, out, _, _ in loop.carries}
     assert sum(v.aval.shape == (WIDTH, WIDTH) for v in accumulators) == 2
     for fragment in program.fragments:
         for k, v in enumerate(fragment.invars):
             if v in accumulators and v.aval.shape:
-                assert k in lowered.plan.donated[fragment.index], fragment
+                assert k in dict(lowered.layout.donation[fragment.index]), fragment
                 text = lowered.executables[fragment.index].as_text()
                 assert "input_output_alias" in text.splitlines()[0]
 
@@ -281,7 +291,7 @@ def test_donated_state_is_updated_in_place(wide):
     matrices = [sum(v.aval.ndim == 2 for v in f.outvars) for f in updates]
     assert sum(matrices) >= 6
     for fragment, count in zip(updates, matrices, strict=True):
-        head = compiled._executor.lowered.executables[fragment.index].as_text().splitlines()[0]
+        head = compiled._lowered.executables[fragment.index].as_text().splitlines()[0]
         assert head.count("may-alias") + head.count("must-alias") >= count, fragment
 
 
@@ -291,10 +301,9 @@ def test_arguments_that_are_not_donated_are_not_copied_home_again():
     placed = {k: jax.device_put(w, jax.devices()[i]) for i, (k, w) in enumerate(parameters().items())}
     compiled = step.lower(placed, rows()).compile()
     placed = jax.tree.map(jax.device_put, placed, compiled.input_shardings[0][0])
-    moved = []
-    compiled._executor.bring = lambda x, sharding: moved.append(x.shape) or jax.device_put(x, sharding)
-    compiled(placed, rows())
-    assert moved == [(8, WIDTH)]
+    arrivals = Arrivals()
+    compiled.call_flat(jax.tree.leaves((placed, rows())), arrivals)
+    assert arrivals.shapes == [(8, WIDTH)]
 
 
 def test_results_that_are_arguments_are_copies_on_every_shard():

@@ -120,13 +120,6 @@ def test_nested_tasks_on_different_submeshes():
         mm.jit(outer)(parameters(), rows())
 
 
-def test_tasks_on_overlapping_unequal_submeshes():
-    """Which devices are shared, and between which."""
-    a, b = mm.task(jnp.sin, "a", devices=[0, 1]), mm.task(jnp.cos, "b", devices=[1, 2])
-    with raises(ValueError, "share devices [1]", "[0, 1] and [1, 2]", "equal or have no device in common"):
-        mm.jit(lambda x: b(a(x)))(rows())
-
-
 def test_tasks_on_devices_of_several_backends():
     """Planned devices stand for another backend here; the ids of both and what to do."""
     other = mm.task(lambda w, x: x @ w, "other", devices=mm.planned_devices(2)[1:])

@@ -10,7 +10,8 @@ import pytest
 
 import manymesh as mm
 from manymesh import schedules
-from manymesh._runtime._instructions import Run
+from manymesh._plan._instructions import Run
+from manymesh._runtime._observe import Observer
 
 WIDTH = 4
 MEASURED = ["gpipe", "1f1b", "zero-bubble-h1"]
@@ -85,45 +86,45 @@ def test_the_plan_keeps_what_the_simulator_says(schedule, stages, microbatches):
     assert found == schedules.simulate(schedule, stages, microbatches).live_activations
 
 
+class Watch(Observer):
+    """Counts the activations whose arrays are alive after each run."""
+
+    def __init__(self, program, plan):
+        self.program, self.kept = program, kept_slots(program, plan)
+        self.arrays = {}  # activation -> weak references to its arrays
+        self.peaks = [0] * len(program.submeshes)
+
+    def begin(self, position, instruction, inputs):
+        # Donated arrays are gone at the end, but they were there when it started.
+        self.inputs = inputs
+
+    def end(self, position, instruction, outputs):
+        inputs, self.inputs = self.inputs, ()
+        if not isinstance(instruction, Run):
+            return
+        f = self.program.fragments[instruction.fragment]
+        (loop,) = self.program.loops
+        if f.kind == "F" and (f.stage, instruction.microbatch) in self.kept:
+            slots = self.kept[f.stage, instruction.microbatch]
+            self.arrays[f.stage, instruction.microbatch] = [
+                weakref.ref(x) for x, slot in zip(outputs, instruction.outputs, strict=True) if slot in slots
+            ]
+        alive = {id(x) for x in (*jax.live_arrays(), *inputs)}
+        here = [
+            (stage, m)
+            for (stage, m), refs in self.arrays.items()
+            if loop.placement[stage] == instruction.submesh
+            and any(id(x) in alive for r in refs if (x := r()) is not None)
+        ]
+        self.peaks[instruction.submesh] = max(self.peaks[instruction.submesh], len(here))
+
+
 def peaks_of_a_call(compiled, *args):
     """As `peaks_of_the_plan`, from the arrays that are alive while a call goes on."""
-    executor = compiled._executor
-    program, plan = executor.lowered.program, executor.lowered.plan
-    kept = kept_slots(program, plan)
-    arrays = {}  # activation -> weak references to its arrays
-    peaks = [0] * len(program.submeshes)
-
-    def watched(call, ins):
-        def run(*inputs):
-            outputs = list(call(*inputs))
-            f = program.fragments[ins.fragment]
-            if f.kind == "F" and (f.stage, ins.microbatch) in kept:
-                slots = kept[f.stage, ins.microbatch]
-                arrays[f.stage, ins.microbatch] = [
-                    weakref.ref(x) for x, slot in zip(outputs, ins.outputs, strict=True) if slot in slots
-                ]
-            alive = {id(x) for x in jax.live_arrays()}
-            # Donated arrays are gone when the call returns, but they were there when it started.
-            alive |= {id(x) for x in inputs}
-            here = [
-                a
-                for a, refs in arrays.items()
-                if program_submesh[a[0]] == ins.submesh and any(id(x) in alive for r in refs if (x := r()) is not None)
-            ]
-            peaks[ins.submesh] = max(peaks[ins.submesh], len(here))
-            return outputs
-
-        return run
-
-    (loop,) = program.loops
-    program_submesh = loop.placement
-    executor.code = [
-        (watched(call, ins) if isinstance(ins, Run) else call, *rest)
-        for (call, *rest), ins in zip(executor.code, plan.instructions, strict=True)
-    ]
+    watch = Watch(compiled.program, compiled._lowered.plan)
     gc.collect()
-    jax.block_until_ready(compiled(*args, None, None))
-    return tuple(peaks)
+    jax.block_until_ready(compiled.call_flat(jax.tree.leaves(args), watch))
+    return tuple(watch.peaks)
 
 
 @pytest.mark.parametrize("schedule", MEASURED)

@@ -283,7 +283,8 @@ def test_the_gradient_of_a_loop():
 def test_a_loop_without_tasks():
     """It is the plain loop on one device."""
     f = microbatched(jax.value_and_grad(lambda p, x: jnp.mean(dense(p["front"], x))))
-    assert_agrees(f, parameters(), rows())
+    with pytest.warns(UserWarning, match="no pipeline: its 4 microbatches run one after the other in one place"):
+        assert_agrees(f, parameters(), rows())
 
 
 def test_results_that_are_the_batch_or_the_parameters():
@@ -322,6 +323,98 @@ def test_complex_and_float8_results():
         assert_agrees(microbatched(small, reduce=word), parameters(), rows())
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int4"])
+def test_the_greatest_of_small_dtypes(dtype):
+    """Some have no infinity, some not even a byte; what they begin with is not greater than any value."""
+
+    def f(p, x):
+        return front(p["front"], x).min().astype(dtype)
+
+    assert_agrees(microbatched(f, reduce="max", num_microbatches=2), parameters(), rows() - 2)
+
+
+def test_integers_smaller_than_a_byte():
+    """They are added up, collected and kept as in the plain loop."""
+
+    def f(p, x):
+        y = (10 * front(p["front"], x)).astype(jnp.int4)
+        return y.sum(dtype=jnp.int4), y, y[0], y[0, 0]
+
+    reduce = ("sum", "concat", "stack", "last")
+    assert_agrees(microbatched(f, reduce=reduce, num_microbatches=2), parameters(), rows())
+
+
+def test_complex_numbers_have_no_greatest():
+    """Neither in a program nor in the plain loop."""
+    f = microbatched(lambda p, x: {"y": jnp.fft.fft(front(p["front"], x))}, reduce="max")
+    for call in (mm.jit(f), f):
+        with pytest.raises(mm.errors.MicrobatchError, match=r"result\['y'\] is complex64.*absolute values"):
+            call(parameters(), rows())
+
+
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("typed", [True, False])
+def test_the_key_of_a_microbatch_is_that_of_a_plain_loop(kind, typed):
+    """Bit by bit ``fold_in(key, i)``, whatever makes the random numbers and whether keys have a dtype of their own."""
+    step = microbatched(
+        lambda x, key: (front(jnp.eye(WIDTH), x), jax.random.bits(key, (2,))), argnum=0, rng_argnum=1, reduce="concat"
+    )
+    with jax.default_prng_impl(kind):
+        key = jax.random.key(3) if typed else jax.random.PRNGKey(3)
+        assert_same(mm.jit(step)(rows(), key), reference(step, rows(), key))
+
+
+@pytest.mark.parametrize("number", [1.5, 3])
+def test_weak_types_of_results(number):
+    """A number that a microbatch makes of Python's stays weak where it does in the plain loop: it promotes nothing."""
+    words = ("sum", "mean", "max", "last", "stack")
+
+    def step(x):
+        loop = microbatched(
+            lambda x: (front(jnp.eye(WIDTH), x).sum(), *[jnp.where(True, number, number)] * len(words)),
+            argnum=0, reduce=("sum", *words), num_microbatches=2,
+        )  # fmt: skip
+        _, *results = loop(x)
+        return results, [jnp.bfloat16(1) * r for r in results]
+
+    actual, expected = mm.jit(step)(rows()), reference(step, rows())
+    kinds = [[(x.dtype, x.weak_type) for x in jax.tree.leaves(y)] for y in (actual, expected)]
+    assert kinds[0] == kinds[1]
+    assert kinds[0][-1][0] == jnp.bfloat16
+    assert_same(actual, expected)
+
+
+def test_the_gradient_of_integer_parameters():
+    """It has no values (float0), in a task and in a loop, and nothing to add up."""
+    grad = jax.grad(lambda x, n: (2 * x).sum(), argnums=(0, 1), allow_int=True)
+    numbers = jnp.arange(3)
+
+    def step(x):
+        y = front(jnp.eye(WIDTH), x)
+        loop = microbatched(lambda x: grad(front(jnp.eye(WIDTH), x), numbers), argnum=0, reduce=("concat", "sum"))
+        return mm.task(grad, "grad", devices=[1])(y, numbers), loop(x)
+
+    for (dx, dn), (expected, none) in zip(mm.jit(step)(rows()), reference(step, rows()), strict=True):
+        np.testing.assert_array_equal(dx, expected)
+        assert dn.dtype == none.dtype == jax.dtypes.float0 and dn.shape == none.shape == (3,)
+
+
+def test_an_order_of_ones_own_without_a_backward_pass():
+    """Nothing accumulates, so that microbatches may run in any order; what adds up says that it may not."""
+    table = [[(2, "front"), (0, "front"), (1, "front")], [(2, "back"), (0, "back"), (1, "back")]]
+
+    def step(reduce):
+        return mm.microbatch(
+            lambda p, x: back(p["back"], front(p["front"], x)),
+            argnum=1, num_microbatches=3, schedule="custom", custom_schedule=table, reduce=reduce,
+        )  # fmt: skip
+
+    compiled = mm.jit(step("concat")).lower(parameters(), rows(6)).compile()
+    assert_same(compiled(parameters(), rows(6)), reference(step("concat"), parameters(), rows(6)))
+    with pytest.raises(mm.errors.ScheduleError, match="front:F2 before front:F0; .* because results accumulate"):
+        mm.jit(step("sum"))(parameters(), rows(6))
+
+
 def test_weighted_mean_with_a_piece_that_counts_nothing():
     """A whole microbatch behind the mask, an integer count, and a function that picks it."""
 
@@ -343,7 +436,7 @@ def test_the_sharding_of_a_piece():
         f = microbatched(layer, num_microbatches=count, reduce="concat", arg_shardings=("d", None))
         compiled = mm.jit(f).lower(parameters()["front"], rows()).compile()
         fragment = next(i for i, f in enumerate(compiled.program.fragments) if "layer" in f.name)
-        specs = [s.spec for s in compiled._executor.lowered.executables[fragment].input_shardings[0]]
+        specs = [s.spec for s in compiled._lowered.executables[fragment].input_shardings[0]]
         assert P("d") in specs or P("d", None) in specs
         assert_same(compiled(parameters()["front"], rows()), reference(f, parameters()["front"], rows()))
 

@@ -55,7 +55,7 @@ def pair(*shape):
 
 def collectives(compiled, loop):
     """(fragment, shapes of what it moves) of each collective inside or outside loops."""
-    lowered = compiled._executor.lowered
+    lowered = compiled._lowered
     found = []
     for fragment, executable in zip(compiled.program.fragments, lowered.executables, strict=True):
         if (fragment.loop is not None) == loop:
@@ -148,7 +148,7 @@ def test_waiting_takes_no_memory(monkeypatch, update):
     totals = [f for f in waiting.program.fragments if not finals.isdisjoint(f.invars)]
     assert {f.submesh for f in totals} == {0, 1}
     for f in totals:
-        text = waiting._executor.lowered.executables[f.index].as_text().splitlines()[0]
+        text = waiting._lowered.executables[f.index].as_text().splitlines()[0]
         assert text.count("may-alias") + text.count("must-alias") == len(f.outvars)
 
 

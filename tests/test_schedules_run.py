@@ -163,7 +163,9 @@ def two_tasks(rows, microbatches=2, **statements):
     def loss(ws, x):
         return back(ws[1], front(ws[0], x))
 
-    run = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=microbatches, custom_schedule=rows, **statements)
+    run = mm.microbatch(
+        jax.grad(loss), argnum=1, num_microbatches=microbatches, schedule="custom", custom_schedule=rows, **statements
+    )
     params = [(jnp.eye(WIDTH), jnp.eye(WIDTH))] * 2
     return run, params, jnp.ones((4, WIDTH))
 
@@ -298,3 +300,18 @@ def test_a_schedule_that_needs_another_placement_says_which(schedule, placement,
         runner().lower(parameters(len(placement)), batch(4), placement, schedule, 4)
     assert words in str(error.value)
     assert str(placement) in str(error.value)
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble-h1", "zero-bubble-h2"])
+def test_weight_gradients_of_several_stages_that_are_added_up(schedule):
+    """A stack of weights whose first slice another stage uses too: one stage's weight half waits for another's."""
+    device = lambda i: Mesh(np.array(jax.devices()[i : i + 1]), ("d",))  # noqa: E731
+    front = mm.task(lambda w, h: jnp.tanh(h @ w), "front", mesh=[device(1), device(0)])
+    back = mm.task(lambda w, h: h @ w, "back", mesh=device(2))
+
+    def tied(ws, x):
+        h = jax.lax.scan(lambda h, w: (front(w, h), None), x, ws)[0]
+        return jnp.mean(back(ws[0], h) ** 2)
+
+    ws = jax.random.normal(jax.random.key(0), (2, 4, 4))
+    assert_agrees(microbatched(jax.value_and_grad(tied), num_microbatches=3, schedule=schedule), ws, rows(12))

@@ -396,3 +396,28 @@ def test_shard_map_in_a_task(context):
     y = mm.jit(mm.task(total, "total", mesh=mesh))(rows())
     assert_same(y, rows()[:4] + rows()[4:])
     assert y.devices() == set(mesh.devices.flat)
+
+
+@pytest.mark.parametrize("keeps_axis", [True, False], ids=["of length one", "gone"])
+def test_gradients_of_single_examples_through_a_task_that_constrains_the_batch(keeps_axis):
+    """The axis is one of vmap's now: its constraint is dropped, and said so, or goes where spmd_axis_name says."""
+    mesh = Mesh(np.array(jax.devices()[2:4]), ("data",))
+
+    def layer(w, x):
+        return mm.with_sharding_constraint(jnp.sin(x @ w), ("batch", None))
+
+    first = mm.task(layer, "first", mesh=mesh, logical_axes=[("batch", "data")])
+
+    def example(p, x):
+        return jnp.sum(back(p["back"], first(p["front"], x[None] if keeps_axis else x)))
+
+    def grads(p, xs, **options):
+        return jax.vmap(jax.grad(example), (None, 0), **options)(p, xs)
+
+    with pytest.warns(UserWarning, match="task 'first': the constraint of axis 'batch' is dropped under jax.vmap"):
+        assert_agrees(grads, parameters(), rows())
+    with pytest.warns(UserWarning, match="dropped under jax.vmap"):
+        compiled = mm.jit(lambda p, xs: jax.vmap(first, (None, 0), spmd_axis_name="data")(p["front"], xs[:, None]))
+        assert compiled(parameters(), rows()).sharding.spec[0] == "data"
+    with pytest.raises(mm.errors.AxisError, match="divide" if keeps_axis else "2 axis names"):
+        mm.jit(lambda w, x: first(w, x[None] if keeps_axis else x))(parameters()["front"], rows()[0])

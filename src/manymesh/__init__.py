@@ -15,10 +15,11 @@ from . import _mark
 from . import errors as errors
 from . import meta as meta
 from . import schedules as schedules
-from ._api import Jitted as Jitted
-from ._api import Lowered as Lowered
-from ._api import Traced as Traced
-from ._api import jit as jit
+from ._api._jit import Jitted as Jitted
+from ._api._jit import jit as jit
+from ._api._lowered import Lowered as Lowered
+from ._api._parallelize import parallelize as parallelize
+from ._api._traced import Traced as Traced
 from ._compiled import Compiled as Compiled
 from ._implicit import clear_tasks as clear_tasks
 from ._implicit import register_task as register_task
@@ -27,7 +28,6 @@ from ._mark import task as task
 from ._mark import with_sharding_constraint as with_sharding_constraint
 from ._microbatch import WeightedMean as WeightedMean
 from ._microbatch import microbatch as microbatch
-from ._parallelize import parallelize as parallelize
 from ._program import Program as Program
 from ._publish import publish as _publish
 from ._report import Report as Report

@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax._src import compiler, core, sharding_impls, source_info_util
+from jax._src import api, api_util, compiler, config, core, sharding_impls, source_info_util, traceback_util
 from jax._src import mesh as mesh_lib
 from jax._src.array import ArrayImpl
+from jax._src.interpreters.batching import BatchTrace
+from jax._src.lax import lax as lax_internals
+from jax._src.lib.mlir import ir, passmanager  # type: ignore[attr-defined]  # JAX re-exports these without saying so
 from jax.experimental import serialize_executable
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+try:
+    from jaxlib.mlir.dialects import sdy
+except ImportError:  # a jaxlib built without Shardy
+    sdy = None  # type: ignore[assignment]  # a module, or nothing
 
 # As in `jax.extend.core`, whose package brings Pallas with it: a tenth of the time that importing JAX takes.
 Var = core.Var
@@ -32,7 +43,65 @@ if TYPE_CHECKING:
 else:
     ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)  # 0.12 has one class for both
 DropVar = core.DropVar
+Atom = Any  # a `Var`, a `Literal` or a `DropVar`; JAX has no type for it
 ConcreteArray = ArrayImpl  # the class of every array that is there, but for typed random keys
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# JAX hides these files where it hides its own: in tracebacks, and as the origin of an equation.
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+traceback_util.register_exclusion(_HERE)
+source_info_util.register_exclusion(_HERE)
+
+
+def boundary(fun: Callable[P, R]) -> Callable[P, R]:
+    """A public function whose errors end at the user's line: JAX's ``jax_traceback_filtering`` holds for it."""
+    wrapped: Callable[P, R] = traceback_util.api_boundary(fun)
+    return wrapped
+
+
+def vmapped() -> int:
+    """How many axes `jax.vmap` has taken away from the values that are computed here."""
+    trace: Any = core.trace_ctx.trace
+    count = 0
+    while trace is not None:
+        count += isinstance(trace, BatchTrace)
+        trace = getattr(trace, "parent_trace", None)
+    return count
+
+
+def is_staging() -> bool:
+    """Whether what is computed here is put into a program, of `jax.jit` for example, and not computed now."""
+    return not core.trace_state_clean() and isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+
+
+def differentiated(fun: Any) -> tuple[int, ...] | None:
+    """The arguments that a function made by `jax.grad` or `jax.value_and_grad` differentiates; None for another one."""
+    for _ in range(4):  # each of them is inside a boundary, and jax.grad is around jax.value_and_grad
+        code, closure = getattr(fun, "__code__", None), getattr(fun, "__closure__", None)
+        if code is None or closure is None or code.co_filename not in (api.__file__, traceback_util.__file__):
+            return None
+        inside = dict(zip(code.co_freevars, closure, strict=True))
+        if "argnums" in inside:
+            numbers = inside["argnums"].cell_contents
+            return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+        within = inside.get("value_and_grad_f") or inside.get("fun")
+        fun = within.cell_contents if within is not None else None
+    return None
+
+
+def users_level() -> int:
+    """The ``stacklevel`` at which the caller's warning points to the line that called into this package."""
+    package = __name__.split(".")[0]
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] != package and module != traceback_util.__name__:  # which is around public functions
+            break
+        frame, level = frame.f_back, level + 1
+    return level
+
 
 _debug_info: list[Any] = []
 
@@ -42,6 +111,17 @@ def _plain_debug_info() -> Any:
     if not _debug_info:
         _debug_info.append(jax.make_jaxpr(lambda: ())().jaxpr.debug_info)
     return _debug_info[0]
+
+
+def shape(atom: Atom) -> tuple[int, ...]:
+    """The shape of a variable or literal."""
+    found: tuple[int, ...] = atom.aval.shape
+    return found
+
+
+def dtype(atom: Atom) -> Any:
+    """The dtype of a variable or literal."""
+    return atom.aval.dtype
 
 
 def new_var(aval: Any) -> Var:
@@ -75,7 +155,7 @@ _plain_call: list[Any] = []
 def _call_template() -> Eqn:
     """The equation that a call of some jitted function leaves."""
     if not _plain_call:
-        with without_mesh():
+        with without_mesh(), jax.disable_jit(False):
             _plain_call.append(open_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0)).eqns[0])
     eqn: Eqn = _plain_call[0]
     return eqn
@@ -140,14 +220,51 @@ def open_jaxpr(jaxpr: Any) -> OpenJaxpr:
     return OpenJaxpr(list(inner.constvars), consts, list(inner.invars), list(inner.outvars), list(inner.eqns))
 
 
+def without_consts(closed: ClosedJaxpr) -> Jaxpr:
+    """The open jaxpr in a closed one."""
+    inner: Jaxpr = closed.jaxpr
+    return inner
+
+
 def is_jaxpr(value: Any) -> bool:
     """Whether a value is a jaxpr, open or closed."""
     return isinstance(value, (Jaxpr, ClosedJaxpr))
 
 
+def called_jaxpr(eqn: Eqn) -> Any:
+    """The jaxpr of a call that hands its operands to it one by one, and its results back; None for anything else."""
+    if eqn.primitive.name in ("scan", "while", "cond", "shard_map"):
+        return None
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        body = eqn.params.get(name)
+        if is_jaxpr(body):
+            parts = open_jaxpr(body)
+            alike = len(parts.invars) == len(eqn.invars) and len(parts.outvars) == len(eqn.outvars)
+            return body if alike else None
+    return None
+
+
 def is_jit(eqn: Eqn) -> bool:
     """Whether an equation is a call of a jitted function."""
     return eqn.primitive.name in ("jit", "pjit")
+
+
+def jaxprs_in(eqn: Eqn) -> list[Any]:
+    """The jaxprs that an equation holds: those of a call, of a loop, of branches."""
+    values = [v for p in eqn.params.values() for v in (p if isinstance(p, (tuple, list)) else (p,))]
+    return [v for v in values if is_jaxpr(v)]
+
+
+def constrained_devices(eqn: Eqn) -> list[tuple[Any, ...]]:
+    """The devices that a constraint of the user's, or ``jax.device_put``, names; none for one without devices."""
+    if eqn.primitive.name == "sharding_constraint":
+        targets = [eqn.params["sharding"]]
+    elif eqn.primitive.name == "device_put":
+        targets = list(eqn.params["devices"])
+    else:
+        return []
+    meshes = [t.mesh for t in targets if isinstance(t, NamedSharding) and isinstance(t.mesh, Mesh)]
+    return [tuple(mesh.devices.flat) for mesh in meshes] + [(t,) for t in targets if isinstance(t, jax.Device)]
 
 
 class ScanParts(NamedTuple):
@@ -240,6 +357,54 @@ def linear_identity(
     return prim
 
 
+def manual_axes() -> tuple[str, ...]:
+    """The axes that a surrounding `jax.shard_map` has cut by hand."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+InternalFloatingPointError = api_util.InternalFloatingPointError
+
+
+def checks_floats() -> bool:
+    """Whether ``jax_debug_nans`` or ``jax_debug_infs`` holds; a step then has to be repeatable."""
+    return bool(config.debug_nans.value or config.debug_infs.value)
+
+
+def users_frame(error: BaseException) -> str:
+    """``file.py:12 (function)`` of the innermost line of a traceback that belongs to no library; empty if there is none."""
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if traceback_util.include_filename(frame.f_code.co_filename)
+    ]
+    own = [frame for frame in frames if "site-packages" not in frame[0]] or frames
+    return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2]})" if own else ""
+
+
+def trace_settings() -> tuple[Any, ...]:
+    """The settings and surroundings by which JAX itself tells traces apart, and those that `jax.jit` adds; hashable.
+
+    An ambient mesh counts for nothing, for it is hidden while a step is traced.
+    """
+    context = tuple(None if isinstance(x, (Mesh, AbstractMesh)) else x for x in config.trace_context())
+    return (*context, default_key_kind(), config.debug_nans.value, config.debug_infs.value)
+
+
+def default_key_kind() -> str:
+    """The implementation of random keys that are plain arrays."""
+    return str(config.default_prng_impl.value)
+
+
+def jit_is_disabled() -> bool:
+    """Whether `jax.disable_jit` holds."""
+    return bool(config.disable_jit.value)
+
+
+def with_weak_type(x: Any, weak: bool) -> Any:
+    """An array of the same dtype whose dtype is weak, as that of a Python number is, or not."""
+    return lax_internals._convert_element_type(x, x.dtype, weak_type=weak)
+
+
 def abstract(aval: Any) -> jax.ShapeDtypeStruct:
     """The shape, dtype and weak type of an abstract value, without sharding."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
@@ -266,6 +431,81 @@ def as_named(sharding: Any, mesh: Any, ndim: int) -> NamedSharding:
         return NamedSharding(mesh, sharding_impls.parse_flatten_op_sharding(tiling, mesh)[0])
     except Exception:  # the parser has no error type of its own
         return NamedSharding(mesh, PartitionSpec())
+
+
+def device_order(sharding: Any) -> list[Any]:
+    """The devices of a sharding in the order of its shards."""
+    return list(sharding._device_assignment)
+
+
+class Propagated(NamedTuple):
+    """Device axes for each dimension of what a computation takes and gives."""
+
+    inputs: list[PartitionSpec]
+    outputs: list[PartitionSpec]
+
+
+def propagate(
+    fun: Callable[..., Any], avals: Sequence[Any], mesh: AbstractMesh, ins: Sequence[Any], outs: Sequence[Any]
+) -> Propagated | None:
+    """The shardings that XLA's partitioner would find for a computation, by its propagation pass alone.
+
+    No device is needed, and no code is generated.
+
+    Args:
+      fun: the computation, flat.
+      avals: what it takes.
+      mesh: what it runs on.
+      ins, outs: the spec of each input and result; None to find it.
+
+    Returns:
+      A spec for each input and result, in the axes of ``mesh``. None where this jaxlib has no such pass.
+    """
+    if sdy is None:
+        return None
+
+    def shardings(specs: Sequence[Any]) -> list[Any]:
+        return [None if s is None else NamedSharding(mesh, s) for s in specs]
+
+    platform = jax.default_backend()
+    with without_mesh(), config.use_shardy_partitioner(True):
+        jitted = jax.jit(fun, in_shardings=tuple(shardings(ins)), out_shardings=shardings(outs), keep_unused=True)
+        lowered = jitted.trace(*avals).lower(lowering_platforms=(platform,))
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        operation = module.operation.clone().operation  # JAX may keep the module for another compilation
+        passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(operation)
+        (main,) = (o for o in operation.regions[0].blocks[0] if o.attributes.get("sym_name") == _main())
+        found = [_specs_of(main, name) for name in ("arg_attrs", "res_attrs")]
+    # What JAX adds, tokens of ordered effects, comes first; a typed key has a dimension more than we know of.
+    return Propagated(
+        *(each[len(each) - n :] if n else [] for each, n in zip(found, (len(ins), len(outs)), strict=True))
+    )
+
+
+def _main() -> Any:
+    return ir.StringAttr.get("main")
+
+
+def _specs_of(main: Any, name: str) -> list[PartitionSpec]:
+    """The specs of the inputs or of the results of an MLIR function."""
+    kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+    count = len(kind.inputs if name == "arg_attrs" else kind.results)
+    if name not in main.attributes:
+        return [PartitionSpec()] * count
+    return [_spec_of(ir.DictAttr(attributes)) for attributes in ir.ArrayAttr(main.attributes[name])]
+
+
+def _spec_of(attributes: Any) -> PartitionSpec:
+    if "sdy.sharding" not in attributes:
+        return PartitionSpec()
+    entries: list[Any] = []
+    for dim in map(sdy.DimensionShardingAttr, sdy.TensorShardingAttr(attributes["sdy.sharding"]).dimension_shardings):
+        axes = [sdy.AxisRefAttr(axis) for axis in dim.axes]
+        whole = [a for a in axes if a.sub_axis_info is None]  # a part of an axis has no name in JAX
+        names = tuple(str(a.name) for a in axes) if len(whole) == len(axes) else ()
+        entries.append(names if len(names) > 1 else names[0] if names else None)
+    return PartitionSpec(*entries)
 
 
 class _Loader(serialize_executable._JaxPjrtUnpickler):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, Sharding
 
 from . import _compat
 from ._errors import ArgumentError
 from ._measure import loop_costs, measure
-from ._report import Report, make_report
-from ._runtime._execute import Executor
+from ._plan._instructions import Plan
+from ._report import Memory, Report, make_report
+from ._runtime._bind import bind
+from ._runtime._lower import Lowered
+from ._runtime._observe import Observer
+from ._runtime._ownership import ownership
+from ._runtime._transport import LocalTransport
 from .schedules import Costs
 
 
@@ -24,35 +31,45 @@ class Compiled:
       output_shardings: `NamedSharding` of each result, in its structure.
     """
 
+    explain: Callable[[Any, list[Any]], Exception] | None = None  # what a result that is no number comes from
+
     def __init__(
         self,
-        executor: Executor,
+        lowered: Lowered,
+        literals: dict[int, jax.Array],
         in_tree: Any,
         out_tree: Any,
         donated: tuple[int, ...],
-        made: tuple[int, int],
+        compilations: tuple[int, int],
         name: str,
-        moved: dict[int, Any],
+        moved: dict[int, NamedSharding],
+        arriving: dict[int, Sharding],
     ) -> None:
-        self._executor, self._in_tree, self._out_tree = executor, in_tree, out_tree
-        self._donated, self._made, self.name = donated, made, name
-        program = self.program = executor.lowered.program
+        self._lowered, self._in_tree, self._out_tree = lowered, in_tree, out_tree
+        self._donated, self._compilations, self.name = donated, compilations, name
+        program = self.program = lowered.program
+        self._executor = bind(
+            program, lowered.plan, lowered, lowered.executables, ownership(program.submeshes, jax.process_index()),
+            LocalTransport(), literals=literals, arriving=arriving, leaving=moved,
+        )  # fmt: skip
         shift = len(program.consts)
         homes = [
-            executor.lowered.arrivals[shift + i, program.home[v]]
-            if (shift + i, program.home[v]) in executor.lowered.arrivals
-            else executor.lowered.arrivals[shift + i, program.arrivals[v][0]]
+            lowered.arrivals[shift + i, program.home[v]]
+            if (shift + i, program.home[v]) in lowered.arrivals
+            else lowered.arrivals[shift + i, program.arrivals[v][0]]
             for i, v in enumerate(program.invars[shift:])
         ]
         self.input_shardings: Any = jax.tree.unflatten(in_tree, homes)
-        made_with = [s or executor.literals[o].sharding for o, s in enumerate(executor.lowered.outputs)]
+        made = [s or getattr(literals[o], "sharding", None) for o, s in enumerate(lowered.outputs)]
         self._moved = tuple(moved.items())
-        self.output_shardings: Any = jax.tree.unflatten(out_tree, [moved.get(o, s) for o, s in enumerate(made_with)])
-        passed = {v for v, _ in program.outputs if _compat.is_var(v)}
-        # A donated argument that is also a result is the result; it must outlive the call.
-        self._dies = tuple(i for i in donated if program.invars[shift + i] not in passed)
+        self.output_shardings: Any = jax.tree.unflatten(out_tree, [moved.get(o, s) for o, s in enumerate(made)])
+        given = {program.invars[shift + i] for i in donated}
+        results = {v: o for o, (v, _) in reversed(list(enumerate(program.outputs))) if _compat.is_var(v) and v in given}
+        # A donated argument that is also a result: the result takes its buffer over.
+        self._handed = tuple(sorted(results.values()))
+        self._dies = donated
         self._avals = [v.aval for v in program.invars[shift:]]
-        self._copied = _shared_results(executor, frozenset(shift + i for i in donated))
+        self._copied = _shared_results(lowered.plan, frozenset(shift + i for i in donated))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
@@ -67,16 +84,16 @@ class Compiled:
                 "static arguments are left out of the call as None"
             )
         for i, (x, aval) in enumerate(zip(leaves, self._avals, strict=True)):
-            found = jax.typeof(x)
-            if found.shape != aval.shape or found.dtype != aval.dtype:
+            given = jax.typeof(x)
+            if given.shape != aval.shape or given.dtype != aval.dtype:
                 raise ArgumentError(
                     f"{self.name}: argument {self._path(i)} was compiled as {aval.str_short()}, called with "
-                    f"{found.str_short()}; call the function that mm.jit returned, which compiles for each shape and dtype"
+                    f"{given.str_short()}; call the function that mm.jit returned, which compiles for each shape and dtype"
                 )
         return leaves
 
-    def call_flat(self, leaves: list[Any]) -> Any:
-        """Runs the step on the flat list of its arguments' leaves."""
+    def call_flat(self, leaves: list[Any], observer: Observer | None = None) -> Any:
+        """Runs the step on the flat list of its arguments' leaves; an observer is told what is done."""
         for i, x in enumerate(leaves):
             if type(x) is _compat.ConcreteArray:  # almost every leaf, and isinstance(x, jax.Array) is slow
                 unusable = x.is_deleted()
@@ -84,9 +101,18 @@ class Compiled:
                 unusable = isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted())
             if unusable:
                 raise self._unusable(i, x)
-        results = self._executor(leaves)
+        try:
+            results = self._executor(leaves, observer)
+        except _compat.InternalFloatingPointError as error:
+            raise (
+                self.explain(error, leaves) if self.explain is not None else FloatingPointError(*error.args)
+            ) from None
         for o in self._copied:
+            if not hasattr(results[o], "sharding"):
+                continue  # the gradient of an integer (float0), which has no buffer
             results[o] = jax.device_put(results[o], results[o].sharding, may_alias=False)
+        for o in self._handed:
+            results[o] = _take_over(results[o])
         for o, sharding in self._moved:
             results[o] = self._executor.bring(results[o], sharding)
         for i in self._dies:
@@ -95,19 +121,19 @@ class Compiled:
                 x.delete()
         return jax.tree.unflatten(self._out_tree, results)
 
-    def bring(self, x: Any, sharding: Any) -> Any:
+    def bring(self, x: Any, sharding: NamedSharding) -> jax.Array:
         """An array, or a host value, with a sharding of this step: asynchronously, from any devices."""
         return self._executor.bring(x, sharding)
 
     def _unusable(self, i: int, x: Any) -> Exception:
-        where = f"{self.name}: argument {self._path(i)} of shape {x.shape}"
+        context = f"{self.name}: argument {self._path(i)} of shape {x.shape}"
         if isinstance(x, jax.core.Tracer):
             return ArgumentError(
-                f"{where} is a tracer; a compiled step cannot be a part of jax.jit, jax.grad or jax.vmap: apply these "
+                f"{context} is a tracer; a compiled step cannot be a part of jax.jit, jax.grad or jax.vmap: apply these "
                 "inside the function that mm.jit wraps"
             )
         return RuntimeError(
-            f"{where}: Array has been deleted. It was donated to an earlier call, whose result replaces it: pass that "
+            f"{context}: Array has been deleted. It was donated to an earlier call, whose result replaces it: pass that "
             "result, or do not donate this argument"
         )
 
@@ -119,9 +145,9 @@ class Compiled:
 
     def report(self) -> Report:
         """What the step consists of and costs; printable."""
-        return make_report(self._executor.lowered, self._made)
+        return make_report(self._lowered, self._compilations)
 
-    def memory_analysis(self) -> Any:
+    def memory_analysis(self) -> dict[Any, Memory]:
         """Live bytes at the peak of a call, for each device: `report().memory`."""
         return self.report().memory
 
@@ -129,7 +155,7 @@ class Compiled:
         """XLA's cost estimate for each fragment, by name."""
         return {
             f.name: executable.cost_analysis()
-            for f, executable in zip(self.program.fragments, self._executor.lowered.executables, strict=True)
+            for f, executable in zip(self.program.fragments, self._lowered.executables, strict=True)
         }
 
     def measure(self, *args: Any, loop: int = 0, **kwargs: Any) -> Costs:
@@ -161,27 +187,30 @@ class Compiled:
         leaves = self._flatten(args, kwargs)
         for i in self._donated:
             leaves[i] = jnp.copy(leaves[i])
-        lowered = self._executor.lowered
-        return loop_costs(lowered, measure(self._executor, leaves), loop)
+        return loop_costs(self._lowered, measure(self._executor, leaves), loop)
 
     def as_text(self) -> str:
         """The optimized program of every fragment."""
         return "\n\n".join(
             f"// fragment {f.name}, submesh {f.submesh}\n{executable.as_text()}"
-            for f, executable in zip(self.program.fragments, self._executor.lowered.executables, strict=True)
+            for f, executable in zip(self.program.fragments, self._lowered.executables, strict=True)
         )
 
 
-def _shared_results(executor: Executor, donated: frozenset[int]) -> tuple[int, ...]:
+# The argument is deleted and its buffer is that of the result, as jax.jit does it.
+_take_over = jax.jit(lambda x: x, donate_argnums=0)
+
+
+def _shared_results(plan: Plan, donated: frozenset[int]) -> tuple[int, ...]:
     """Results whose buffer somebody else holds: the caller, another result, or the next call.
 
     They are handed out as copies, as ``jax.jit`` does, so that deleting or donating one leaves the others alone.
     """
-    plan = executor.lowered.plan
-    held: set[Any] = {slot for i, _, slot in plan.inputs if i not in donated}
+    held: set[int] = {slot for i, _, slot in plan.inputs if i not in donated}
     shared = []
     for o, slot in enumerate(plan.outputs):
         if slot is None or slot in held:
             shared.append(o)
-        held.add(slot)
+        else:
+            held.add(slot)
     return tuple(shared)

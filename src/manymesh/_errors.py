@@ -10,8 +10,7 @@
     ├── MicrobatchError(ValueError)    a batch cannot be cut, or a reduction does not fit
     ├── ScheduleError(ValueError)      a schedule is unknown, impossible, or contradicts the program
     ├── PlacementError(ValueError)     a program cannot be split over the submeshes
-    ├── ArgumentError(TypeError)       a call has arguments of the wrong structure
-    └── TransferError(RuntimeError)    moving a value between submeshes failed
+    └── ArgumentError(TypeError)       a call has arguments of the wrong structure
 
 Each class also inherits the built-in type that a caller would catch, so that
 ``except ValueError`` keeps working. A message says where, what was expected, what
@@ -58,7 +57,3 @@ class PlacementError(ManyMeshError, ValueError):
 
 class ArgumentError(ManyMeshError, TypeError):
     """A call has arguments of the wrong structure."""
-
-
-class TransferError(ManyMeshError, RuntimeError):
-    """Moving a value between submeshes failed."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import jax
 import numpy as np
 
 from . import _compat
 
 # Parameters that never change what is computed: names, and the rules for its derivatives.
-_IGNORED = {"name", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "fwd_jaxpr_fun", "bwd", "jvp_jaxpr_thunk", "num_consts_thunk"}
+IGNORED = {"name", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "fwd_jaxpr_fun", "bwd", "jvp_jaxpr_thunk", "num_consts_thunk"}
 
 
 class Key:
@@ -69,7 +70,7 @@ class Keys:
         eqns = []
         for e in parts.eqns:
             ins = tuple(atom(v) for v in e.invars)
-            params = tuple((k, self._param(v)) for k, v in sorted(e.params.items()) if self._exact or k not in _IGNORED)
+            params = tuple((k, self._param(v)) for k, v in sorted(e.params.items()) if self._exact or k not in IGNORED)
             outs = tuple((atom(v), _aval(v.aval)) if _compat.is_var(v) else None for v in e.outvars)
             eqns.append((e.primitive.name, ins, params, outs, _compat.eqn_context(e)))
         return (head, tuple(eqns), tuple(atom(v) for v in parts.outvars), tuple(_content(c) for c in parts.consts))
@@ -97,6 +98,8 @@ def _aval(aval: Any) -> Any:
 
 
 def _content(value: Any) -> Any:
+    if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return ("key", str(value.dtype), _content(jax.random.key_data(value)))
     array = np.asarray(value)
     if array.dtype == object:
         return Kept(value)

@@ -13,22 +13,22 @@ import contextlib
 import contextvars
 import difflib
 import functools
+import inspect
 import itertools
-import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _compat
-from ._errors import ArgumentError, AxisError, TaskError
+from ._errors import ArgumentError, AxisError, ManyMeshError, TaskError
 from ._implicit import Matcher
 from ._key import Keys
 from ._scope import Scope, carrying, current_scope, enter_scope
-from ._task import Task, names_as_axes
+from ._task import Task, check_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,7 +43,7 @@ class Recording:
     Attributes:
       tasks: unique mark -> the task it stands for.
       loops: unique mark -> what `microbatch` said about the loop.
-      findings: sentences about what is suspicious, in order, each once.
+      findings: sentences about what is suspicious, in order, each once, and what they are under ``strict``.
       implicit: the tasks registered by name when the trace began.
       keys: of what tasks compute, while tracing.
       bodies: key and abstract mesh -> what such tasks compute, one jaxpr for all that are equal; while tracing.
@@ -52,7 +52,7 @@ class Recording:
 
     tasks: dict[str, Task] = field(default_factory=dict)
     loops: dict[str, Any] = field(default_factory=dict)
-    findings: dict[str, None] = field(default_factory=dict)
+    findings: dict[str, type[ManyMeshError]] = field(default_factory=dict)
     implicit: Matcher = field(default_factory=Matcher)
     keys: Keys = field(default_factory=lambda: Keys(exact=True))
     bodies: dict[Any, Any] = field(default_factory=dict)
@@ -136,7 +136,7 @@ def task(
 
     Args:
       fun: a pure function of pytrees. Arrays among its arguments are traced; everything else (strings,
-        bools, None, enums, plain Python numbers) stays static.
+        bools, None, enums, plain Python numbers) stays static, and so it does among the results.
       name: name of the task; defaults to that of the function.
       task: a ready `Task`; excludes every argument below.
       mesh, devices, device_axes, logical_axes: as for `Task`.
@@ -157,6 +157,11 @@ def task(
       >>> [sorted(d.id for d in g.devices()) for g in grads]
       [[0], [1]]
     """
+    check_name("task", name)
+    if inspect.isclass(fun):
+        of_flax = any(c.__module__.startswith("flax.") for c in fun.__mro__)
+        use = "write manymesh.flax.task for a Flax module" if of_flax else "wrap a function that calls what it makes"
+        raise TaskError(f"task: {fun.__name__} is a class, and calling it computes nothing yet; {use}")
     if not callable(fun):
         raise ArgumentError(
             f"task {name!r}: the first argument has to be a function, found {type(fun).__name__} {fun!r}"
@@ -169,19 +174,32 @@ def task(
         described = Task(name, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes)
     described = described.named(name or str(getattr(fun, "__name__", type(fun).__name__)))
 
+    @_compat.boundary
     @functools.wraps(fun)
     def run_task(*args: P.args, **kwargs: P.kwargs) -> R:
         record = current_recording()
         if record is None:
-            return fun(*args, **kwargs)
+            try:
+                return fun(*args, **kwargs)
+            except Exception as error:
+                _note(error, described)
+                raise
         result: R = call_marked(record, described, fun, args, kwargs)
         return result
 
     return run_task
 
 
+_TRACED = object()
+
+
 def call_marked(record: Recording, described: Task, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Traces ``fun(*args, **kwargs)`` as one equation that stands for the task."""
+    if manual := _compat.manual_axes():
+        raise TaskError(
+            f"task {described.name!r} is called inside jax.shard_map, where the axes {manual} are cut by hand already; a "
+            "task runs on a whole submesh: call it outside, or call shard_map inside the task"
+        )
     scope = task_scope(record, described)
     outer = current_scope()
     if outer is not None:
@@ -198,9 +216,9 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         with _surroundings(described, scope):
             out = fun(*a, **k)
         out_leaves, tree = jax.tree.flatten(out)
-        static = [None if is_dynamic(leaf) or isinstance(leaf, numbers.Number) else leaf for leaf in out_leaves]
+        static = [_TRACED if is_dynamic(leaf) else leaf for leaf in out_leaves]
         out_tree.append((tree, static))
-        return [leaf for leaf, s in zip(out_leaves, static, strict=True) if s is None]
+        return [leaf for leaf in out_leaves if is_dynamic(leaf)]
 
     mark = record.new_mark(described.name or "task")
     record.tasks[mark] = described
@@ -211,7 +229,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         _note(error, described)
         raise
     tree, static = out_tree[-1]
-    return jax.tree.unflatten(tree, [next(outs) if s is None else s for s in static])
+    return jax.tree.unflatten(tree, [next(outs) if s is _TRACED else s for s in static])
 
 
 def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, operands: list[Any]) -> list[Any]:
@@ -223,12 +241,31 @@ def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, oper
     """
     if record.implicit or not jax.sharding.get_abstract_mesh().empty:
         return list(jitted(*operands))
-    traced = jitted.trace(*operands)
+    # What comes from another task brings along the mesh of that task, which JAX under vmap would enter inside this one.
+    traced = jitted.trace(*[_compat.abstract(jax.typeof(x)) for x in operands])
+    _check_constraints(described, traced.jaxpr)
     inner = _compat.open_jaxpr(traced.jaxpr)
     if inner.consts or len(inner.invars) != len(operands):  # it reads values from around the function
         return list(jitted(*operands))
     key = record.keys(traced.jaxpr), described.mesh.abstract_mesh if described.mesh is not None else None
     return _compat.call(mark, record.bodies.setdefault(key, traced.jaxpr), operands)
+
+
+def _check_constraints(described: Task, body: Any) -> None:
+    """Refuses a constraint, or a move, to devices that are not those of the task it is in."""
+    own = {d.id for d in described.mesh.devices.flat} if described.mesh is not None else None
+    pending = [body]
+    while pending and own is not None:
+        for eqn in _compat.open_jaxpr(pending.pop()).eqns:
+            pending += _compat.jaxprs_in(eqn)
+            for devices in _compat.constrained_devices(eqn):
+                if {d.id for d in devices} != own:
+                    where = _compat.source_line(eqn)
+                    raise TaskError(
+                        f"task {described.name!r} on devices {sorted(own)}: {'constraint at ' + where if where else 'a constraint'} "
+                        f"is on devices {sorted(d.id for d in devices)}, but inside a task all is on its own submesh; write "
+                        "mm.with_sharding_constraint(x, spec) without a mesh, or move the value outside the task"
+                    )
 
 
 def _call_nested(
@@ -267,7 +304,15 @@ def task_scope(record: Recording, described: Task) -> Scope:
     """The scope that code inside the task sees."""
 
     def resolve(names: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        spec, unknown = described.resolve(tuple(names), tuple(shape))
+        names = tuple(names)
+        if vmapped := _compat.vmapped():
+            names, left_out = _without_vmapped(described, names, tuple(shape), vmapped)
+            for name in left_out:
+                record.findings[
+                    f"task {described.name!r}: the constraint of axis {name!r} is dropped under jax.vmap, which has taken that "
+                    f"axis from a value of shape {tuple(shape)}; vmap(..., spmd_axis_name=) says where the new axis goes"
+                ] = AxisError
+        spec, unknown = described.resolve(names, tuple(shape))
         for name in unknown:
             known = [a for a, _ in described.logical_axes or ()]
             axes = tuple(described.mesh.axis_names) if described.mesh is not None else ()
@@ -276,12 +321,32 @@ def task_scope(record: Recording, described: Task) -> Scope:
             record.findings[
                 f"task {described.name!r}: axis name {name!r} of {names} is in no rule (the rules know {known}) and is "
                 f"no device axis {axes}, so it means replication; add a rule, map it to None, or {correct}"
-            ] = None
+            ] = AxisError
         return spec
 
     named = described.mesh is not None and described.has_named_axes
     abstract = described.mesh.abstract_mesh if described.mesh is not None and named else None
     return Scope(described.name or "task", abstract, resolve, described)
+
+
+def _without_vmapped(
+    described: Task, names: tuple[Any, ...], shape: tuple[int, ...], vmapped: int
+) -> tuple[tuple[Any, ...], list[Any]]:
+    """Names without those of axes that vmap took away: the first of too many, and those of dimensions of length one
+    that do not divide. Also returns what was left out."""
+    surplus = max(0, len(names) - len(shape))
+    if surplus > vmapped:
+        return names, []
+    left_out = [name for name in names[:surplus] if name is not None]
+    kept = list(names[surplus:])
+    for i, name in enumerate(kept):
+        if shape[i] == 1 and name is not None and len(left_out) < vmapped:
+            try:
+                described.resolve((None,) * i + (name,), shape)
+            except AxisError:
+                left_out.append(name)
+                kept[i] = None
+    return tuple(kept), left_out
 
 
 @contextlib.contextmanager
@@ -294,30 +359,6 @@ def _surroundings(described: Task, scope: Scope) -> Iterator[None]:
         yield
 
 
-_placed_on: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("manymesh_placed_on", default=None)
-
-
-@contextlib.contextmanager
-def placed_on(mesh: Mesh) -> Iterator[None]:
-    """While a fragment is lowered in the block, constraints from outside tasks mean axes of its mesh."""
-    token = _placed_on.set(mesh)
-    try:
-        yield
-    finally:
-        _placed_on.reset(token)
-
-
-def _apply_names(x: Any, *, names: tuple[Any, ...]) -> Any:
-    """The constraint where the value ended up; a dimension whose names that mesh does not have stays free."""
-    mesh = _placed_on.get()
-    if mesh is None:
-        return x
-    spec = names_as_axes(names, x.shape, mesh)
-    if names and all(entry is PartitionSpec.UNCONSTRAINED for entry in spec):
-        return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
 def _batch_names(params: dict[str, Any], dim: int) -> dict[str, Any]:
     names = params["names"]
     padded = names + (None,) * (dim - len(names))
@@ -325,7 +366,7 @@ def _batch_names(params: dict[str, Any], dim: int) -> dict[str, Any]:
 
 
 # The identity, carrying per-dimension names to wherever the value is placed.
-constraint_p = _compat.linear_identity("manymesh_constraint", _apply_names, _batch_names)
+constraint_p = _compat.linear_identity("manymesh_constraint", lambda x, **_: x, _batch_names)
 
 
 def _batch_box(params: dict[str, Any], dim: int) -> dict[str, Any]:
@@ -375,6 +416,11 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
       >>> mm.jit(g)(jnp.ones((4, 2))).sharding.spec[0]
       'd'
     """
+    if isinstance(spec, str):
+        raise ArgumentError(
+            f"with_sharding_constraint: the spec is the string {spec!r}; expected one entry for each dimension, such as "
+            f"({spec!r}, None)"
+        )
     if current_recording() is None:
         return x
     is_leaf = lambda s: s is None or isinstance(s, (PartitionSpec, NamedSharding)) or _is_names(s)  # noqa: E731

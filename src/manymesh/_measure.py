@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -13,11 +12,27 @@ import jax
 import numpy as np
 
 from ._jaxpr._nodes import nbytes
+from ._plan._instructions import Instruction, Run, Tag
 from ._program import Program
 from ._runtime._execute import Executor
-from ._runtime._instructions import Run
 from ._runtime._lower import Lowered
+from ._runtime._observe import Observer
 from .schedules import Costs
+
+
+class _Clock(Observer):
+    """Waits for each instruction before the next one starts, and writes down how long it took."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._started = 0.0
+
+    def begin(self, position: int, instruction: Instruction, inputs: Sequence[jax.Array]) -> None:
+        self._started = time.perf_counter()
+
+    def end(self, position: int, instruction: Instruction, outputs: Sequence[jax.Array]) -> None:
+        jax.block_until_ready(outputs)
+        self.seconds.append(time.perf_counter() - self._started)
 
 
 def measure(executor: Executor, leaves: list[Any]) -> list[float]:
@@ -30,22 +45,10 @@ def measure(executor: Executor, leaves: list[Any]) -> list[float]:
     Returns:
       ``float[instruction]``, the seconds that each took.
     """
-    seconds: list[float] = []
-
-    def clocked(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*values: Any) -> Any:
-            start = time.perf_counter()
-            results = jax.block_until_ready(call(*values))
-            seconds.append(time.perf_counter() - start)
-            return results
-
-        return run
-
-    alone = copy.copy(executor)  # the caller's executor keeps its own instructions
-    alone.code = [(clocked(call), *rest) for call, *rest in executor.code]
+    clock = _Clock()
     jax.block_until_ready(leaves)
-    alone(leaves)
-    return seconds
+    executor(leaves, clock)
+    return clock.seconds
 
 
 def loop_costs(lowered: Lowered, seconds: list[float], loop: int) -> Costs:
@@ -63,15 +66,17 @@ def loop_costs(lowered: Lowered, seconds: list[float], loop: int) -> Costs:
     plan = program.loops[loop]
     stages = len(plan.placement)
     times: dict[tuple[str, int], list[float]] = defaultdict(list)  # (kind, stage) -> each microbatch
-    hops: dict[int, list[float]] = defaultdict(list)
+    crossings: dict[Tag, float] = defaultdict(float)
     runs: dict[int, list[float]] = defaultdict(list)
-    maker = None
     for ins, took in zip(lowered.plan.instructions, seconds, strict=True):
-        if isinstance(ins, Run):
-            maker = program.fragments[ins.fragment]
-            if maker.loop == loop:
-                runs[ins.fragment].append(took)
-        elif maker is not None and maker.loop == loop:
+        if not isinstance(ins, Run):
+            crossings[ins.tag] += took
+        elif program.fragments[ins.fragment].loop == loop:
+            runs[ins.fragment].append(took)
+    hops: dict[int, list[float]] = defaultdict(list)
+    for tag, took in crossings.items():
+        maker = program.fragments[tag.maker]
+        if maker.loop == loop:
             hops[(maker.stage or 0) - (maker.kind != "F")].append(took)
     for index, each in runs.items():
         f = program.fragments[index]
@@ -88,12 +93,12 @@ def loop_costs(lowered: Lowered, seconds: list[float], loop: int) -> Costs:
 
 def _activations(program: Program, loop: int, placement: tuple[int, ...]) -> list[float]:
     """Bytes a device that each stage keeps of a microbatch: what its backward pass reads of its forward pass."""
-    made = {inner for inner, _ in program.loops[loop].cut}
+    forward = {inner for inner, _ in program.loops[loop].cut}
     read: dict[int, set[Any]] = defaultdict(set)
     for f in program.body(loop):
         if f.kind == "F":
-            made.update(f.outvars)
+            forward.update(f.outvars)
         else:
             read[f.stage or 0].update(f.invars)
     sizes = [program.submeshes[s].size for s in placement]
-    return [float(np.ceil(sum(nbytes(v.aval) for v in read[s] & made) / size)) for s, size in enumerate(sizes)]
+    return [float(np.ceil(sum(nbytes(v.aval) for v in read[s] & forward) / size)) for s, size in enumerate(sizes)]

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import schedules
+from . import _compat, schedules
 from ._errors import MicrobatchError, ScheduleError
-from ._mark import current_recording, with_sharding_constraint
+from ._mark import Recording, current_recording, with_sharding_constraint
+from ._means import is_mean
+from ._single import check_single
 
-REDUCTIONS = ("sum", "mean", "max", "concat", "stack", "last")
+Reduction = Literal["sum", "mean", "max", "concat", "stack", "last"]
+REDUCTIONS = get_args(Reduction)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,10 @@ class WeightedMean:
     count: str | Callable[[Any], Any]
 
 
+# One word for all, or a pytree prefix of the result with a word for each part.
+Reduce: TypeAlias = Reduction | WeightedMean | tuple[Any, ...] | list[Any] | Mapping[Any, Any]
+
+
 @dataclass(frozen=True)
 class LoopSpec:
     """What `microbatch` says about a loop.
@@ -56,6 +66,7 @@ class LoopSpec:
       interleave, num_stages: statements about the program, checked against it.
       custom_schedule: rows of task names for the custom schedule.
       dim: the dimension along which the batch was cut.
+      accumulates: whether a result goes from one microbatch to the next, so that their order counts.
     """
 
     name: str
@@ -65,6 +76,7 @@ class LoopSpec:
     num_stages: int | None = None
     custom_schedule: Any = None
     dim: int = 0
+    accumulates: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,14 +88,14 @@ class _Rows:
 
 
 def microbatch(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     dim: int = 0,
     size: int | None = None,
     argnum: int | Sequence[int] = 0,
     *,
     num_microbatches: int | None = None,
-    schedule: Any = None,
-    reduce: Any = "sum",
+    schedule: schedules.ScheduleName | schedules.AbstractSchedule | None = None,
+    reduce: Reduce = "sum",
     interleave: int | None = None,
     num_stages: int | None = None,
     unrolling: int | None = None,
@@ -91,7 +103,7 @@ def microbatch(
     custom_schedule: Any = None,
     rng_argnum: int | None = None,
     state_argnum: int | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """Runs a function on pieces of a batch and combines the results.
 
     Args:
@@ -131,33 +143,57 @@ def microbatch(
     """
     argnums = (argnum,) if isinstance(argnum, int) else tuple(argnum)
     name = getattr(fun, "__name__", type(fun).__name__)
+    chosen = _checked(name, num_microbatches, size, reduce, schedule, custom_schedule)
+
+    @_compat.boundary
+    @functools.wraps(fun)
+    def over_microbatches(*args: P.args, **kwargs: P.kwargs) -> Any:
+        count = _count(name, args, argnums, dim, size, num_microbatches)
+        _check_position(name, "rng_argnum", rng_argnum, "random keys", len(args))
+        _check_position(name, "state_argnum", state_argnum, "state", len(args))
+        record = current_recording()
+        call = _Call(fun, args, kwargs, argnums, dim, count, reduce, arg_shardings, rng_argnum, state_argnum)
+        if record is None:
+            return call.reference()
+        if count == 1:
+            before = set(record.tasks)
+            result = call.reference()
+            tasks = [task for mark, task in record.tasks.items() if mark not in before]
+            check_single(name, tasks, chosen, custom_schedule, num_stages, interleave)
+            return result
+        spec = LoopSpec(name, count, chosen, interleave, num_stages, custom_schedule, dim)
+        suspect = _suspect_batch(name, fun, argnums, count)
+        record.findings.update(dict.fromkeys(suspect, MicrobatchError))
+        try:
+            return call.traced(record, spec)
+        except Exception as error:
+            for text in suspect:  # it may well be the cause
+                error.add_note(text)
+            raise
+
+    return over_microbatches
+
+
+def _checked(
+    name: str, num_microbatches: Any, size: Any, reduce: Any, schedule: Any, custom_schedule: Any
+) -> schedules.AbstractSchedule | _Rows:
+    """The schedule, if the arguments of `microbatch` make sense together."""
     if num_microbatches is None and size is None:
         raise MicrobatchError(f"microbatch({name}): give num_microbatches= or size=, the length of a piece")
     for label, number in (("num_microbatches", num_microbatches), ("size", size)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise MicrobatchError(f"microbatch({name}): {label} has to be a positive int, found {number!r}")
     _check_reductions(name, reduce)
-    if custom_schedule is not None and schedule not in (None, "custom"):
+    if custom_schedule is not None and schedule != "custom":
         raise ScheduleError(f"microbatch({name}): custom_schedule goes with schedule='custom', found {schedule!r}")
+    if isinstance(custom_schedule, str) or not isinstance(custom_schedule, (Iterable, type(None))):
+        raise ScheduleError(
+            f"microbatch({name}): custom_schedule has to be one row of task names for each submesh, found "
+            f"{type(custom_schedule).__name__} {custom_schedule!r}"
+        )
     if custom_schedule is not None:
-        splits = any("_wgt" in str(entry) for row in custom_schedule for entry in row)
-        chosen: Any = _Rows(splits)
-    else:
-        chosen = schedules.get("1f1b" if schedule is None else schedule)
-
-    @functools.wraps(fun)
-    def over_microbatches(*args: Any, **kwargs: Any) -> Any:
-        count = _count(name, args, argnums, dim, size, num_microbatches)
-        _check_position(name, "rng_argnum", rng_argnum, "random keys", len(args))
-        _check_position(name, "state_argnum", state_argnum, "state", len(args))
-        record = current_recording()
-        call = _Call(fun, args, kwargs, argnums, dim, count, reduce, arg_shardings, rng_argnum, state_argnum)
-        if record is None or count == 1:
-            return call.reference()
-        spec = LoopSpec(name, count, chosen, interleave, num_stages, custom_schedule, dim)
-        return call.traced(record, spec)
-
-    return over_microbatches
+        return _Rows(any("_wgt" in str(entry) for row in custom_schedule for entry in row))
+    return schedules.get("1f1b" if schedule is None else schedule)
 
 
 def _check_position(name: str, label: str, argnum: int | None, what: str, count: int) -> None:
@@ -168,8 +204,28 @@ def _check_position(name: str, label: str, argnum: int | None, what: str, count:
         )
 
 
+def _suspect_batch(name: str, fun: Any, argnums: tuple[int, ...], count: int) -> list[str]:
+    """Sentences about arguments that are cut and differentiated: often parameters, as argnum was forgotten."""
+    return [
+        f"microbatch({name}): argnum={k} is the batch, which is cut into {count} pieces, and {name} differentiates the same "
+        f"argument; if that is the parameters, write argnum={1 - k if k in (0, 1) else 0}, or whichever is the batch"
+        for k in argnums
+        if k in (_compat.differentiated(fun) or ())
+    ]
+
+
 def _fold_in(key: Any, i: int) -> Any:
     return jax.random.fold_in(key, i)
+
+
+def _folded(key: Any, count: int) -> Any:
+    """The keys of all microbatches, in one array."""
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    kind = str(jax.random.key_impl(key)) if typed else _compat.default_key_kind()
+    numbers = jnp.arange(count)
+    if "unsafe" in kind or not ("fry" in kind or "rbg" in kind):  # not promised to be the same under vmap
+        return jax.lax.map(functools.partial(jax.random.fold_in, key), numbers)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
 
 
 def _check_reductions(name: str, reduce: Any) -> None:
@@ -189,7 +245,8 @@ def _check_reductions(name: str, reduce: Any) -> None:
 def _count(
     name: str, args: tuple[Any, ...], argnums: tuple[int, ...], dim: int, size: int | None, number: int | None
 ) -> int:
-    counts = {}
+    counts: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for k in argnums:
         if not -len(args) <= k < len(args):
             raise MicrobatchError(
@@ -216,12 +273,18 @@ def _count(
                     f"{where} of shape {shape}: num_microbatches={number} times size={size} is {number * size}, "
                     f"but dimension {dim} has length {length}; give one of the two"
                 )
-            counts[where] = pieces
+            counts[where], lengths[where] = pieces, length
     if not counts:
         raise MicrobatchError(f"microbatch({name}): the batch (argnum {argnums}) has no array to cut")
     if len(set(counts.values())) > 1:
         listing = ", ".join(f"{w.split(': ')[1]}: {c}" for w, c in counts.items())
         raise MicrobatchError(f"microbatch({name}): leaves give different numbers of microbatches ({listing})")
+    if len(set(lengths.values())) > 1:
+        listing = ", ".join(f"{w.split(': ')[1]}: {n}" for w, n in lengths.items())
+        raise MicrobatchError(
+            f"microbatch({name}): leaves of the batch have different lengths along dimension {dim} ({listing}), so that "
+            "their pieces would not belong together; cut leaves of one length, or pass the other ones apart"
+        )
     return next(iter(counts.values()))
 
 
@@ -305,19 +368,22 @@ class _Call:
 
         def loop(*values: Any) -> list[Any]:
             args, kwargs = _join(values, static, treedef)
-            leaves = self._scan(args, kwargs, out_tree)
+            leaves = self._scan(record, spec.name, args, kwargs, out_tree)
             return leaves
 
         loop.__name__ = loop.__qualname__ = mark
         leaves = jax.jit(loop)(*dynamic)
-        return jax.tree.unflatten(out_tree[-1], leaves)
+        words = out_tree[-1][1]
+        record.loops[mark] = replace(spec, accumulates=any(w in _ACCUMULATE for w in words))
+        return jax.tree.unflatten(out_tree[-1][0], leaves)
 
-    def _scan(self, args: tuple[Any, ...], kwargs: dict[str, Any], out_tree: list[Any]) -> list[Any]:
+    def _scan(
+        self, record: Recording, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out_tree: list[Any]
+    ) -> list[Any]:
         stacked = [jax.tree.map(self._stack, args[k]) for k in self.argnums]
         keys = None
         if self.rng_argnum is not None:
-            fold = jax.vmap(jax.random.fold_in, (None, 0))
-            keys = jax.tree.map(lambda key: fold(key, jnp.arange(self.count)), args[self.rng_argnum])
+            keys = jax.tree.map(functools.partial(_folded, count=self.count), args[self.rng_argnum])
 
         state = [] if self.state_argnum is None else jax.tree.leaves(args[self.state_argnum])
         structure = None if self.state_argnum is None else jax.tree.structure(args[self.state_argnum])
@@ -337,11 +403,19 @@ class _Call:
             pairs = enumerate(zip(state, jax.tree.leaves(following), strict=True))
             return out, {i: new for i, (old, new) in pairs if new is not old}
 
-        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (stacked, keys))
-        shape, changing = jax.eval_shape(one, *first, state)
-        words = _words(self.reduce, shape)
-        out_tree.append(jax.tree.structure(shape if structure is None else (shape, args[self.state_argnum])))
+        first = (*jax.tree.map(_first, (stacked, keys)), state)
+        shape, changing = jax.eval_shape(one, *first)
         avals = jax.tree.leaves(shape)
+        words = _words(self.reduce, shape)
+        first_word = words.per_leaf[0] if words.per_leaf else None
+        is_loss = first_word == "sum" and not avals[0].shape and _compat.differentiated(self.fun) is not None
+        if is_loss and is_mean(one.trace(*first).jaxpr, 0):
+            record.findings[
+                f"microbatch({name}): reduce='sum' adds up {self.count} losses each of which is a mean, so that the loss "
+                f"and its gradients are {self.count} times those of the whole batch; write reduce='mean'"
+            ] = MicrobatchError
+        left = shape if structure is None else (shape, args[self.state_argnum])
+        out_tree.append((jax.tree.structure(left), [*words.per_leaf, *("last" for _ in changing)]))
 
         def body(carry: Any, xs: Any) -> tuple[Any, list[Any]]:
             summed, moving = carry
@@ -353,19 +427,24 @@ class _Call:
                     o * weight.astype(o.dtype) if w == "weighted" else o
                     for o, w in zip(out, words.per_leaf, strict=True)
                 ]
+            out = [_in_bytes(w, o) for w, o in zip(words.per_leaf, out, strict=True)]
             kept = iter(summed)
             new = [_ACCUMULATE[w](next(kept), o) for w, o in zip(words.per_leaf, out, strict=True) if w in _ACCUMULATE]
-            ys = [o for w, o in zip(words.per_leaf, out, strict=True) if w not in _ACCUMULATE]
+            ys = [o for w, o in zip(words.per_leaf, out, strict=True) if w in ("stack", "concat")]
             return (new, moved), ys
 
         start = [_initial(w, a) for w, a in zip(words.per_leaf, avals, strict=True) if w in _ACCUMULATE]
         moving = {i: state[i] if state[i].dtype == a.dtype else state[i].astype(a.dtype) for i, a in changing.items()}
         (carry, moving), ys = jax.lax.scan(body, (start, moving), (stacked, keys), length=self.count)
         carried, collected = iter(carry), iter(ys)
-        result = [next(carried) if w in _ACCUMULATE else next(collected) for w in words.per_leaf]
+        result = [
+            next(carried) if w in _ACCUMULATE else np.zeros(a.shape, a.dtype) if w == "float0" else next(collected)
+            for w, a in zip(words.per_leaf, avals, strict=True)
+        ]
         total = result[words.count] if words.count is not None else None
+        finished = [self._finish(w, r, total) for w, r in zip(words.per_leaf, result, strict=True)]
         final = [moving.get(i, x) for i, x in enumerate(state)]
-        return [self._finish(w, r, total) for w, r in zip(words.per_leaf, result, strict=True)] + final
+        return [_dtype_as_reference(w, r, a) for w, r, a in zip(words.per_leaf, finished, avals, strict=True)] + final
 
     def _finish(self, word: str, value: Any, total: Any) -> Any:
         if word == "mean":
@@ -392,18 +471,56 @@ _ACCUMULATE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+def _first(stacked: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype, weak_type=jax.typeof(stacked).weak_type)
+
+
 def _initial(word: str, aval: Any) -> Any:
-    if word != "max":
-        return jnp.zeros(aval.shape, aval.dtype)
-    if jnp.issubdtype(aval.dtype, jnp.floating):
-        return jnp.full(aval.shape, -jnp.inf, aval.dtype)
-    if aval.dtype == jnp.bool_:
-        return jnp.zeros(aval.shape, aval.dtype)
-    return jnp.full(aval.shape, np.iinfo(aval.dtype).min, aval.dtype)
+    start = jnp.full(aval.shape, _least(aval.dtype) if word == "max" else 0, aval.dtype)
+    start = start.astype(_carried_dtype(word, aval.dtype))
+    return _compat.with_weak_type(start, True) if aval.weak_type else start
+
+
+def _carried_dtype(word: str, dtype: Any) -> Any:
+    """The dtype of a result between microbatches: JAX's executables do not take arrays of parts of bytes from others."""
+    if jnp.issubdtype(dtype, jnp.integer) and _limits(dtype).bits < 8:
+        return jnp.uint8 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int8
+    if jnp.issubdtype(dtype, jnp.floating) and _limits(dtype).bits < 8 and word not in ("sum", "mean", "weighted"):
+        return jnp.float16  # what is added up is rounded at every step, as in the reference
+    return dtype
+
+
+def _limits(dtype: Any) -> Any:
+    about: Any = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
+    return about(dtype)
+
+
+def _in_bytes(word: str, value: Any) -> Any:
+    dtype = _carried_dtype(word, value.dtype)
+    return value if dtype == value.dtype else value.astype(dtype)
+
+
+def _least(dtype: Any) -> Any:
+    """What is not greater than any value of a dtype."""
+    if dtype == jnp.bool_:
+        return False
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return _limits(dtype).min
+    infinite = np.asarray(-np.inf).astype(dtype)
+    return _limits(dtype).min if np.isnan(infinite.astype(np.float32)) else infinite
+
+
+def _dtype_as_reference(word: str, value: Any, aval: Any) -> Any:
+    """A reduced value, whose dtype is that of the reference, as weak as there."""
+    if word == "float0" or not aval.weak_type and _carried_dtype(word, aval.dtype) == aval.dtype:
+        return value
+    one = jax.ShapeDtypeStruct((1,), aval.dtype, weak_type=aval.weak_type)
+    kept = jax.eval_shape(lambda x: _reduce_reference(word, [x, x]), one)
+    return _compat.with_weak_type(value.astype(kept.dtype), kept.weak_type)
 
 
 def _reduce_reference(word: str, values: list[Any]) -> Any:
-    if word == "last":
+    if word in ("last", "float0"):
         return values[-1]
     if word == "stack":
         return jnp.stack(values)
@@ -415,6 +532,8 @@ def _reduce_reference(word: str, values: list[Any]) -> Any:
 
 @dataclass
 class _Words:
+    """A word of `REDUCTIONS` for each leaf; ``weighted`` for one to be averaged, ``float0`` for the gradient of an integer."""
+
     per_leaf: list[str]
     count: int | None = None
 
@@ -425,6 +544,7 @@ def _words(reduce: Any, out: Any) -> _Words:
     if isinstance(reduce, WeightedMean):
         index = _find_count(reduce.count, out)
         words = ["weighted" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "sum" for leaf in leaves]
+        words = ["float0" if _dtype_of(x) == jax.dtypes.float0 else w for w, x in zip(words, leaves, strict=True)]
         words[index] = "sum"
         return _Words(words, index)
     try:
@@ -433,13 +553,25 @@ def _words(reduce: Any, out: Any) -> _Words:
         raise MicrobatchError(
             f"reduce {reduce!r} is not a prefix of the result, whose structure is {jax.tree.structure(out)}: {error}"
         ) from None
-    words = jax.tree.leaves(expanded)
+    words = [
+        "float0" if _dtype_of(x) == jax.dtypes.float0 else w
+        for w, x in zip(jax.tree.leaves(expanded), leaves, strict=True)
+    ]
     for (path, leaf), word in zip(jax.tree_util.tree_leaves_with_path(out), words, strict=True):
+        if word == "max" and jnp.issubdtype(_dtype_of(leaf), jnp.complexfloating):
+            raise MicrobatchError(
+                f"reduce: result{jax.tree_util.keystr(path)} is {_dtype_of(leaf).name}, and complex numbers have no greatest one; "
+                "reduce their absolute values, or use another word, such as 'stack'"
+            )
         if word == "concat" and not leaf.shape:
             raise MicrobatchError(
                 f"reduce: result{jax.tree_util.keystr(path)} is a scalar in each microbatch and cannot be concatenated; use 'stack'"
             )
     return _Words(words)
+
+
+def _dtype_of(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
 
 
 def _find_count(count: Any, out: Any) -> int:

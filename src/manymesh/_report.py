@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jax.sharding import Sharding
 
 from ._jaxpr._nodes import nbytes
-from ._program import Reduction
-from ._runtime._instructions import Run, Transfer
+from ._plan._instructions import Plan, Receive, Run
+from ._plan._number import variables_of
+from ._program import Program, Reduction
 from ._runtime._lower import Lowered
 from ._task import mesh_devices
 
@@ -109,26 +112,15 @@ class Report:
         return groups
 
 
-def make_report(lowered: Lowered, made: tuple[int, int]) -> Report:
-    """Builds the report of a lowered program; reads plans, runs nothing."""
+def make_report(lowered: Lowered, compilations: tuple[int, int]) -> Report:
+    """Builds the report of a lowered program; reads plans, runs nothing.
+
+    Args:
+      lowered: the program.
+      compilations: how many executables were compiled for it, and how many reused.
+    """
     program, plan = lowered.program, lowered.plan
-    runs = [0] * len(program.fragments)
-    crossing: dict[tuple[int, int], list[int]] = {}
-    for ins in plan.instructions:
-        if isinstance(ins, Run):
-            runs[ins.fragment] += 1
-        else:
-            line = crossing.setdefault((ins.source, ins.target), [0, 0, 0])
-            line[0] += len(ins.variables)
-            line[1] += 1
-            line[2] += sum(nbytes(v.aval) for v in ins.variables)
-    for i, s, _ in plan.inputs:  # an argument that several submeshes read comes to its home, and goes on from there
-        v = program.invars[i]
-        if i >= len(program.consts) and s != program.home[v]:
-            line = crossing.setdefault((program.home[v], s), [0, 0, 0])
-            line[0] += 1
-            line[1] += 1
-            line[2] += nbytes(v.aval)
+    runs = Counter(ins.fragment for ins in plan.instructions if isinstance(ins, Run))
     ids: dict[int, int] = {}
     lines = tuple(
         FragmentLine(
@@ -137,60 +129,106 @@ def make_report(lowered: Lowered, made: tuple[int, int]) -> Report:
         )
         for f in program.fragments
     )  # fmt: skip
-    edges = tuple(EdgeLine(a, b, *line) for (a, b), line in sorted(crossing.items()))
     schedules = tuple(
         (getattr(x.schedule, "name", str(x.schedule)), x.placement, x.num_microbatches) for x in program.loops
     )
-    return Report(lines, edges, *made, _memory(lowered), program.unmarked, schedules, program.reductions)
+    return Report(
+        lines, _edges(program, plan), *compilations, _memory(lowered), program.unmarked, schedules, program.reductions
+    )
+
+
+def _edges(program: Program, plan: Plan) -> tuple[EdgeLine, ...]:
+    """What crosses, summed over a call."""
+    sizes = [nbytes(v.aval) for v in variables_of(program)]
+    crossing: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for ins in plan.instructions:
+        if isinstance(ins, Receive):
+            line = crossing[ins.source, ins.submesh]
+            line[0] += len(ins.variables)
+            line[1] += 1
+            line[2] += sum(sizes[k] for k in ins.variables)
+    for i, s, _ in plan.inputs:  # an argument that several submeshes read comes to its home, and goes on from there
+        v = program.invars[i]
+        if i >= len(program.consts) and s != program.home[v]:
+            line = crossing[program.home[v], s]
+            line[0] += 1
+            line[1] += 1
+            line[2] += nbytes(v.aval)
+    return tuple(EdgeLine(a, b, *line) for (a, b), line in sorted(crossing.items()))
+
+
+class _Live:
+    """Bytes that are alive on the devices. Devices that are in the same submeshes are counted as one group."""
+
+    def __init__(self, program: Program) -> None:
+        places: dict[Any, list[int]] = defaultdict(list)
+        for s, mesh in enumerate(program.submeshes):
+            for d in mesh_devices(mesh):
+                places[d].append(s)
+        groups = list(dict.fromkeys(map(tuple, places.values())))
+        self.group = {d: groups.index(tuple(at)) for d, at in places.items()}
+        self.of = [[g for g, at in enumerate(groups) if s in at] for s in range(len(program.submeshes))]
+        self.now, self.peak, self.arguments = ([0] * len(groups) for _ in range(3))
+        self.held: dict[int, tuple[int, int]] = {}  # slot -> (submesh, bytes a device)
+
+    def fill(self, slot: int, s: int, size: int) -> None:
+        """A slot takes up bytes on each device of a submesh."""
+        self.held[slot] = s, size
+        for g in self.of[s]:
+            self.now[g] += size
+            self.peak[g] = max(self.peak[g], self.now[g])
+
+    def free(self, slots: tuple[int, ...]) -> None:
+        """Slots that are filled take up nothing any more."""
+        for slot in slots:
+            if slot in self.held:
+                s, size = self.held.pop(slot)
+                for g in self.of[s]:
+                    self.now[g] -= size
+
+    def passing(self, s: int, size: int) -> None:
+        """Bytes are alive for a moment, beside all the others."""
+        for g in self.of[s]:
+            self.peak[g] = max(self.peak[g], self.now[g] + size)
 
 
 def _memory(lowered: Lowered) -> dict[Any, Memory]:
-    """Follows the plan and counts the bytes that are alive on each submesh's devices."""
+    """Follows the plan and counts the bytes that are alive on each device."""
     program, plan = lowered.program, lowered.plan
-    live = [0] * len(program.submeshes)
-    peak = [0] * len(program.submeshes)
-    arguments = [0] * len(program.submeshes)
-    size: dict[int, tuple[int, int]] = {}
+    live = _Live(program)
     for i, s, slot in plan.inputs:
-        bytes_ = _shard_bytes(program.invars[i].aval, lowered.arrivals[i, s])
-        arguments[s] += bytes_
-        size[slot] = (s, bytes_)
-        live[s] += bytes_
+        live.fill(slot, s, _shard_bytes(program.invars[i].aval, lowered.sharding(program.invars[i], s)))
+    live.arguments = list(live.now)
+    makes, temporary = [], []
+    for f, executable in zip(program.fragments, lowered.executables, strict=True):
+        stats = executable.memory_analysis()
+        makes.append([_shard_bytes(v.aval, x) for v, x in zip(f.outvars, executable.output_shardings, strict=True)])
+        temporary.append(int(getattr(stats, "temp_size_in_bytes", 0) or 0))
+    variables = variables_of(program)
+    arriving: dict[tuple[int, int, int], int] = {}  # (variable, source, target) -> bytes a device
     for ins in plan.instructions:
         if isinstance(ins, Run):
-            f = program.fragments[ins.fragment]
-            executable = lowered.executables[ins.fragment]
-            stats = executable.memory_analysis()
-            outs = [_shard_bytes(v.aval, s) for v, s in zip(f.outvars, executable.output_shardings, strict=True)]
-            reused = sum(size[ins.inputs[k]][1] for k in plan.donated.get(ins.fragment, ()) if ins.inputs[k] in size)
-            s, temporary = ins.submesh, int(getattr(stats, "temp_size_in_bytes", 0) or 0)
-            peak[s] = max(peak[s], live[s] + max(sum(outs) - reused, 0) + temporary)
-            made = list(zip(ins.outputs, outs, strict=True))
+            reused = sum(live.held[ins.inputs[k]][1] for k, _ in lowered.layout.donation.get(ins.fragment, ()))
+            live.passing(ins.submesh, max(sum(makes[ins.fragment]) - reused, 0) + temporary[ins.fragment])
+            live.free(ins.free)
+            for slot, size in zip(ins.outputs, makes[ins.fragment], strict=True):
+                live.fill(slot, ins.submesh, size)
+            live.free(ins.free)
+        elif isinstance(ins, Receive):
+            for slot, number in zip(ins.outputs, ins.variables, strict=True):
+                key = number, ins.source, ins.submesh
+                if key not in arriving:
+                    v, sharding = variables[number], lowered.sharding(variables[number], ins.submesh)
+                    moves = sharding != lowered.sharding(v, ins.source)
+                    arriving[key] = _shard_bytes(v.aval, sharding) if moves else 0
+                live.fill(slot, ins.submesh, arriving[key])
+            live.free(ins.free)
         else:
-            s = ins.target
-            made = [
-                (slot, _shard_bytes(v.aval, steps[-1].sharding) if steps else 0)
-                for slot, v, steps in zip(ins.outputs, ins.variables, _steps(lowered, ins), strict=True)
-            ]
-        for slot, bytes_ in made:
-            size[slot] = (s, bytes_)
-            live[s] += bytes_
-        peak[s] = max(peak[s], live[s])
-        for slot in ins.free:
-            where, bytes_ = size.pop(slot, (0, 0))
-            live[where] -= bytes_
-    return {
-        d: Memory(arguments[s], max(peak[s], arguments[s]))
-        for s, mesh in enumerate(program.submeshes)
-        for d in mesh_devices(mesh)
-    }
+            live.free(ins.free)
+    return {d: Memory(live.arguments[g], max(live.peak[g], live.arguments[g])) for d, g in live.group.items()}
 
 
-def _steps(lowered: Lowered, ins: Transfer) -> tuple[Any, ...]:
-    return next(steps for k, steps in lowered.transfers.items() if lowered.plan.instructions[k] is ins)
-
-
-def _shard_bytes(aval: Any, sharding: Any) -> int:
+def _shard_bytes(aval: Any, sharding: Sharding) -> int:
     if not aval.shape:
         return nbytes(aval)
     whole = int(np.prod(aval.shape, dtype=np.int64)) or 1

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ._errors import ArgumentError, AxisError, MeshError, TaskError
 from ._topology import auto_mesh, resolve_devices
+from .meta._rules import resolve
 
 AxisRule = tuple[str, str | tuple[str, ...] | None]
 
@@ -53,12 +54,13 @@ class Task:
     def __init__(
         self,
         name: str | None = None,
-        *,
+        *misplaced: Never,
         mesh: Mesh | Sequence[Mesh] | None = None,
         devices: Any = None,
         device_axes: Iterable[str] | None = None,
         logical_axes: Iterable[Any] | None = None,
     ) -> None:
+        check_name("Task", name, *misplaced)
         where = f"task {name!r}" if name else "task"
         meshes: tuple[Mesh, ...] = ()
         if isinstance(mesh, (list, tuple)):
@@ -78,6 +80,12 @@ class Task:
                 raise MeshError(
                     f"{where}: device_axes {axes} names {len(axes)} axes, but devices has shape {array.shape}, "
                     f"{array.ndim} dimensions; give one name for each"
+                )
+            twice = sorted({axis for axis in axes or () if (axes or ()).count(axis) > 1})
+            if twice:
+                raise MeshError(
+                    f"{where}: device_axes {axes} names {', '.join(map(repr, twice))} more than once; give each dimension "
+                    "of devices a name of its own"
                 )
             axes = axes or tuple(f"unnamed_{i}" for i in range(array.ndim))
             mesh = Mesh(array, axes, axis_types=(AxisType.Auto,) * len(axes))
@@ -147,11 +155,24 @@ class Task:
                 f"task {self.name!r}: {len(names)} axis names {names} for a value of shape {shape}, "
                 f"which has {len(shape)} dimensions"
             )
-        spec, unknown = _assign(names, self.logical_axes or (), tuple(self.mesh.axis_names))
-        _check_divides(f"task {self.name!r}", names, spec, shape, dict(self.mesh.shape))
-        while spec and spec[-1] is None:
-            spec.pop()
-        return PartitionSpec(*spec), tuple(unknown)
+        return resolve_names(f"task {self.name!r}", names, shape, self.logical_axes or (), self.mesh)
+
+
+def check_name(caller: str, name: Any, *misplaced: Any) -> None:
+    """Refuses what stands where the name of a task belongs, and what stands after it."""
+    if isinstance(name, str) and not misplaced or name is None and not misplaced:
+        return
+    found = misplaced[0] if misplaced else name
+    what = {Mesh: "mesh=", Task: "task="}.get(type(found), "mesh=, devices= or task=")
+    raise ArgumentError(
+        f"{caller}: expected the name of the task, a str, and everything else by keyword; found "
+        f"{type(found).__name__} {_short(found)} by position; write {what}"
+    )
+
+
+def _short(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _alike(where: str, meshes: tuple[Any, ...]) -> tuple[Mesh, ...]:
@@ -200,48 +221,13 @@ def _check_rules(where: str, rules: tuple[AxisRule, ...], mesh: Mesh | None) -> 
                 )
 
 
-def _assign(names: tuple[Any, ...], rules: tuple[AxisRule, ...], axes: tuple[str, ...]) -> tuple[list[Any], list[str]]:
-    """Resolves names by priority of rule: the first rule whose device axes are all free wins."""
-    result: list[Any] = [_pending] * len(names)
-    taken: set[str] = set()
-    for i, name in enumerate(names):
-        if name is None or name is PartitionSpec.UNCONSTRAINED:
-            result[i] = name
-    for logical, target in rules:
-        for i, name in enumerate(names):
-            if result[i] is _pending and name == logical:
-                wanted = target if isinstance(target, tuple) else (target,) if target is not None else ()
-                if taken.isdisjoint(wanted):
-                    result[i] = target
-                    taken.update(wanted)
-    known = {logical for logical, _ in rules}
-    unknown = []
-    for i, name in enumerate(names):
-        if result[i] is not _pending:
-            continue
-        wanted = name if isinstance(name, tuple) else (name,)
-        direct = [n for n in wanted if n in axes]
-        if len(direct) == len(wanted) and taken.isdisjoint(direct):
-            result[i] = name
-            taken.update(direct)
-            continue
-        result[i] = None
-        unknown += [n for n in wanted if n not in axes and n not in known]
-        parts = [_assign((n,), rules, axes)[0][0] for n in wanted] if isinstance(name, tuple) else []
-        flat = [a for p in parts if p is not None for a in (p if isinstance(p, tuple) else (p,))]
-        if flat and taken.isdisjoint(flat):
-            result[i] = tuple(flat)
-            taken.update(flat)
-    return result, unknown
-
-
-_pending = object()
 _FREE = PartitionSpec.UNCONSTRAINED
 
 
-def _check_divides(
-    where: str, names: tuple[Any, ...], spec: list[Any], shape: tuple[int, ...], sizes: dict[str, int]
+def check_divides(
+    context: str, names: tuple[Any, ...], spec: list[Any], shape: tuple[int, ...], sizes: dict[str, int]
 ) -> None:
+    """Raises an `AxisError` if a dimension of a value does not divide over the device axes that shard it."""
     for dim, target in enumerate(spec):
         if target is None or target is PartitionSpec.UNCONSTRAINED:
             continue
@@ -252,11 +238,33 @@ def _check_divides(
             fits = f"{low} or {low + count}" if low else f"{count}"
             label = repr(axes[0]) if len(axes) == 1 else repr(axes)
             error = AxisError(
-                f"{where}: dimension {dim} ({names[dim]!r}) of shape {shape} does not divide over axis {label}, "
+                f"{context}: dimension {dim} ({names[dim]!r}) of shape {shape} does not divide over axis {label}, "
                 f"which has {count} devices; use {fits}, or map {names[dim]!r} to None"
             )
             error.names, error.shape = names, shape  # type: ignore[attr-defined]  # lets mm.jit add the parameter's path
             raise error
+
+
+def resolve_names(
+    context: str, names: tuple[Any, ...], shape: tuple[int, ...], rules: tuple[AxisRule, ...], mesh: Mesh
+) -> tuple[PartitionSpec, tuple[str, ...]]:
+    """The device axes of ``mesh`` that names give to the dimensions of a value.
+
+    Returns:
+      The spec, and the names that neither rules nor the mesh know; these dimensions are replicated.
+
+    Raises:
+      AxisError: a name at two dimensions, or a dimension that does not divide.
+    """
+    try:
+        found = resolve(names, rules, tuple(mesh.axis_names))
+    except AxisError as error:
+        raise AxisError(f"{context}: {error}") from None
+    spec = list(found.axes)
+    check_divides(context, names, spec, shape, dict(mesh.shape))
+    while spec and spec[-1] is None:
+        spec.pop()
+    return PartitionSpec(*spec), found.unknown
 
 
 def names_as_axes(names: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -267,7 +275,7 @@ def names_as_axes(names: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) ->
     """
     axes = set(mesh.axis_names)
     known = [n if n is None or axes.issuperset(n if isinstance(n, tuple) else (n,)) else _FREE for n in names]
-    _check_divides("with_sharding_constraint", names, known, shape, dict(mesh.shape))
+    check_divides("with_sharding_constraint", names, known, shape, dict(mesh.shape))
     return PartitionSpec(*known)
 
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ._errors import MeshError
+from ._errors import ArgumentError, MeshError
 
 
 @dataclass(frozen=True, order=True)
@@ -117,6 +117,7 @@ def submeshes(mesh: Mesh, axis: str) -> tuple[Mesh, ...]:
 
     Raises:
       MeshError: the mesh has no such axis.
+      ArgumentError: it is no mesh of devices.
 
     Example:
       >>> import jax, manymesh as mm
@@ -125,6 +126,13 @@ def submeshes(mesh: Mesh, axis: str) -> tuple[Mesh, ...]:
       >>> dict(first.shape)
       {'data': 2, 'model': 2}
     """
+    if isinstance(axis, Mesh) or not isinstance(mesh, Mesh):
+        kind = "an abstract mesh, which has no devices" if isinstance(mesh, AbstractMesh) else type(mesh).__name__
+        hint = "the arguments are the other way round" if isinstance(axis, Mesh) else "make one with jax.make_mesh"
+        raise ArgumentError(
+            f"submeshes: expected a jax.sharding.Mesh of devices and the name of its axis, found {kind} and "
+            f"{axis if isinstance(axis, str) else type(axis).__name__!r}; {hint}"
+        )
     if axis not in mesh.axis_names:
         raise MeshError(f"submeshes: the mesh has axes {tuple(mesh.axis_names)}, none is called {axis!r}")
     i = mesh.axis_names.index(axis)

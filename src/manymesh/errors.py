@@ -11,7 +11,6 @@ from ._errors import MicrobatchError as MicrobatchError
 from ._errors import PlacementError as PlacementError
 from ._errors import ScheduleError as ScheduleError
 from ._errors import TaskError as TaskError
-from ._errors import TransferError as TransferError
 
 __all__ = [
     "ArgumentError",
@@ -23,5 +22,4 @@ __all__ = [
     "PlacementError",
     "ScheduleError",
     "TaskError",
-    "TransferError",
 ]

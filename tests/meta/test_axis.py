@@ -21,10 +21,10 @@ BOXES = st.sampled_from([meta.Partitioned, meta.LogicallyPartitioned])
 
 
 def named(name: Any) -> dict[str, Any]:
-    return {} if name is Ellipsis else {meta.PARTITION_NAME: name}
+    return {meta.PARTITION_NAME: name}
 
 
-@given(BOXES, st.lists(NAMES, max_size=4), st.integers(-5, 9), NAMES | st.just(...), st.integers(0, 3))
+@given(BOXES, st.lists(NAMES, max_size=4), st.integers(-5, 9), NAMES, st.integers(0, 3))
 @example(meta.Partitioned, ["a", None], 7, "layers", 0)
 @example(meta.Partitioned, ["a"], -2, None, 3)
 def test_remove_axis_undoes_add_axis(kind: Any, names: list[Any], index: int, name: Any, surplus_rank: int) -> None:
@@ -93,15 +93,30 @@ def test_a_stacked_value_says_where_its_end_is() -> None:
 
 def test_without_a_name_the_axis_is_unnamed() -> None:
     box = meta.Partitioned(0.0, ("a",))
-    for params in ({}, {meta.PARTITION_NAME: None}, {"other": 1}, None):
-        assert box.add_axis(0, params).names == (None, "a")
-        assert box.add_axis(0, params).remove_axis(0, params) == box
-        assert meta.add_axis({"w": box}, 0, params)["w"].names == (None, "a")
+    params = {meta.PARTITION_NAME: None}
+    assert box.add_axis(0, params).names == (None, "a")
+    assert box.add_axis(0, params).remove_axis(0, params) == box
+    assert meta.add_axis({"w": box}, 0, params)["w"].names == (None, "a")
+
+
+def test_an_axis_of_which_nothing_is_said() -> None:
+    """Most often a forgotten metadata_params; it would be an axis that is never sharded, in silence."""
+    box = meta.Partitioned(0.0, ("a",))
+    for params in ({}, {"other": 1}, None):
+        for act in (box.add_axis, box.remove_axis):
+            with pytest.raises(
+                MetadataError, match=r"^Partitioned\(.*metadata_params=\{PARTITION_NAME: name\}.*or None"
+            ):
+                act(0, params)
+        for walk in (meta.add_axis, meta.remove_axis):
+            with pytest.raises(MetadataError, match=r"^\['w'\]: Partitioned|^w: Partitioned"):
+                walk({"w": box}, 0, params)
+            assert walk({"w": 1.0}, 0, params) == {"w": 1.0}
 
 
 def test_what_has_no_name_may_lie_past_the_last() -> None:
     box = meta.Partitioned(jnp.ones((2, 2, 2)), ("a",))
-    assert box.remove_axis(2, {}) == box
+    assert box.remove_axis(2, named(None)) == box
 
 
 TREE = {"params": {"front": [0, meta.Partitioned(jnp.ones((4, 2, 8)), ("layers", "embed", "hidden"))]}}
@@ -125,8 +140,8 @@ BOX = "params['front'][1]: Partitioned(float32[4,2,8], names=('layers', 'embed',
         ),
         (
             0,
-            ...,
-            "remove_axis expected an unnamed axis (no partition_name was given) at index 0, found 'layers' in names "
+            None,
+            "remove_axis expected an unnamed axis (partition_name is None) at index 0, found 'layers' in names "
             "('layers', 'embed', 'hidden'); pass the partition_name and the index that add_axis got",
         ),
         (

@@ -11,8 +11,9 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from .._api import Lowered, Traced
-from .._api import jit as plain_jit
+from .._api._jit import jit as plain_jit
+from .._api._lowered import Lowered
+from .._api._traced import Traced
 from .._errors import ArgumentError
 from .._mark import current_recording
 

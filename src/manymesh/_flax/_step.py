@@ -11,7 +11,7 @@ import optax  # type: ignore[import-untyped]  # it ships no types
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
-from .._api import jit
+from .._api._jit import jit
 from .._compiled import Compiled
 from .._errors import ArgumentError, MeshError
 from .._implicit import registered
@@ -99,7 +99,7 @@ def parallelize_step(
       that places a batch where the step wants it.
 
     Raises:
-      ArgumentError: both batches or none; a loss that is no scalar; a model with other variables than parameters.
+      ArgumentError: no module or no optimizer; both batches or none; a loss that is no scalar; a model with other variables than parameters.
       MeshError: a task uses devices that are not in ``mesh``.
 
     Example:
@@ -118,6 +118,7 @@ def parallelize_step(
       >>> bool(second < first), int(state.step)
       (True, 2)
     """
+    _check_model(model, optimizer)
     batch = _abstract_batch(global_batch, local_batch)
     pick = inputs or (lambda b: b if isinstance(b, tuple) else (b,))
     init_key, run_key = jax.random.split(jax.random.key(rng) if isinstance(rng, int) else rng)
@@ -137,6 +138,16 @@ def parallelize_step(
     _check_devices(step.compiled, mesh)
     state = jit(_without_tasks(init), out_shardings=step.state_shardings)()
     return (step, state, mesh) if local_batch is None else (step, state, mesh, _make_prepare(step, batch))
+
+
+def _check_model(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        found = f"the class {model.__name__}; write {model.__name__}(...)" if isinstance(model, type) else repr(model)
+        raise ArgumentError(f"parallelize_step: the model has to be a Linen module, found {found}")
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        name = getattr(optimizer, "__name__", "")
+        hint = f"function {name}; write {name}(...), with a learning rate, say" if name else repr(optimizer)
+        raise ArgumentError(f"parallelize_step: the optimizer has to be an optax.GradientTransformation, found {hint}")
 
 
 def _make_init(

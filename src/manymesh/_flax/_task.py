@@ -33,6 +33,7 @@ from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
 T = TypeVar("T")
 
 
+@_compat.boundary
 def task(
     model: T,
     name: str | None = None,

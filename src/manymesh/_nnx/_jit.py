@@ -9,9 +9,10 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
-from .._api import Jitted as PlainJitted
-from .._api import Lowered, Traced
-from .._api import jit as plain_jit
+from .._api._jit import Jitted as PlainJitted
+from .._api._jit import jit as plain_jit
+from .._api._lowered import Lowered
+from .._api._traced import Traced
 from .._mark import carry_box_names, current_recording
 from ..meta._axes import Axes
 from ..meta._rules import Rules
@@ -29,7 +30,7 @@ class Jitted(Generic[P, R]):
         self.fun = fun
         out_shardings = options.pop("out_shardings")
         wanted = None if out_shardings is None else (None, out_shardings)
-        self._jitted: PlainJitted = plain_jit(_carried(pure(fun)), out_shardings=wanted, **options)
+        self._jitted: PlainJitted[..., PureResult] = plain_jit(_carried(pure(fun)), out_shardings=wanted, **options)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step and updates the modules among its arguments."""

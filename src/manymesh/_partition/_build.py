@@ -49,7 +49,7 @@ def build(
 
     Raises:
       PlacementError: a task inside control flow that cannot be opened.
-      MeshError: submeshes that overlap without being equal.
+      MeshError: submeshes of several backends.
     """
     flat = flatten(closed, record)
     remove_dead(flat)

@@ -18,7 +18,6 @@ from .. import _compat
 from .._errors import MeshError
 from .._jaxpr._nodes import Flat, Node, nbytes
 from .._mark import Recording
-from .._task import mesh_devices
 
 # An equation whose results are at most this large, and that reads nothing that is already placed, is
 # computed on every submesh that reads it. Bytes; a random key, a step counter or a learning rate fits.
@@ -301,12 +300,3 @@ def _check_submeshes(meshes: Sequence[Mesh]) -> None:
             f"tasks run on devices of several backends, {one} (ids {ids}) and {two} (ids {others}); put every task on "
             "devices of one backend, such as jax.devices()"
         )
-    for i, a in enumerate(meshes):
-        for b in meshes[:i]:
-            one, two = set(mesh_devices(a)), set(mesh_devices(b))
-            if one & two and one != two:
-                raise MeshError(
-                    f"two submeshes share devices {sorted(d.id for d in one & two)} without being equal: "
-                    f"{sorted(d.id for d in two)} and {sorted(d.id for d in one)}; tasks run on submeshes that are "
-                    "equal or have no device in common"
-                )

@@ -83,7 +83,9 @@ def _check_rows(
 ) -> None:
     """Checks rows that the user wrote, naming tasks as the user does."""
     order = schedules.Order(placement, spec.num_microbatches, custom.rows, custom.splits_backward, backward)
-    schedules.check(order, labels=lambda a: f"{names.get(a.stage, a.stage)}:{a.kind}{a.microbatch}")
+    schedules.check(
+        order, labels=lambda a: f"{names.get(a.stage, a.stage)}:{a.kind}{a.microbatch}", accumulates=spec.accumulates
+    )
 
 
 def _check_interleave(spec: Any, placement: tuple[int, ...]) -> None:

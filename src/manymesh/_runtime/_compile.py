@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,68 +122,49 @@ def workers() -> int:
 
 
 def run_requests(
-    names: list[str], requests: Sequence[Callable[[], Request]], needs: list[set[int]], progress: Callable[[str], None]
+    names: Sequence[str], requests: Sequence[Callable[[], Request]], progress: Callable[[str], None]
 ) -> list[Any]:
     """Runs requests for executables side by side.
 
     Args:
       names: what each is called, for the progress and for errors.
       requests: each gives a generator that yields futures, gets their results, and returns its executable.
-      needs: for each, the requests that have to be finished before it starts.
       progress: called with the name of each that is finished.
 
     Returns:
       What each request returned.
     """
     results: list[Any] = [None] * len(requests)
-    waits = [set(n) for n in needs]
-    dependents: list[list[int]] = [[] for _ in requests]
-    for k, of in enumerate(needs):
-        for n in of:
-            dependents[n].append(k)
     active: dict[int, tuple[Request, Future[Any]]] = {}
 
-    def advance(k: int, request: Request, value: Any) -> list[int]:
-        """Sends a value to a request; returns the requests that may start because it is finished."""
+    def advance(k: int, request: Request, value: Any) -> None:
+        """Sends a value to a request."""
         try:
             active[k] = request, request.send(value)
         except StopIteration as end:
             active.pop(k, None)
             results[k] = end.value
             progress(names[k])
-            for d in dependents[k]:
-                waits[d].discard(k)
-            return [d for d in dependents[k] if not waits[d]]
-        return []
 
-    ready = [k for k, w in enumerate(waits) if not w]
-    while ready or active:
-        while ready:
-            k = ready.pop(0)
-            ready += _noted(names[k], advance, k, requests[k](), None)
-        if active:
-            wait([future for _, future in active.values()], return_when=FIRST_COMPLETED)
+    def finish(k: int, request: Request, future: Future[Any]) -> None:
+        advance(k, request, future.result())
+
+    for k, request in enumerate(requests):
+        _noted(names[k], advance, k, request(), None)
+    while active:
+        wait([future for _, future in active.values()], return_when=FIRST_COMPLETED)
         for k in [k for k, (_, future) in sorted(active.items()) if future.done()]:
-            request, future = active[k]
-            ready += _noted(names[k], lambda k=k, r=request, f=future: advance(k, r, f.result()))
+            running, future = active[k]
+            _noted(names[k], finish, k, running, future)
     return results
 
 
-def _noted(name: str, call: Callable[..., list[int]], *args: Any) -> list[int]:
+def _noted(name: str, call: Callable[..., None], *args: Any) -> None:
     """The call; an exception says which fragment it is about."""
     try:
-        return call(*args)
+        call(*args)
     except Exception as error:
         note = f"while compiling fragment {name!r}"
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise
-
-
-def first_touches(touched: Iterable[Iterable[Any]]) -> list[set[int]]:
-    """For each item, the earlier items that were the first to touch something it touches."""
-    first: dict[Any, int] = {}
-    needs = []
-    for k, things in enumerate(touched):
-        needs.append({first.setdefault(t, k) for t in things} - {k})
-    return needs

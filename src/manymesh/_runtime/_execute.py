@@ -1,111 +1,170 @@
-"""The executor: issues a plan's instructions from one thread. Nothing is traced or planned here."""
+"""The executor: issues the instructions of a bound plan from one thread. Nothing is traced, planned or compiled here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
-from .. import _compat
-from .._reshard._plan import Step, plan_transfer
-from ._instructions import Run
-from ._lower import Lowered
+from .._plan._instructions import Instruction, Receive, Send
+from ._observe import Observer
+from ._relayout import Relayouts
+
+
+@dataclass(frozen=True, eq=False)
+class Issue:
+    """An instruction as the loop of a call wants it, or a `Send` with its `Receive` where one copy does both.
+
+    Attributes:
+      call: takes the arrays that are read, gives those that are made.
+      read: takes all slots, gives the arrays that are read.
+      outputs: slots filled; a slice where they follow each other.
+      free: runs of slots that nobody reads any more, each with as many Nones.
+      told: the instructions, each with its position in the plan.
+    """
+
+    call: Callable[..., Sequence[jax.Array]]
+    read: Callable[[list[Any]], tuple[jax.Array, ...]]
+    outputs: slice | tuple[int, ...]
+    free: tuple[tuple[slice, tuple[None, ...]], ...]
+    told: tuple[tuple[int, Instruction], ...]
+
+
+@dataclass(frozen=True)
+class Input:
+    """A place where an argument has to arrive.
+
+    Attributes:
+      position: which leaf of the arguments.
+      sharding: what it has to have there.
+      slot: where it goes.
+    """
+
+    position: int
+    sharding: NamedSharding
+    slot: int
 
 
 class Executor:
-    """Runs a lowered program on flat lists of arrays.
+    """Runs a bound plan on flat lists of arrays.
 
     Args:
-      lowered: the program.
-      literals: value of each result that is a literal, by position.
+      num_slots: how many slots a call uses.
+      consts: slot -> constant that fills it.
+      inputs: where arguments go.
+      issues: what a call does, in its order.
+      outputs: slot of each result; None for one that is a literal, or that another process has.
+      literals: position of a result -> its value, where that is a literal.
+      relayouts: what changes layouts.
     """
 
-    def __init__(self, lowered: Lowered, literals: dict[int, Any]) -> None:
-        self.lowered = lowered
+    def __init__(
+        self,
+        num_slots: int,
+        consts: Mapping[int, jax.Array],
+        inputs: Sequence[Input],
+        issues: Sequence[Issue],
+        outputs: Sequence[int | None],
+        literals: Mapping[int, jax.Array],
+        relayouts: Relayouts,
+    ) -> None:
         self.literals = literals
-        self.relayouts: dict[Any, Any] = {}
-        self.calls = 0
-        plan = lowered.plan
-        num_consts = len(lowered.program.consts)
-        self.consts: list[tuple[int, Any]] = []
-        self.inputs: list[tuple[int, NamedSharding, int]] = []
-        for i, s, slot in plan.inputs:
-            sharding = lowered.arrivals[i, s]
-            if i < num_consts:
-                self.consts.append((slot, jax.device_put(lowered.program.consts[i], sharding)))
-            else:
-                self.inputs.append((i - num_consts, sharding, slot))
+        self._num_slots, self._outputs, self._relayouts = num_slots, tuple(outputs), relayouts
+        self._consts = tuple(consts.items())
+        self._inputs = tuple((x.position, x.sharding, x.slot) for x in inputs)
         # The very object last seen where a sharding was right: comparing shardings costs more than passing an array.
-        self.accepted: list[Any] = [sharding for _, sharding, _ in self.inputs]
-        self.code = [self._decode(k, ins) for k, ins in enumerate(plan.instructions)]
+        self._accepted: list[Any] = [x.sharding for x in inputs]
+        self._issues = tuple(issues)
+        self._code = [(x.call, x.read, x.outputs, x.free) for x in issues]
 
-    def _decode(self, k: int, ins: Any) -> tuple[Any, ...]:
-        """An instruction as the loop of a call wants it: what to call, what it reads, fills and frees."""
-        if isinstance(ins, Run):
-            call = self.lowered.executables[ins.fragment]
+    def __call__(self, args: Sequence[Any], observer: Observer | None = None) -> list[Any]:
+        """Runs one step.
+
+        Args:
+          args: arrays or host values in the order of the program's inputs, without its constants.
+          observer: is told what is done.
+
+        Returns:
+          The results; None for what another process has.
+        """
+        slots = self._filled(args, observer)
+        if observer is not None:
+            self._observed(slots, observer)
         else:
-            call = self._mover(self.lowered.transfers[k])
-        return (call, _reader(ins.inputs), _run_or_tuple(ins.outputs), _runs(ins.free))
-
-    def _mover(self, transfers: tuple[tuple[Step, ...], ...]) -> Callable[..., Any]:
-        """The call that moves values, as one batch where each is a plain copy."""
-        if all(len(steps) == 1 and steps[0].kind == "copy" for steps in transfers):
-            shardings = [steps[0].sharding for steps in transfers]
-            return lambda *values: jax.device_put(list(values), shardings)
-        return lambda *values: [self.follow(x, steps) for x, steps in zip(values, transfers, strict=True)]
-
-    def __call__(self, args: Sequence[Any]) -> list[Any]:
-        """Runs one step on arrays (or host values) in the order of the program's inputs."""
-        slots: list[Any] = [None] * self.lowered.plan.num_slots
-        for slot, value in self.consts:
-            slots[slot] = value
-        accepted = self.accepted
-        for n, (i, sharding, slot) in enumerate(self.inputs):
-            x = args[i]
-            found = getattr(x, "sharding", None)
-            if found is not accepted[n]:
-                if found == sharding and isinstance(x, jax.Array):
-                    accepted[n] = found
+            # The hot loop: a task of 300 arrays spends its time in `call`, not in Python statements for each array.
+            for call, read, outputs, free in self._code:
+                results = call(*read(slots))
+                if type(outputs) is slice:
+                    slots[outputs] = results
                 else:
-                    x = self.bring(x, sharding)
+                    for k, value in zip(outputs, results, strict=True):
+                        slots[k] = value
+                for run, nothing in free:
+                    slots[run] = nothing
+        literals = self.literals
+        return [slots[k] if k is not None else literals.get(o) for o, k in enumerate(self._outputs)]
+
+    def bring(self, x: Any, sharding: NamedSharding) -> jax.Array:
+        """An array, or a host value, with a sharding of this step: asynchronously, from any devices."""
+        return self._relayouts.bring(x, sharding)
+
+    def _filled(self, args: Sequence[Any], observer: Observer | None) -> list[Any]:
+        """The slots with constants and arguments in them; whatever an argument needs is compiled here."""
+        slots: list[Any] = [None] * self._num_slots
+        for slot, value in self._consts:
+            slots[slot] = value
+        accepted = self._accepted
+        for n, (i, sharding, slot) in enumerate(self._inputs):
+            x = args[i]
+            given = getattr(x, "sharding", None)
+            if given is not accepted[n]:
+                if given == sharding and isinstance(x, jax.Array):
+                    accepted[n] = given
+                else:
+                    if observer is not None:
+                        observer.moves_argument(i, x, sharding)
+                    x = self._relayouts.bring(x, sharding)
             slots[slot] = x
-        # The hot loop: a task of 300 arrays spends its time in `call`, not in Python statements for each array.
-        for call, read, outputs, free in self.code:
-            results = call(*read(slots))
-            if type(outputs) is slice:
-                slots[outputs] = results
+        return slots
+
+    def _observed(self, slots: list[Any], observer: Observer) -> None:
+        """The loop of a call, with somebody looking on."""
+        for issue in self._issues:
+            inputs = issue.read(slots)
+            (k, instruction), *rest = issue.told
+            observer.begin(k, instruction, inputs)
+            if rest:  # a Send and its Receive
+                observer.end(k, instruction, ())
+                ((k, instruction),) = rest
+                observer.begin(k, instruction, ())
+            results = issue.call(*inputs)
+            if type(issue.outputs) is slice:
+                slots[issue.outputs] = results
             else:
-                for k, value in zip(outputs, results, strict=True):
-                    slots[k] = value
-            for run, nothing in free:
+                for slot, value in zip(issue.outputs, results, strict=True):
+                    slots[slot] = value
+            observer.end(k, instruction, results)
+            del inputs, results
+            for run, nothing in issue.free:
                 slots[run] = nothing
-        self.calls += 1
-        return [slots[k] if k is not None else self.literals[o] for o, k in enumerate(self.lowered.plan.outputs)]
 
-    def bring(self, x: Any, sharding: NamedSharding) -> Any:
-        """An argument as the program wants it, asynchronously and without a host copy of device values."""
-        if not isinstance(x, jax.Array):
-            return jax.device_put(x, sharding)
-        if x.sharding.is_equivalent_to(sharding, x.ndim):
-            return jax.device_put(x, sharding)
-        return self.follow(x, plan_transfer(x.shape, x.sharding, sharding))
 
-    def follow(self, x: Any, steps: tuple[Step, ...]) -> Any:
-        """Takes the steps of a transfer plan."""
-        for step in steps:
-            x = jax.device_put(x, step.sharding) if step.kind == "copy" else self._relayout(x, step.sharding)
-        return x
+def issue_of(call: Callable[..., Any], *told: tuple[int, Instruction]) -> Issue:
+    """One instruction, or a `Send` and its `Receive`, for the loop of a call.
 
-    def _relayout(self, x: Any, sharding: NamedSharding) -> Any:
-        key = (x.shape, x.dtype, x.sharding, sharding)
-        if key not in self.relayouts:
-            aval = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-            with _compat.without_mesh():
-                self.relayouts[key] = jax.jit(lambda a: a, out_shardings=sharding).lower(aval).compile()
-        return self.relayouts[key](x)
+    Args:
+      call: does it.
+      told: position in the plan, and the instruction.
+    """
+    first, last = told[0][1], told[-1][1]
+    reads = () if isinstance(first, Receive) else first.inputs
+    fills = () if isinstance(last, Send) else last.outputs
+    free = tuple(slot for _, instruction in told for slot in instruction.free)
+    return Issue(call, _reader(reads), _run_or_tuple(fills), _runs(free), told)
 
 
 def _reader(slots: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:

@@ -7,6 +7,7 @@ structure of two boxed trees compares objects by identity first.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
@@ -140,9 +141,39 @@ def _check_name(name: Any, where: object) -> Any:
     )
 
 
-def axis_name(params: Mapping[Any, Any] | None) -> Any:
-    """The name that a transformation gives to its axis; None where it gives none."""
-    return None if params is None else params.get(PARTITION_NAME)
+def axis_name(params: Mapping[Any, Any] | None, where: object) -> Any:
+    """The name that a transformation gives to its axis; None where it says that it has none.
+
+    Raises:
+      MetadataError: it says nothing. Where Flax is loaded, the error is also Flax's `PartitioningUnspecifiedError`.
+    """
+    if params is None or PARTITION_NAME not in params:
+        raise _unspecified()(
+            f"{where}: a transformation adds or removes an axis and does not say what the axis is called; pass "
+            f"metadata_params={{PARTITION_NAME: name}} to nn.scan or nn.vmap (PARTITION_NAME is {PARTITION_NAME!r}), or "
+            "None in place of the name for an axis that is not sharded; nn.remat_scan takes no name: nn.scan of nn.remat does"
+        )
+    return params[PARTITION_NAME]
+
+
+_unspecified_error: list[type[MetadataError]] = []
+
+
+def _unspecified() -> type[MetadataError]:
+    """The error for an axis without a name; Flax's own too, if Flax is loaded by whoever uses us."""
+    flax: Any = sys.modules.get("flax.errors")
+    if flax is None:
+        return MetadataError
+    if not _unspecified_error:
+
+        class PartitioningUnspecifiedError(MetadataError, flax.PartitioningUnspecifiedError):  # type: ignore[misc]
+            """The axis that a transformation adds or removes has no name."""
+
+            def __init__(self, message: str) -> None:
+                Exception.__init__(self, message)
+
+        _unspecified_error.append(PartitioningUnspecifiedError)
+    return _unspecified_error[0]
 
 
 def with_axis(axes: Axes, index: int, name: Any, rank: int | None, where: object) -> Axes:
@@ -203,7 +234,7 @@ def without_axis(axes: Axes, index: int, name: Any, rank: int | None, where: obj
             f"pass the {PARTITION_NAME} and the index that add_axis got"
         )
     if names[position] != _check_name(name, where):
-        expected = f"axis {name!r}" if name is not None else f"an unnamed axis (no {PARTITION_NAME} was given)"
+        expected = f"axis {name!r}" if name is not None else f"an unnamed axis ({PARTITION_NAME} is None)"
         raise MetadataError(
             f"{where}: remove_axis expected {expected} at index {index}, found {names[position]!r} in names {names}; "
             f"pass the {PARTITION_NAME} and the index that add_axis got"

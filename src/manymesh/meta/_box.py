@@ -133,10 +133,11 @@ def add_axis(tree: Any, index: int, params: Mapping[Any, Any] | None = None) -> 
       tree: any pytree.
       index: position of the new axis among the dimensions after the insertion; negative counts from their end. Past
         the last name, the dimensions between are unnamed.
-      params: the name of the new axis under `PARTITION_NAME`; without it the axis is unnamed.
+      params: the name of the new axis under `PARTITION_NAME`, None for an axis that has none.
 
     Raises:
-      MetadataError: a negative index before the first dimension; with the path of the box.
+      MetadataError: nothing says what the axis is called; a negative index before the first dimension; with the path
+        of the box.
 
     Example:
       >>> from manymesh import meta
@@ -153,10 +154,11 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any] | None = None) 
     Args:
       tree: any pytree.
       index: position of the axis; negative counts from the end.
-      params: the name that the axis is expected to have, under `PARTITION_NAME`; without it, none.
+      params: the name that the axis is expected to have, under `PARTITION_NAME`, None for none.
 
     Raises:
-      MetadataError: the axis has another name or does not exist; with the path of the box.
+      MetadataError: nothing says what the axis is called, it has another name, or it does not exist; with the path of
+        the box.
 
     Example:
       >>> from manymesh import meta
@@ -175,7 +177,6 @@ def _rename(
     params: Mapping[Any, Any] | None,
 ) -> Any:
     given = {} if params is None else params
-    name = axis_name(given)
     memo: dict[tuple[int, int | None], Axes] = {}
 
     def on_box(box: Any) -> Any:
@@ -184,7 +185,7 @@ def _rename(
         axes, rank = box._axes, rank_of(box._value)
         found = memo.get((id(axes), rank))
         if found is None:
-            found = memo[id(axes), rank] = rename(axes, index, name, rank, box)
+            found = memo[id(axes), rank] = rename(axes, index, axis_name(given, box), rank, box)
         new = _new(type(box))
         new._value, new._axes = box._value, found
         return new
@@ -192,7 +193,9 @@ def _rename(
     try:
         if index < 0:  # counted from the end, so that it depends on the rank of each value
             return walk(tree, on_box)
-        return _rename_compact(tree, object(), lambda axes: rename(axes, index, name, None, "a box"), on_box)
+        return _rename_compact(
+            tree, object(), lambda axes: rename(axes, index, axis_name(given, "a box"), None, "a box"), on_box
+        )
     except MetadataError:
         # Seldom, so the place is looked for only now.
         for path, box in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_axis_metadata):
@@ -200,7 +203,7 @@ def _rename(
                 try:
                     getattr(box, method)(index, given)
                 except MetadataError as error:
-                    raise MetadataError(f"{format_path(path)}: {error}") from None
+                    raise type(error)(f"{format_path(path)}: {error}") from None
         raise
 
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .. import _compat
 from .._errors import AxisError, MetadataError
 from .._scope import Carrier, Scope, current_carrier, current_scope, names_may_be_known
 from ._axes import AnyMesh, Names
@@ -87,7 +88,8 @@ def _carried(value: Any, names: Names, carrier: Carrier, where: object, rules: R
 def _in_task(value: Any, names: Names, scope: Scope, where: object, rules: Rules) -> Any:
     if scope.mesh is None or not is_constrainable(value):
         return value
-    check_rank(value, names, where)
+    if len(names) - value.ndim > _compat.vmapped():  # vmap may have taken the axis that the first name is for
+        check_rank(value, names, where)
     if rules:
         known = {rule[0] for rule in getattr(scope.task, "logical_axes", None) or ()}
         names = _translate(names, rules, known, tuple(scope.mesh.axis_names))

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from .. import _compat
 from .._errors import AxisError, MetadataError
 from ._axes import AnyMesh, Axes, Names
 from ._check import indivisible, indivisible_text, shard_count, too_many_text
@@ -21,6 +22,7 @@ from ._tasks import Tasks, TasksLike
 _METADATA_KINDS = {"too-many-names", "repeated-name"}
 
 
+@_compat.boundary
 def explain(
     tree: Any,
     mesh: AnyMesh | None = None,

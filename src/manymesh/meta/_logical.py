@@ -10,6 +10,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .. import _compat
 from .._errors import AxisError, MetadataError
 from .._scope import names_may_be_known
 from ._axes import AnyMesh, check_names, make_axes
@@ -20,7 +21,7 @@ from ._explain import explain
 from ._named import axes_of, spec_of
 from ._partitioned import Partitioned
 from ._paths import format_path, nearest
-from ._rules import Rules, RulesFallback, RulesLike, as_rules, get_logical_axis_rules, resolve
+from ._rules import Rules, RulesFallback, RulesLike, as_fallback, as_rules, get_logical_axis_rules, resolve
 from ._specs import shard_tree
 from ._walk import walk
 
@@ -133,6 +134,7 @@ def with_logical_partitioning(
     return boxed
 
 
+@_compat.boundary
 def with_logical_constraint(
     x: Any,
     logical_axis_resources: Any,
@@ -149,14 +151,15 @@ def with_logical_constraint(
       rules: rules in order of priority; by default those of the surroundings.
       mesh: the mesh to use instead of the surrounding one.
       fallback: what to do with a name that no rule assigns: leave its dimension unsharded, raise, or
-        leave the whole array without a constraint.
+        leave the whole array without a constraint. Flax's ``RulesFallback`` values mean the same.
 
     Returns:
       ``x`` with the constraint. In a task, the task's own names come before rules. Outside a task and
       without rules or a mesh, ``x`` itself.
 
     Raises:
-      AxisError: no rule assigns a name and ``fallback`` says to raise; a device axis that the mesh does not have.
+      AxisError: no rule assigns a name and ``fallback`` says to raise; a device axis that the mesh does not have;
+        a fallback that there is not.
       MetadataError: more names than dimensions.
 
     Example:
@@ -168,6 +171,7 @@ def with_logical_constraint(
       P('data', None)
     """
     found = get_logical_axis_rules() if rules is None else as_rules(rules) or ()
+    fallback = as_fallback(fallback)
     if logical_axis_resources is None or (not found and not names_may_be_known()):
         return x
     return jax.tree.map(
@@ -207,6 +211,7 @@ def _is_logical_spec(spec: Any) -> bool:
     )
 
 
+@_compat.boundary
 def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
     """Maps a tree of specs in logical names, or of boxes, to specs in device axes.
 
@@ -242,6 +247,7 @@ def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
     return walk(tree, on_box, on_leaf, lambda variable: variable.replace(on_box(variable)))
 
 
+@_compat.boundary
 def logical_to_mesh_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None = None, *, strict: bool = False) -> Any:
     """Maps a tree of specs in logical names, or of boxes, to shardings.
 

@@ -124,12 +124,12 @@ class Partitioned(AxisMetadata[A]):
         Args:
           index: position of the new axis among the dimensions after the insertion; negative counts from their end.
             Past the last name, the dimensions between are unnamed.
-          params: the name of the new axis under `PARTITION_NAME`; without it the axis is unnamed.
+          params: the name of the new axis under `PARTITION_NAME`, None for an axis that has none.
 
         Raises:
-          MetadataError: a negative index before the first dimension.
+          MetadataError: ``params`` has no name; a negative index before the first dimension.
         """
-        axes = with_axis(self._axes, index, axis_name(params), rank_of(self._value), self)
+        axes = with_axis(self._axes, index, axis_name(params, self), rank_of(self._value), self)
         return self._with(self._value, axes)
 
     def remove_axis(self: Self, index: int, params: Mapping[Any, Any] | None = None) -> Self:
@@ -137,12 +137,12 @@ class Partitioned(AxisMetadata[A]):
 
         Args:
           index: position of the axis; negative counts from the end.
-          params: the name that the axis must have, under `PARTITION_NAME`; without it, none.
+          params: the name that the axis must have, under `PARTITION_NAME`, None for none.
 
         Raises:
-          MetadataError: the axis has another name or does not exist.
+          MetadataError: ``params`` has no name; the axis has another one or does not exist.
         """
-        axes = without_axis(self._axes, index, axis_name(params), rank_of(self._value), self)
+        axes = without_axis(self._axes, index, axis_name(params, self), rank_of(self._value), self)
         return self._with(self._value, axes)
 
     def get_partition_spec(self) -> PartitionSpec:

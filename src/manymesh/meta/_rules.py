@@ -33,11 +33,25 @@ RulesLike: TypeAlias = Iterable[tuple[str, Any]] | Mapping[str, Any]
 
 
 class RulesFallback(enum.Enum):
-    """What a constraint does with a name that no rule assigns."""
+    """What a constraint does with a name that no rule assigns. Where one is asked for, Flax's own will do."""
 
     AXIS_IS_UNSHARDED = "axis_is_unsharded"
     RAISE_ERROR = "raise_error"
     NO_CONSTRAINT = "no_constraint"
+
+
+def as_fallback(fallback: Any) -> RulesFallback:
+    """One of our fallbacks; Flax's are told by their names.
+
+    Raises:
+      AxisError: this is no fallback.
+    """
+    if isinstance(fallback, enum.Enum) and fallback.name in RulesFallback.__members__:
+        return RulesFallback[fallback.name]
+    raise AxisError(
+        f"fallback {fallback!r}: expected one of {', '.join(f'RulesFallback.{m.name}' for m in RulesFallback)}, "
+        "of manymesh.meta or of flax.linen"
+    )
 
 
 def as_rules(rules: RulesLike | None) -> Rules | None:
@@ -197,14 +211,16 @@ class Resolution:
     Attributes:
       axes: device axes for each dimension; None where it is replicated.
       rules: index of the rule that decided each dimension; None where no rule did.
-      open: positions of names that no rule assigned, although they are names.
+      open: positions of names that neither a rule nor a device axis of that name assigned.
       passed_over: for each open position, pairs of a rule's index and the device axes of it that were taken.
+      unknown: names that no rule knows and that are no device axes.
     """
 
     axes: Names
     rules: tuple[int | None, ...]
     open: tuple[int, ...]
     passed_over: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
+    unknown: tuple[str, ...] = ()
 
     @property
     def spec(self) -> PartitionSpec:
@@ -220,24 +236,28 @@ def parts_of(axes: Any) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=8192)
-def resolve(names: Names, rules: Rules) -> Resolution:
+def resolve(names: Names, rules: Rules, device_axes: tuple[str, ...] | None = None) -> Resolution:
     """Assigns device axes to names by priority of rule.
 
     Args:
-      names: one entry a dimension. Only strings are resolved; other entries are device axes and stay.
+      names: one entry a dimension: a name, a tuple of names, None or ``PartitionSpec.UNCONSTRAINED``.
       rules: normal rules, from `as_rules`.
+      device_axes: the axes of the mesh, where names may also name these directly and a tuple may hold logical names.
+        Without them only strings are resolved; tuples are device axes and stay.
 
     Raises:
       AxisError: a name stands at two dimensions.
     """
-    strings = [name for name in names if isinstance(name, str)]
+    strings = [part for name in names for part in parts_of(name)]
     twice = sorted({name for name in strings if strings.count(name) > 1})
     if twice:
         raise AxisError(
             f"names {names}: {', '.join(map(repr, twice))} stands at more than one dimension; "
             "a rule could not tell them apart, give each dimension a name of its own"
         )
-    result: list[Any] = [None if isinstance(name, str) else name for name in names]
+    direct = set(strings if device_axes is None else device_axes)
+    is_open = [isinstance(n, str) or (isinstance(n, tuple) and not direct.issuperset(n)) for n in names]
+    result: list[Any] = [None if o else name for name, o in zip(names, is_open, strict=True)]
     decided: list[int | None] = [None] * len(names)
     passed: dict[int, list[tuple[int, tuple[str, ...]]]] = {}
     taken = {part for entry in result for part in parts_of(entry)}
@@ -252,8 +272,36 @@ def resolve(names: Names, rules: Rules) -> Resolution:
             continue
         result[position], decided[position] = axes, index
         taken.update(parts_of(axes))
-    still_open = tuple(i for name, i in position_of.items() if decided[i] is None)
-    return Resolution(tuple(result), tuple(decided), still_open, tuple(tuple(passed.get(i, ())) for i in still_open))
+    still_open = [i for i, o in enumerate(is_open) if o and decided[i] is None]
+    unknown: tuple[str, ...] = ()
+    if device_axes is not None:
+        unknown = _name_directly(names, rules, device_axes, still_open, result, taken)
+    return Resolution(
+        tuple(result), tuple(decided), tuple(still_open), tuple(tuple(passed.get(i, ())) for i in still_open), unknown
+    )
+
+
+def _name_directly(
+    names: Names, rules: Rules, device_axes: tuple[str, ...], still_open: list[int], result: list[Any], taken: set[str]
+) -> tuple[str, ...]:
+    """Gives open dimensions the device axes of their own names; returns the names that are not known at all."""
+    known = {name for name, _ in rules}
+    unknown: list[str] = []
+    for i in list(still_open):
+        found: list[str] = []
+        for part in parts_of(names[i]):
+            if part in known and isinstance(names[i], tuple):
+                axes = parts_of(resolve((part,), rules, device_axes).axes[0])
+            else:
+                axes = (part,) if part in device_axes else ()
+            if not axes and part not in known:
+                unknown.append(part)
+            found += [axis for axis in axes if axis not in found]
+        if found and taken.isdisjoint(found):
+            result[i] = found[0] if isinstance(names[i], str) else tuple(found)
+            taken.update(found)
+            still_open.remove(i)
+    return tuple(unknown)
 
 
 def logical_to_mesh_axes(array_dim_names: Iterable[Any] | None, rules: RulesLike | None = None) -> PartitionSpec | None:

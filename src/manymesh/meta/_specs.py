@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .. import _compat
 from .._errors import AxisError
 from ._axes import AnyMesh, Axes, Names
 from ._box import COMPACT
@@ -35,6 +36,7 @@ class _Suspect(Exception):
     """A value has names that may be those of another one: the whole tree must be looked at."""
 
 
+@_compat.boundary
 def get_partition_spec(tree: Any) -> Any:
     """The specs of a tree of boxes.
 
@@ -96,6 +98,7 @@ def _in_own_names(axes: Axes, names: Names) -> PartitionSpec:
     return axes.spec if names is axes.names else PartitionSpec(*names)
 
 
+@_compat.boundary
 def get_sharding(
     tree: Any,
     mesh: AnyMesh | None = None,
@@ -189,7 +192,9 @@ def shard_tree(
         if names is None:
             assert shape is not None, "names are surplus only beside a shape"
             # From here over _slowly, shard_tree and get_sharding to the caller.
-            warnings.warn(f"{too_many_text(path, axes.names, shape)}; it is left replicated", stacklevel=5)
+            warnings.warn(
+                f"{too_many_text(path, axes.names, shape)}; it is left replicated", stacklevel=_compat.users_level()
+            )
             return replicated
         return sharding_of(axes, names, shape, path)
 
@@ -232,8 +237,9 @@ def shard_tree(
             lambda variable: variable.replace(of_node(axes_of_variable(variable), variable)),
         )
     except (AxisError, _Suspect):
-        # Seldom; now with paths, which the errors name and by which parameters are found.
-        return _slowly(tree, of_fitted)
+        pass
+    # Seldom; now with paths, which the errors name and by which parameters are found.
+    return _slowly(tree, of_fitted)
 
 
 def _check_suspect(node: Any, axes: Axes) -> None:

@@ -29,6 +29,7 @@ from ._types import AbstractSchedule as AbstractSchedule
 from ._types import Action as Action
 from ._types import Kind as Kind
 from ._types import Order as Order
+from ._types import ScheduleName as ScheduleName
 from ._wavefront import Wavefront as Wavefront
 from ._zbv import ZBV as ZBV
 from ._zero_bubble_h1 import ZeroBubbleH1 as ZeroBubbleH1
@@ -58,6 +59,7 @@ __all__ = [
     "Kind",
     "OneFOneB",
     "Order",
+    "ScheduleName",
     "Simulation",
     "Slot",
     "Wavefront",

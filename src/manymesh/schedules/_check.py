@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from .._errors import ScheduleError
@@ -10,19 +11,22 @@ from ._types import Action, Order
 from ._walk import producers, walk
 
 
-def check(order: Order, *, labels: Callable[[Action], str] = str) -> tuple[int, ...]:
+def check(order: Order, *, labels: Callable[[Action], str] = str, accumulates: bool = True) -> tuple[int, ...]:
     """Prove that an order runs each action once, after its producers, with no deadlock.
 
     Args:
       order: the order to check.
       labels: how messages name an action, ``F2@5`` by default.
+      accumulates: whether a forward-only program adds up over microbatches, so that each stage has to take them in
+        order; one with a backward pass does.
 
     Returns:
       ``int[submesh]``, the activations that each submesh keeps at most (`live_activations`).
 
     Raises:
-      ScheduleError: an action is unknown, on the wrong submesh, missing, repeated, or out of
-        microbatch order on its stage; or the rows wait for each other in a circle, which is named.
+      ScheduleError: an action is unknown, on the wrong submesh, missing, repeated, or, where
+        something accumulates, out of microbatch order on its stage; or the rows wait for each other in a circle,
+        which is named.
 
     Example:
       >>> from manymesh.schedules import GPipe
@@ -33,7 +37,10 @@ def check(order: Order, *, labels: Callable[[Action], str] = str) -> tuple[int, 
     for submesh, row in enumerate(order.rows):
         for action in row:
             _check_action(order, submesh, action, labels)
-    _check_microbatches(order, labels)
+    if order.backward or accumulates:
+        _check_microbatches(order, labels)
+    else:
+        _check_once(order, labels)
     check_progress(order, labels=labels)
     return live_activations(order)
 
@@ -94,13 +101,25 @@ def _check_microbatches(order: Order, labels: Callable[[Action], str]) -> None:
                     raise _missing(submesh, earlier, labels)
                 raise ScheduleError(
                     f"submesh {submesh} lists {labels(action)} before {labels(earlier)}; keep the microbatches of a "
-                    "stage in order, because gradients accumulate in that order."
+                    f"stage in order, because {'gradients' if order.backward else 'results'} accumulate in that order."
                 )
             found[action.kind][action.stage] += 1
     for kind in ("F", "B", "W") if order.splits_backward else ("F", "B") if order.backward else ("F",):
         for stage, count in enumerate(found[kind]):
             if count < order.num_microbatches:
                 raise _missing(order.placement[stage], Action(kind, stage, count), labels)
+
+
+def _check_once(order: Order, labels: Callable[[Action], str]) -> None:
+    """Each stage of a forward-only program runs each microbatch once, in any order."""
+    for submesh, row in enumerate(order.rows):
+        for action, times in Counter(row).items():
+            if times > 1:
+                raise ScheduleError(f"submesh {submesh} lists {labels(action)} twice; remove one of them.")
+    for stage, submesh in enumerate(order.placement):
+        for microbatch in range(order.num_microbatches):
+            if (action := Action("F", stage, microbatch)) not in order.rows[submesh]:
+                raise _missing(submesh, action, labels)
 
 
 def _missing(submesh: int, action: Action, labels: Callable[[Action], str]) -> ScheduleError:

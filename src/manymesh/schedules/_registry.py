@@ -68,6 +68,15 @@ def get(schedule: str | AbstractSchedule) -> AbstractSchedule:
     """
     if isinstance(schedule, AbstractSchedule):
         return schedule
+    if isinstance(schedule, type) and issubclass(schedule, AbstractSchedule):
+        raise ScheduleError(
+            f"expected a schedule, found the class {schedule.__name__}; write {schedule.__name__}(...)."
+        )
+    if isinstance(getattr(schedule, "schedule", None), AbstractSchedule):
+        raise ScheduleError(
+            f"expected a schedule, found {type(schedule).__name__}, which has one; write choice.schedule, and "
+            "num_microbatches=choice.num_microbatches."
+        )
     if not isinstance(schedule, str):
         raise ScheduleError(
             f"expected the name of a schedule or a schedule, found {schedule!r}; names: {', '.join(names())}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .._errors import ScheduleError
@@ -13,6 +13,7 @@ from ._live import peak_memory
 from ._registry import get, names
 from ._simulate import Simulation, simulate
 from ._types import AbstractSchedule, Order
+from ._validate import whole_number
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,25 @@ def search(
       The best; among equals, the one that takes less memory, then a named one.
 
     Raises:
-      ScheduleError: nothing fits the memory or the placements.
+      ScheduleError: nothing fits the memory or the placements; a schedule is unknown; an argument is of another kind.
 
     Example:
       >>> print(search(Costs(forward=8, backward=16, activation=8), 4, [4, 8], memory=4))
       zero-bubble-h1, 8 microbatches, placement (0, 1, 2, 3): makespan 27, bubble 11.1%, memory 4
     """
+    if not (isinstance(costs, Costs) or callable(costs)):
+        raise ScheduleError(
+            f"search: costs has to be Costs(forward=..., backward=...) or a function from a number of microbatches to Costs, "
+            f"found {type(costs).__name__} {costs!r}."
+        )
+    whole_number("search: stages", stages)
+    if not isinstance(microbatches, Iterable) or isinstance(microbatches, (str, Mapping)):
+        raise ScheduleError(
+            f"search: microbatches has to be a list of the numbers to try, found {type(microbatches).__name__} "
+            f"{microbatches!r}; write [{microbatches!r}]."
+        )
+    microbatches = [whole_number("search: a number of microbatches", count) for count in microbatches]
+    schedules = None if schedules is None else [get(schedule) for schedule in schedules]
     whole = costs
     cost_of = whole.split if isinstance(whole, Costs) else whole
     if placements is None:

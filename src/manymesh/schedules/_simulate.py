@@ -12,6 +12,7 @@ from ._costs import Costs, Times
 from ._issue import issue_order
 from ._registry import get
 from ._types import AbstractSchedule, Action, Order
+from ._validate import whole_number
 from ._walk import producers
 
 
@@ -140,6 +141,9 @@ def _resolve(
     *,
     backward: bool,
 ) -> Order:
+    for name, number in (("stages", stages), ("microbatches", microbatches)):
+        if number is not None:
+            whole_number(f"simulate: {name}", number)
     if isinstance(schedule, Order):
         given = {"stages": (stages, schedule.num_stages), "microbatches": (microbatches, schedule.num_microbatches)}
         for name, (said, has) in given.items():

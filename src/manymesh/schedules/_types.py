@@ -11,7 +11,8 @@ runs; it fixes the order on each submesh, and the data dependencies do the rest:
 
 On every stage each kind of action takes the microbatches in increasing order. Gradients
 are therefore accumulated in microbatch order under every schedule, and changing the
-schedule does not change a bit of the result.
+schedule does not change a bit of the result. Only a forward-only program that adds nothing up
+may take them in another order, which a custom schedule can say.
 """
 
 from __future__ import annotations
@@ -20,6 +21,20 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
+
+ScheduleName = Literal[
+    "1f1b",
+    "custom",
+    "dualpipev",
+    "eager-1f1b",
+    "gpipe",
+    "interleaved",
+    "wavefront",
+    "zbv",
+    "zero-bubble-h1",
+    "zero-bubble-h2",
+]
+"""The names of the schedules that are here; one that is registered is known by `get`."""
 
 Kind = Literal["F", "B", "W"]
 """``F`` forward, ``B`` backward (only the input gradient when split), ``W`` weight gradient."""

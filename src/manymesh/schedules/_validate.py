@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 from .._errors import ScheduleError
+
+
+def whole_number(what: str, number: object) -> int:
+    """A number of stages or microbatches, once it is one.
+
+    Raises:
+      ScheduleError: it is no positive int. An object that counts as one (``__index__``) is one.
+    """
+    if not isinstance(number, SupportsIndex) or isinstance(number, bool) or operator.index(number) < 1:
+        raise ScheduleError(f"{what} has to be a positive int, found {type(number).__name__} {number!r}.")
+    return operator.index(number)
 
 
 def validate(name: str, placement: Sequence[int], num_microbatches: int) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
-from manymesh._reshard._plan import plan_transfer
+from manymesh._layout._transfers import plan_transfer
+from manymesh._runtime._relayout import Relayouts
 from stages import assert_same, reference
 
 DEVICES = np.array(jax.devices())
@@ -30,7 +31,7 @@ def sent(steps, shape):
 def test_every_layout_reaches_every_other(target):
     """By copies between equal shards and changes of layout within a submesh; never through the host."""
     x = jnp.arange(64.0).reshape(8, 8)
-    follow = mm.jit(lambda v: v).lower(x).compile()._executor.follow
+    follow = Relayouts().follow
     for a, b in itertools.product(SPECS, SPECS):
         source, goal = NamedSharding(FOUR, a), NamedSharding(target, b)
         steps = plan_transfer(x.shape, source, goal)
@@ -52,10 +53,10 @@ def test_the_cheaper_side_changes_the_layout():
     assert [s.kind for s in steps] == ["copy"]
 
 
-def arrival_of(program, executor, name):
+def arrival_of(compiled, name):
     """The specs of what the fragment of that name reads."""
-    (index,) = [f.index for f in program.fragments if f.name == name]
-    return [s.spec for s in executor.lowered.executables[index].input_shardings[0]]
+    (index,) = [f.index for f in compiled.program.fragments if f.name == name]
+    return [s.spec for s in compiled._lowered.executables[index].input_shardings[0]]
 
 
 def test_the_reader_decides_how_a_value_arrives():
@@ -70,7 +71,7 @@ def test_the_reader_decides_how_a_value_arrives():
         f = mm.jit(lambda x, two=two: two(one(x)))
         x = jnp.arange(64.0).reshape(8, 8)
         compiled = f.lower(x).compile()
-        assert arrival_of(compiled.program, compiled._executor, "two") == [spec]
+        assert arrival_of(compiled, "two") == [spec]
         assert_same(f(x), reference(f, x))
         (edge,) = compiled.report().edges
         assert (edge.values, edge.transfers, edge.nbytes) == (1, 1, 256)
@@ -82,10 +83,10 @@ def test_a_reader_inside_calls_decides_too():
     inner = mm.task(jax.jit(lambda x: mm.with_sharding_constraint(x, (None, "model")) + 1), "two", mesh=OTHER)
     x = jnp.arange(64.0).reshape(8, 8)
     compiled = mm.jit(lambda x: inner(one(x))).lower(x).compile()
-    assert arrival_of(compiled.program, compiled._executor, "two") == [P(None, "model")]
+    assert arrival_of(compiled, "two") == [P(None, "model")]
     two = mm.task(lambda x: x + 1, "two", mesh=OTHER)
     compiled = mm.jit(lambda x: two(mm.with_sharding_constraint(one(x), ("data",)))).lower(x).compile()
-    assert arrival_of(compiled.program, compiled._executor, "two") == [P("data")]
+    assert arrival_of(compiled, "two") == [P("data")]
 
 
 def test_a_value_read_twice_on_a_submesh_crosses_once():

@@ -12,7 +12,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from .. import _compat
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,11 @@ class Step:
     """One step of a transfer: ``copy`` between device sets, or ``relayout`` within one by a compiled identity."""
 
     kind: Literal["copy", "relayout"]
-    sharding: Any
+    sharding: NamedSharding
 
 
 @functools.lru_cache(maxsize=65536)
-def plan_transfer(shape: tuple[int, ...], source: Any, target: NamedSharding) -> tuple[Step, ...]:
+def plan_transfer(shape: tuple[int, ...], source: Sharding, target: NamedSharding) -> tuple[Step, ...]:
     """Steps that bring a value of ``shape`` from one sharding to another.
 
     Args:
@@ -59,16 +61,16 @@ def _sent(shape: tuple[int, ...], target: NamedSharding) -> int:
     return math.prod(target.shard_shape(shape)) * target.mesh.size
 
 
-def _same_order(a: Any, b: Any) -> bool:
-    return list(getattr(a, "_device_assignment", ())) == list(getattr(b, "_device_assignment", ()))
+def _same_order(a: Sharding, b: Sharding) -> bool:
+    return _compat.device_order(a) == _compat.device_order(b)
 
 
-def shards_exist(shape: tuple[int, ...], source: Any, target: Any) -> bool:
+def shards_exist(shape: tuple[int, ...], source: Sharding, target: Sharding) -> bool:
     """Whether every shard that ``target`` wants is a shard that ``source`` has."""
 
-    def pieces(sharding: Any) -> set[Any]:
+    def pieces(sharding: Sharding) -> set[tuple[tuple[int, int], ...]]:
         return {
-            tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+            tuple((s.indices(n)[0], s.indices(n)[1]) for s, n in zip(index, shape, strict=True))
             for index in sharding.devices_indices_map(shape).values()
         }
 

@@ -8,14 +8,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._api import Jitted, jit
-from ._compiled import Compiled
-from ._errors import ArgumentError, MeshError
-from ._mark import ignore_transforms, transforms_ignored
-from ._task import mesh_devices
-from ._topology import resolve_devices
+from .. import _compat
+from .._compiled import Compiled
+from .._errors import ArgumentError, MeshError
+from .._mark import ignore_transforms, transforms_ignored
+from .._task import mesh_devices
+from .._topology import resolve_devices
+from ._jit import Jitted, jit
 
 
+@_compat.boundary
 def parallelize(
     fun: Callable[..., Any],
     *,
@@ -42,7 +44,7 @@ def parallelize(
       function wants them.
 
     Raises:
-      ArgumentError: neither ``get_input_batch`` nor ``initial_batch``.
+      ArgumentError: neither ``get_input_batch`` nor ``initial_batch``; a value in place of a function.
       MeshError: a task runs on other devices than ``devices``.
 
     Example:
@@ -56,6 +58,14 @@ def parallelize(
       >>> float(run(init(), batches()).sum())
       64.0
     """
+    for label, value in (("fun", fun), ("init_params", init_params), ("get_input_batch", get_input_batch)):
+        if value is not None and not callable(value):
+            instead = {"init_params": "lambda: params", "get_input_batch": "initial_batch="}.get(
+                label, "the function itself"
+            )
+            raise ArgumentError(
+                f"parallelize: {label} has to be a function, found {type(value).__name__}; write {instead}"
+            )
     first: list[Any] = []
     if initial_batch is None:
         if get_input_batch is None:
@@ -80,7 +90,7 @@ class Parallelized:
       compiled: the compiled step.
     """
 
-    def __init__(self, jitted: Jitted, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, jitted: Jitted[..., Any], arguments: tuple[Any, ...]) -> None:
         self._jitted = jitted
         self.compiled = jitted.prepare(*arguments)
 

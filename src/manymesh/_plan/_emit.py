@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from .. import _compat
 from .._program import Edge, Fragment, LoopPlan, Program
-from .._task import mesh_devices
-from ..schedules import issue_order
-from ._instructions import Instruction, Plan, Run, Transfer
+from ..schedules import Order, issue_order
+from ._alias import find_aliases
+from ._check import check
+from ._donation import donatable_inputs
+from ._instructions import Instruction, Plan, Ports, Receive, Run, Send, Tag
+from ._number import value_of, variables_of
+
+Var = _compat.Var
 
 UNKNOWN = -1
+# A larger plan repeats in more microbatches what a small one does, and checking it would take a quarter of its time.
+CHECKED_SLOTS = 20_000
 
 
 def emit(program: Program, donated_inputs: frozenset[int]) -> Plan:
@@ -26,7 +34,10 @@ def emit(program: Program, donated_inputs: frozenset[int]) -> Plan:
       Instructions in the order in which one thread issues them. A value is sent as soon as it is made;
       stages are interleaved as the schedule says, so that every submesh is fed early.
     """
-    return _Emitter(program, donated_inputs).run()
+    plan = _Emitter(program, donated_inputs).run()
+    if plan.num_slots <= CHECKED_SLOTS:
+        check(plan)
+    return plan
 
 
 def loop_sequence(program: Program, index: int) -> list[tuple[Fragment, int]]:
@@ -39,13 +50,51 @@ def loop_sequence(program: Program, index: int) -> list[tuple[Fragment, int]]:
     for f in body:
         groups[f.kind if _has_forward(body) else "F", f.stage or 0].append(f)
     order = loop_order(loop, body)
-    return [(f, a.microbatch) for a in issue_order(order) for f in groups[a.kind, a.stage]]
+    sequence = [(f, a.microbatch) for a in issue_order(order) for f in groups[a.kind, a.stage]]
+    makers = {v: f for f in body for v in f.outvars}
+    weights = [f for f in body if f.kind == "W"]
+    if any(makers[v].kind == "W" and makers[v].stage != f.stage for f in weights for v in f.invars if v in makers):
+        return _after_what_it_reads(loop, sequence, makers)
+    return sequence
 
 
-def loop_order(loop: LoopPlan, body: list[Fragment]) -> Any:
+def _after_what_it_reads(
+    loop: LoopPlan, sequence: list[tuple[Fragment, int]], makers: dict[Var, Fragment]
+) -> list[tuple[Fragment, int]]:
+    """The sequence with each fragment put off until what it reads is there.
+
+    To a schedule the weight gradients of different stages have nothing to do with each other. Where a weight is used
+    in several stages they are added up in one of them.
+    """
+    before = {inner: out for inner, out, _, _ in loop.carries}
+
+    def needs(f: Fragment, m: int) -> list[tuple[int, int]]:
+        same = [(makers[v].index, m) for v in f.invars if v in makers]
+        return same + [(makers[before[v]].index, m - 1) for v in f.invars if m and before.get(v) in makers]
+
+    done: set[tuple[int, int]] = set()
+    result: list[tuple[Fragment, int]] = []
+    waiting: list[tuple[Fragment, int]] = []
+    for item in sequence:
+        waiting.append(item)
+        ready = True
+        while ready:
+            ready = False
+            for f, m in list(waiting):
+                if done.issuperset(needs(f, m)):
+                    waiting.remove((f, m))
+                    result.append((f, m))
+                    done.add((f.index, m))
+                    ready = True
+    assert not waiting, "what a loop's fragments read is made in the loop or before it"
+    return result
+
+
+def loop_order(loop: LoopPlan, body: list[Fragment]) -> Order:
     """The schedule's order for a loop."""
     backward = _has_forward(body) and any(f.kind == "B" for f in body)
-    return loop.schedule.order(loop.placement, loop.num_microbatches, backward=backward)
+    order: Order = loop.schedule.order(loop.placement, loop.num_microbatches, backward=backward)
+    return order
 
 
 def _has_forward(body: list[Fragment]) -> bool:
@@ -63,20 +112,22 @@ class _Emitter:
     def __init__(self, program: Program, donated_inputs: frozenset[int]) -> None:
         self.program = program
         self.donated_inputs = donated_inputs
+        self.variables = variables_of(program)
+        self.number = {v: k for k, v in enumerate(self.variables)}
         self.num_slots = 0
-        self.once: dict[tuple[Any, int], int] = {}  # (variable outside loops, submesh) -> slot
-        self.rows: dict[tuple[Any, int], list[int]] = {}  # (variable of a body, submesh) -> slot of each microbatch
+        self.once: dict[tuple[Var, int], int] = {}  # (variable outside loops, submesh) -> slot
+        self.rows: dict[tuple[Var, int], list[int]] = {}  # (variable of a body, submesh) -> slot of each microbatch
         self.longest = max((loop.num_microbatches for loop in program.loops), default=0)
         self.code: list[tuple[Any, ...]] = []
-        self.ports: dict[int, _Ports] = {}
-        self.edges: dict[Any, list[Edge]] = defaultdict(list)
+        self.drafts: dict[int, _Draft] = {}
+        self.edges: dict[Var, list[Edge]] = defaultdict(list)
         for e in program.edges:
             self.edges[e.var].append(e)
-        self.alias: dict[Any, tuple[Any, int]] = {}  # result of a loop -> (variable of the body, microbatch)
-        self.cut: dict[Any, tuple[Any, ...]] = {}
-        self.carry: dict[Any, tuple[Any, Any]] = {}
-        self.finals: dict[Any, list[Any]] = defaultdict(list)
-        self.copies: dict[Any, list[tuple[Any, ...]]] = defaultdict(list)
+        self.alias: dict[Var, tuple[Var, int]] = {}  # result of a loop -> (variable of the body, microbatch)
+        self.cut: dict[Var, tuple[Var, ...]] = {}
+        self.carry: dict[Var, tuple[Var, Var]] = {}
+        self.finals: dict[Var, list[Var]] = defaultdict(list)
+        self.copies: dict[Var, list[tuple[Var, ...]]] = defaultdict(list)
         for loop in program.loops:
             for inner, out, init, final in loop.carries:
                 self.alias[final] = (out, loop.num_microbatches - 1)
@@ -91,20 +142,30 @@ class _Emitter:
         self.outside |= set(self.alias)
 
     def run(self) -> Plan:
-        inputs = [
-            (i, s, self._slot(v, s, None)) for i, v in enumerate(self.program.invars) for s in self.program.arrivals[v]
-        ]
-        for item in self.program.order:
+        program = self.program
+        inputs = tuple(
+            (i, s, self._slot(v, s, None)) for i, v in enumerate(program.invars) for s in program.arrivals[v]
+        )
+        for item in program.order:
             if item >= 0:
-                self._run(self.program.fragments[item], None)
+                self._run(program.fragments[item], None)
             else:
-                for fragment, m in loop_sequence(self.program, -1 - item):
+                for fragment, m in loop_sequence(program, -1 - item):
                     self._run(fragment, m)
-        outputs = tuple(self._slot(v, s, None) if _compat.is_var(v) else None for v, s in self.program.outputs)
+        outputs = tuple(self._slot(v, s, None) if _compat.is_var(v) else None for v, s in program.outputs)
         instructions = self._with_frees({s for s in outputs if s is not None})
-        return Plan(instructions, self.num_slots, tuple(inputs), outputs, self._donated(inputs, instructions))
+        aliases = find_aliases(program.submeshes, inputs, instructions)
+        lent = [slot for i, _, slot in inputs if i not in self.donated_inputs]
+        ports = tuple(Ports(self._numbers(f.invars), self._numbers(f.outvars)) for f in program.fragments)
+        return Plan(
+            instructions, self.num_slots, inputs, outputs, tuple(value_of(v) for v in self.variables), ports, aliases,
+            donatable_inputs(instructions, lent, aliases),
+        )  # fmt: skip
 
-    def _slot(self, v: Any, s: int, m: int | None) -> int:
+    def _numbers(self, variables: Iterable[Var]) -> tuple[int, ...]:
+        return tuple([self.number[v] for v in variables])
+
+    def _slot(self, v: Var, s: int, m: int | None) -> int:
         """The slot of a value on a submesh, in one microbatch or outside loops."""
         if m is None or v in self.outside:
             if v in self.alias and s == self.program.home[v]:
@@ -124,19 +185,19 @@ class _Emitter:
             self.num_slots += 1
         return row[m]
 
-    def _new(self, known: dict[Any, int], key: Any) -> int:
+    def _new(self, known: dict[tuple[Var, int], int], key: tuple[Var, int]) -> int:
         if key not in known:
             known[key] = self.num_slots
             self.num_slots += 1
         return known[key]
 
-    def _row(self, v: Any, s: int) -> list[int]:
+    def _row(self, v: Var, s: int) -> list[int]:
         row = self.rows.get((v, s))
         if row is None:
             row = self.rows[v, s] = [UNKNOWN] * self.longest
         return row
 
-    def _slots(self, variables: list[Any], rows: list[list[int]], s: int, m: int, new: bool) -> tuple[int, ...]:
+    def _slots(self, variables: list[Var], rows: list[list[int]], s: int, m: int, new: bool) -> tuple[int, ...]:
         """The slots of a body's variables in one microbatch; `new` if none of them has another name."""
         slots = [row[m] for row in rows]
         if new and slots.count(UNKNOWN) == len(slots):
@@ -151,19 +212,21 @@ class _Emitter:
         return tuple(slots)
 
     def _run(self, f: Fragment, m: int | None) -> None:
-        ports = self.ports.get(f.index)
-        if ports is None:
-            ports = self.ports[f.index] = self._ports(f)
+        draft = self.drafts.get(f.index)
+        if draft is None:
+            draft = self.drafts[f.index] = self._draft(f)
         s = f.submesh
         if m is None:
-            ins = tuple([self._slot(v, s, None) for v in ports.reads])
-            outs = tuple([self._slot(v, s, None) for v in ports.makes])
+            ins = tuple([self._slot(v, s, None) for v in draft.reads])
+            outs = tuple([self._slot(v, s, None) for v in draft.makes])
         else:
-            ins = self._slots(ports.reads, ports.read_rows, s, m, False)
-            outs = self._slots(ports.makes, ports.made_rows, s, m, ports.new)
-        self.code.append((Run, f.index, s, m, ins, outs))
-        sends: dict[int, list[tuple[Any, int | None]]] = defaultdict(list)
-        for v in ports.leaves:
+            ins = self._slots(draft.reads, draft.read_rows, s, m, False)
+            outs = self._slots(draft.makes, draft.made_rows, s, m, draft.new)
+        self.code.append((Run, ins + outs, f.index, s, m, ins, outs))
+        if not draft.leaves:
+            return
+        sends: dict[int, list[tuple[Var, int | None]]] = defaultdict(list)
+        for v in draft.leaves:
             self._sends_of(v, s, m, sends)
             if m is not None and m == self.last[f.loop or 0]:
                 for final in self.finals.get(v, ()):
@@ -171,21 +234,21 @@ class _Emitter:
             for outer in self.copies.get(v, ()):
                 self._sends_of(outer[m or 0], s, None, sends)
         for target, values in sends.items():
-            self.code.append(
-                (
-                    Transfer, s, target, tuple([v for v, _ in values]), m,
-                    tuple([self._slot(v, s, k) for v, k in values]), tuple([self._slot(v, target, k) for v, k in values]),
-                )
-            )  # fmt: skip
+            tag = Tag(f.index, target, m)
+            numbers = self._numbers([v for v, _ in values])
+            given = tuple([self._slot(v, s, k) for v, k in values])
+            filled = tuple([self._slot(v, target, k) for v, k in values])
+            self.code.append((Send, given, s, target, tag, numbers, given))
+            self.code.append((Receive, filled, target, s, tag, numbers, filled))
 
-    def _ports(self, f: Fragment) -> _Ports:
+    def _draft(self, f: Fragment) -> _Draft:
         reads, makes = f.invars, f.outvars
         rows = [[] if f.loop is None else [self._row(v, f.submesh) for v in each] for each in (reads, makes)]
         leaves = [v for v in makes if v in self.edges or v in self.finals or v in self.copies]
         new = not any(v in self.outside or v in self.carry or v in self.cut for v in makes)
-        return _Ports(reads, makes, rows[0], rows[1], leaves, new)
+        return _Draft(reads, makes, rows[0], rows[1], leaves, new)
 
-    def _sends_of(self, v: Any, source: int, m: int | None, sends: dict[int, list[tuple[Any, int | None]]]) -> None:
+    def _sends_of(self, v: Var, source: int, m: int | None, sends: dict[int, list[tuple[Var, int | None]]]) -> None:
         for e in self.edges.get(v, ()):
             if e.source == source:
                 sends[e.target].append((v, m))
@@ -196,9 +259,9 @@ class _Emitter:
         for slot in kept:
             needed[slot] = 1
         instructions: list[Instruction] = []
-        for make, *fields in reversed(self.code):
+        for make, touched, *fields in reversed(self.code):
             free = []
-            for slot in (*fields[-2], *fields[-1]):
+            for slot in touched:
                 if not needed[slot]:
                     needed[slot] = 1
                     free.append(slot)
@@ -206,63 +269,14 @@ class _Emitter:
         instructions.reverse()
         return tuple(instructions)
 
-    def _donated(
-        self, inputs: list[tuple[int, int, int]], instructions: tuple[Instruction, ...]
-    ) -> dict[int, tuple[int, ...]]:
-        """Inputs of fragments that die there in every run, that we own, and that a result can take over."""
-        given = {slot for i, _, slot in inputs if i not in self.donated_inputs}
-        given |= self._aliasing_slots(instructions)
-        possible: dict[int, list[int]] = {}
-        for ins in instructions:
-            if isinstance(ins, Run):
-                slots = ins.inputs
-                candidates = possible.get(ins.fragment)
-                if candidates is None:
-                    candidates = list(range(len(slots)))
-                if candidates:
-                    free = set(ins.free) - given
-                    once = len(set(slots)) == len(slots)
-                    candidates = [k for k in candidates if slots[k] in free and (once or slots.count(slots[k]) == 1)]
-                possible[ins.fragment] = candidates
-        chosen = {}
-        finals = {final for loop in self.program.loops for *_, final in loop.carries}
-        for index, positions in possible.items():
-            f = self.program.fragments[index]
-            room: dict[Any, int] = defaultdict(int)
-            for v in f.outvars:
-                room[v.aval.shape, v.aval.dtype] += 1
-            reads = f.invars
-            keep = []
-            for k in positions:
-                aval = reads[k].aval
-                # The parts of a sum have a dimension more than the sum, and on each device the same size.
-                for shape in (aval.shape, aval.shape[1:]) if reads[k] in finals else (aval.shape,):
-                    if room[shape, aval.dtype] > 0:
-                        room[shape, aval.dtype] -= 1
-                        keep.append(k)
-                        break
-            chosen[index] = tuple(keep)
-        return chosen
-
-    def _aliasing_slots(self, instructions: tuple[Instruction, ...]) -> set[int]:
-        """Slots of transfers between meshes over the same devices: both ends may be one buffer."""
-        devices = [set(mesh_devices(m)) for m in self.program.submeshes]
-        shared = {(a, b) for a, x in enumerate(devices) for b, y in enumerate(devices) if x & y}
-        return {
-            slot
-            for ins in instructions
-            if isinstance(ins, Transfer) and (ins.source, ins.target) in shared
-            for slot in (*ins.inputs, *ins.outputs)
-        }
-
 
 @dataclass(eq=False, slots=True)
-class _Ports:
+class _Draft:
     """What a fragment reads and makes, found once for all its runs."""
 
-    reads: list[Any]
-    makes: list[Any]
+    reads: list[Var]
+    makes: list[Var]
     read_rows: list[list[int]]
     made_rows: list[list[int]]
-    leaves: list[Any]  # what it makes that crosses, or that has another name outside its loop
+    leaves: list[Var]  # what it makes that crosses, or that has another name outside its loop
     new: bool  # whether what it makes has no other name inside its loop

@@ -1,0 +1,1 @@
+"""`jit` and its stages: arguments, tracing, planning, compiling, calling; `parallelize` beside them."""

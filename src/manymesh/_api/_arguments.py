@@ -1,0 +1,204 @@
+"""The arguments of one call of a step: flat, named, and what they say about the program."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _compat, meta
+from .._errors import ArgumentError
+from .._implicit import registered
+from ._step import Step
+
+
+@dataclass(eq=False)
+class Arguments:
+    """One call's arguments, flat."""
+
+    leaves: list[Any]
+    treedef: Any
+    static: tuple[tuple[Any, Any], ...]
+    dyn_args: tuple[Any, ...]
+    dyn_kwargs: dict[str, Any]
+
+
+def flatten(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """One call's arguments, those that are static apart."""
+    static: list[tuple[Any, Any]] = []
+    numbers = {k % len(args) for k in step.static_argnums if -len(args) <= k < len(args)} if args else set()
+    if numbers or step.static_argnames:
+        static = [(k, args[k]) for k in sorted(numbers)]
+        static += [(k, kwargs[k]) for k in sorted(kwargs) if k in step.static_argnames]
+        for k, value in static:
+            try:
+                hash(value)
+            except TypeError as error:
+                raise ValueError(f"mm.jit({step.name}): static argument {k!r} has to be hashable: {error}") from None
+    dyn_args = tuple(None if k in numbers else a for k, a in enumerate(args))
+    dyn_kwargs = {k: v for k, v in kwargs.items() if k not in step.static_argnames}
+    leaves, treedef = jax.tree.flatten((dyn_args, dyn_kwargs))
+    return Arguments(leaves, treedef, tuple(static), dyn_args, dyn_kwargs)
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, (int, str)) else tuple(value)
+
+
+def named(fun: Any, numbers: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Completes argument numbers by names and names by numbers, as ``jax.jit`` does."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return numbers, names
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    more_names = tuple(positional[k] for k in numbers if -len(positional) <= k < len(positional))
+    more_numbers = tuple(positional.index(n) for n in names if n in positional)
+    return tuple(sorted({*numbers, *more_numbers})), tuple(sorted({*names, *more_names}))
+
+
+def surroundings() -> tuple[Any, ...]:
+    """What is around a call and changes what a trace gives: settings of JAX, axis rules of ours and of Flax, if loaded."""
+    flax: Any = sys.modules.get("flax.core.spmd") or sys.modules.get("flax.linen")
+    rules = flax.get_logical_axis_rules() if hasattr(flax, "get_logical_axis_rules") else ()
+    return (_compat.trace_settings(), registered(), meta.get_logical_axis_rules(), _frozen(rules))
+
+
+def _frozen(rules: Any) -> Any:
+    return tuple(map(_frozen, rules)) if isinstance(rules, (list, tuple)) else rules
+
+
+def places(leaves: list[Any]) -> tuple[Any, ...]:
+    """Where arguments were put: the sharding of each, None for one that may go anywhere."""
+    return tuple(getattr(x, "sharding", None) if getattr(x, "committed", False) else None for x in leaves)
+
+
+def check_named(label: str, fun: Any, numbers: tuple[Any, ...], names: tuple[Any, ...]) -> None:
+    """Refuses numbers and names of arguments that the function does not have.
+
+    Raises:
+      ArgumentError: a number or a name is of another kind, or out of range.
+    """
+    for kind, given, wanted in (("argnums", numbers, int), ("argnames", names, str)):
+        for x in given:
+            if not isinstance(x, wanted) or isinstance(x, bool):
+                raise ArgumentError(
+                    f"mm.jit: {label}_{kind} takes {'numbers' if wanted is int else 'names'} of arguments, found "
+                    f"{type(x).__name__} {x!r}"
+                )
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return
+    kinds = {p.kind for p in parameters}
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    fun_name = getattr(fun, "__name__", type(fun).__name__)
+    for k in numbers if inspect.Parameter.VAR_POSITIONAL not in kinds else ():
+        if not -len(positional) <= k < len(positional):
+            raise ArgumentError(
+                f"mm.jit({fun_name}): {label}_argnums={k}, but the function has {len(positional)} positional arguments "
+                f"({', '.join(positional)}), numbered from 0"
+            )
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for name in names if inspect.Parameter.VAR_KEYWORD not in kinds else ():
+        if name not in known:
+            raise ArgumentError(f"mm.jit({fun_name}): {label}_argnames={name!r}, but the arguments are called {known}")
+
+
+def signature(x: Any) -> Any:
+    """What a trace sees of a leaf."""
+    if type(x) is _compat.ConcreteArray:  # almost every leaf; its own properties ask the aval, one by one
+        aval = x.aval
+        return (aval.shape, aval.dtype, aval.weak_type)
+    if isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
+        return (x.shape, x.dtype, getattr(x, "weak_type", False))
+    if type(x) in (bool, int, float, complex):  # as the array that a step makes of it, which comes back the next time
+        return ((), jax.dtypes.canonicalize_dtype(type(x)), type(x) is not bool)
+    return type(x)
+
+
+def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeStruct:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+    if isinstance(x, jax.core.Tracer):
+        raise ArgumentError(
+            f"mm.jit({name}): argument{keystr(path)} is a tracer {x.aval.str_short()}; a step that runs on several submeshes cannot "
+            "be a part of jax.jit, jax.grad, jax.vmap or jax.eval_shape: apply these inside the function that mm.jit "
+            "wraps, or use the step's own eval_shape"
+        )
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise RuntimeError(
+            f"mm.jit({name}): argument{keystr(path)} of shape {x.shape}: Array has been deleted (it was donated to an earlier call)"
+        )
+    try:
+        return _compat.abstract(jax.typeof(x))
+    except TypeError:
+        raise ArgumentError(
+            f"mm.jit({name}): argument{keystr(path)} is {type(x).__name__} {x!r}, which is no array; make it static "
+            f"(static_argnums, static_argnames) or close over it{_in_a_module(path, given)}"
+        ) from None
+
+
+def _in_a_module(path: Any, given: Arguments) -> str:
+    """What to do about a leaf that is no array because it is part of an Equinox module."""
+    node: Any = (given.dyn_args, given.dyn_kwargs)
+    equinox = sys.modules.get("equinox")
+    for key in path if equinox is not None else ():
+        if hasattr(key, "name"):
+            if isinstance(node, equinox.Module):  # type: ignore[union-attr]  # there is a key to look at only if it is loaded
+                return (
+                    f"; it is part of the Equinox module {type(node).__name__}: arrays, static = eqx.partition(model, "
+                    "eqx.is_array) takes it apart, and eqx.combine(arrays, static) in the step puts it together"
+                )
+            node = getattr(node, key.name)
+        else:
+            node = node[key.idx if hasattr(key, "idx") else key.key]
+    return ""
+
+
+def keystr(path: Any) -> str:
+    """``args[0]['w']`` of a path into ``(args, kwargs)``."""
+    which, *rest = path
+    head = "args" if getattr(which, "idx", 0) == 0 else "kwargs"
+    return f" {head}{jax.tree_util.keystr(tuple(rest))}"
+
+
+def gathered(tree: Any) -> Any:
+    """For the reference mode: arrays of different submeshes come to one device."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
+    if len({frozenset(x.sharding.device_set) for x in arrays}) <= 1:
+        return tree
+    device = jax.devices()[0]
+    return jax.tree.map(lambda x: jax.device_put(x, device) if isinstance(x, jax.Array) else x, tree)
+
+
+def donated_leaves(given: Arguments, argnums: tuple[int, ...], argnames: tuple[str, ...]) -> frozenset[int]:
+    """Positions of the leaves of donated arguments."""
+    count = len(given.dyn_args)
+    numbers = {k % count for k in argnums if -count <= k < count} if count else set()
+    paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+    return frozenset(
+        i
+        for i, ((which, head, *_), _) in enumerate(paths)
+        if (head.idx in numbers if which.idx == 0 else head.key in argnames)
+    )
+
+
+def check_donation(step: Step, given: Arguments) -> None:
+    """Refuses one array in two places where a donation would take it away from the other one."""
+    donated = donated_leaves(given, step.donate_argnums, step.donate_argnames)
+    seen: dict[int, int] = {}
+    for i, x in enumerate(given.leaves):
+        k = seen.setdefault(id(x), i)
+        if k != i and isinstance(x, jax.Array) and not donated.isdisjoint((i, k)):
+            paths = [p for p, _ in jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))]
+            raise ValueError(
+                f"mm.jit({step.name}): arguments{keystr(paths[k])} and{keystr(paths[i])} are one array of shape "
+                f"{x.shape}, and it is donated; donate neither, or pass a copy (jnp.copy) as one of them"
+            )

@@ -1,0 +1,58 @@
+"""Findings about a step as a whole: what is meant to be a pipeline and is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import _compat
+from .._errors import PlacementError
+from .._mark import MARK, Recording
+from .._program import Program
+
+
+def note_pipeline(record: Recording, program: Program | None, jaxpr: Any) -> None:
+    """Adds findings: loops without a task, tasks of which nothing is used, loops that their schedule cannot run.
+
+    Args:
+      record: of the trace.
+      program: made from it; None where nothing says what runs where.
+      jaxpr: the closed jaxpr of the step.
+    """
+    if program is None:
+        for loop in record.loops.values():
+            record.findings[
+                f"microbatch({loop.name}) is in a step without a task, so that there is no pipeline: its "
+                f"{loop.num_microbatches} microbatches run one after the other in one place; wrap the parts of the model "
+                "with mm.task, or place them with mm.register_task"
+            ] = PlacementError
+        return
+    for plan in program.loops:
+        if not plan.in_order:
+            name = getattr(plan.schedule, "name", plan.schedule)
+            record.findings[
+                f"microbatch({plan.name}): its stages are on submeshes {plan.placement} and in no order that schedule "
+                f"{name!r} could run, because values go both ways between them in one pass; its microbatches run one after "
+                "the other. Let values go from each stage to later ones only"
+            ] = PlacementError
+    used = {name for fragment in program.fragments for name in fragment.tasks}
+    missing = {mark: task.name for mark, task in record.tasks.items() if task.name not in used}
+    if not missing:
+        return
+    traced = _marks(jaxpr)
+    left = _marks(_compat.dce(_compat.without_consts(jaxpr), [True] * len(jaxpr.out_avals))[0])
+    for name in dict.fromkeys(name for mark, name in missing.items() if mark in traced and mark not in left):
+        record.findings[
+            f"task {name!r} is dropped: no result of the step depends on what it computes; return it, or take the task away"
+        ] = PlacementError
+
+
+def _marks(jaxpr: Any) -> set[str]:
+    """The marks of the calls in a jaxpr and in those that it holds."""
+    found: set[str] = set()
+    pending = [jaxpr]
+    while pending:
+        for eqn in _compat.open_jaxpr(pending.pop()).eqns:
+            if _compat.is_jit(eqn) and MARK in eqn.params["name"]:
+                found.add(eqn.params["name"])
+            pending += _compat.jaxprs_in(eqn)
+    return found

@@ -1,0 +1,164 @@
+"""`jit`: a step that is traced, planned and compiled at its first call with new shapes, and called."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+
+from .. import _compat
+from .._compiled import Compiled
+from .._errors import ArgumentError
+from .._mark import current_recording, transforms_ignored
+from ._arguments import (
+    Arguments,
+    as_tuple,
+    check_donation,
+    check_named,
+    flatten,
+    gathered,
+    named,
+    places,
+    signature,
+    surroundings,
+)
+from ._lowered import Lowered
+from ._step import Step
+from ._trace import trace
+from ._traced import Traced
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def jit(
+    fun: Callable[P, R],
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    compiler_options: dict[str, Any] | None = None,
+    strict: bool = False,
+) -> Jitted[P, R]:
+    """Compiles a function for many submeshes; the counterpart of ``jax.jit``.
+
+    Args:
+      fun: a function of pytrees, with tasks in it. Differentiation goes inside: ``mm.jit`` around ``jax.grad``.
+      static_argnums, static_argnames: arguments that are part of the program; hashable.
+      donate_argnums, donate_argnames: arguments whose buffers the step may reuse; they are deleted by the call.
+      in_shardings: pytree prefix of the arguments of `NamedSharding` on submeshes, or None to infer.
+      out_shardings: pytree prefix of the result, likewise.
+      compiler_options: handed to XLA for every fragment.
+      strict: whether findings (a logical name that no rule knows) are errors instead of one warning.
+
+    Returns:
+      A callable. Each distinct structure, shape, dtype and static value of arguments is traced and compiled once.
+
+    Raises:
+      ManyMeshError: whatever is wrong with tasks, axes, schedules or placement, before anything runs.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, manymesh as mm
+      >>> first = mm.task(lambda x: x + 1, "first", devices=[0])
+      >>> second = mm.task(lambda x: x * 2, "second", devices=[1])
+      >>> f = mm.jit(lambda x: second(first(x)))
+      >>> f(jnp.arange(3)).tolist()
+      [2, 4, 6]
+    """
+    return Jitted(
+        fun, static_argnums, static_argnames, donate_argnums, donate_argnames, in_shardings, out_shardings,
+        compiler_options, strict,
+    )  # fmt: skip
+
+
+class Jitted(Generic[P, R]):
+    """What `jit` returns."""
+
+    def __init__(
+        self, fun: Callable[P, R], static_argnums: Any, static_argnames: Any, donate_argnums: Any, donate_argnames: Any,
+        in_shardings: Any, out_shardings: Any, compiler_options: Any, strict: bool,
+    ) -> None:  # fmt: skip
+        if not callable(fun):
+            raise ArgumentError(f"mm.jit takes a function, found {type(fun).__name__}")
+        functools.update_wrapper(self, fun)
+        check_named("static", fun, as_tuple(static_argnums), as_tuple(static_argnames))
+        check_named("donate", fun, as_tuple(donate_argnums), as_tuple(donate_argnames))
+        static = named(fun, as_tuple(static_argnums), as_tuple(static_argnames))
+        donated = named(fun, as_tuple(donate_argnums), as_tuple(donate_argnames))
+        self.fun, self.name = fun, getattr(fun, "__name__", type(fun).__name__)
+        self._step = Step(fun, self.name, *static, *donated, in_shardings, out_shardings, compiler_options, strict)
+        self._compiled: dict[Any, Compiled] = {}
+        self._without_tasks: set[Any] = set()  # keys of programs that are where their arguments are
+        self._reference = jax.jit(fun, static_argnums=static[0] or None, static_argnames=static[1] or None)
+
+    @_compat.boundary
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs the step; compiles it first where these shapes, dtypes and statics are new."""
+        if transforms_ignored():
+            result: R = self._reference(*gathered(args), **gathered(kwargs))
+            return result
+        if current_recording() is not None:
+            return self.fun(*args, **kwargs)  # a step inside a step is part of it
+        if _compat.jit_is_disabled():
+            result = self._reference(*gathered(args), **gathered(kwargs))
+            return result
+        given = flatten(self._step, args, kwargs)
+        if _compat.is_staging() and not any(isinstance(x, jax.core.Tracer) for x in given.leaves):
+            raise ArgumentError(
+                f"mm.jit({self.name}) is called while JAX traces another function, such as one of jax.jit; a step that runs "
+                "on several submeshes cannot be a part of its program: apply jax.jit inside the function that mm.jit wraps"
+            )
+        result = self._compiled_for(given).call_flat(given.leaves)
+        return result
+
+    @_compat.boundary
+    def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
+        """Compiles for arguments, arrays or `jax.ShapeDtypeStruct`, so that calls with such arguments find it done."""
+        return self._compiled_for(flatten(self._step, args, kwargs))
+
+    def _compiled_for(self, given: Arguments) -> Compiled:
+        # 1, 1.0 and True are equal and hash alike, but make different programs.
+        static = tuple((k, type(v), v) for k, v in given.static)
+        key: Any = (given.treedef, static, surroundings(), tuple(signature(x) for x in given.leaves))
+        compiled = self._compiled.get(key)
+        if compiled is None and key in self._without_tasks:
+            compiled = self._compiled.get((key, places(given.leaves)))
+        if compiled is None:
+            check_donation(self._step, given)
+            lowered = trace(self._step, given).lower()
+            if lowered.follows_arguments:
+                self._without_tasks.add(key)
+                key = (key, places(given.leaves))
+            compiled = self._compiled[key] = lowered.compile()
+        return compiled
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method of a class, the step takes the instance as its first argument."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    @_compat.boundary
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """Traces the step for arguments, arrays or `jax.ShapeDtypeStruct`."""
+        return trace(self._step, flatten(self._step, args, kwargs))
+
+    @_compat.boundary
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Traces the step and splits it over its submeshes."""
+        return self.trace(*args, **kwargs).lower()
+
+    @_compat.boundary
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Shapes and dtypes of the result; nothing is compiled."""
+        return self.trace(*args, **kwargs).out_info
+
+    def clear_cache(self) -> None:
+        """Forgets every program and executable made by this function."""
+        self._compiled.clear()
+        self._without_tasks.clear()
+        self._step.executables.clear()

@@ -1,0 +1,126 @@
+"""The third stage: a step split over its submeshes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from .. import _compat
+from .._compiled import Compiled
+from .._layout._donation import donation_pairs
+from .._layout._layout import Layout
+from .._layout._solve import solve
+from .._plan._instructions import Plan
+from .._program import Program
+from .._progress import compiling
+from .._runtime._compile import Executables
+from .._runtime._lower import compile_and_look, lower
+from .._topology import auto_mesh, require_devices
+from ._floats import explain_float
+from ._names import names_of_values
+from ._step import Step
+
+
+@dataclass(eq=False)
+class Lowered:
+    """A step split over its submeshes, laid out, not yet compiled.
+
+    Attributes:
+      program: fragments and edges.
+      plan: the instructions of one call.
+      follows_arguments: whether it has no task, and is where its arguments are.
+    """
+
+    _step: Step
+    _in_tree: Any
+    _out_tree: Any
+    program: Program
+    plan: Plan
+    _asked: dict[int, NamedSharding]
+    _arriving: dict[int, NamedSharding]
+    _found: dict[int, Sharding]
+    _wanted: dict[int, NamedSharding]
+    _states: list[tuple[int, int]]
+    _donated: frozenset[int]
+    _plain: Callable[..., Any]
+    follows_arguments: bool
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """The sharding of every value on every submesh, the rule that decided it, and what is donated to what.
+
+        Found without compiling, also for `planned_devices`; it is what the arrays then have.
+        """
+        program = self.program
+        layout = solve(
+            program, asked=self._asked, arriving=self._arriving, wanted=self._made_in_place(), states=self._states,
+            names=names_of_values(program, self._in_tree, self._out_tree),
+            look=functools.partial(compile_and_look, program),
+        )  # fmt: skip
+        return replace(layout, donation=donation_pairs(program, layout, self.plan.donatable))
+
+    def as_text(self) -> str:
+        """The program and the instructions of one call, readable."""
+        return f"{self.program!r}\n{self.plan.text([f.name for f in self.program.fragments])}"
+
+    @_compat.boundary
+    def compile(self) -> Compiled:
+        """Compiles every fragment.
+
+        Raises:
+          MeshError: a submesh has `planned_devices`.
+        """
+        step = self._step
+        require_devices(step.name, self.program.submeshes)
+        shift = len(self.program.consts)
+        executables = step.executables.setdefault(_compat.trace_settings(), Executables())
+        before = (executables.compiled, executables.reused)
+        direct = self._made_in_place()
+        layout = self.layout
+        with compiling(step.name, len(self.program.fragments)) as progress:
+            lowered = lower(
+                self.program, self.plan, layout, executables,
+                compiler_options=step.compiler_options, progress=progress,
+            )  # fmt: skip
+        literals = {
+            o: jax.device_put(
+                _host_value(v), self._wanted.get(o, NamedSharding(self.program.submeshes[s], PartitionSpec()))
+            )
+            for o, (v, s) in enumerate(self.program.outputs)
+            if not _compat.is_var(v)
+        }
+        made = (executables.compiled - before[0], executables.reused - before[1])
+        compiled = Compiled(
+            lowered, literals, self._in_tree, self._out_tree,
+            tuple(sorted(i - shift for i in self._donated)), made, step.name,
+            {o: s for o, s in self._wanted.items() if o not in direct and o not in literals},
+            self._found,
+        )  # fmt: skip
+        compiled.explain = functools.partial(explain_float, step.name, self._plain)
+        return compiled
+
+    def _made_in_place(self) -> dict[int, Any]:
+        """The wanted shardings that a fragment can give its result; another task's submesh, or a second layout of one
+        value, is reached by moving the finished result."""
+        direct: dict[int, Any] = {}
+        made: dict[Any, int] = {}
+        for o, sharding in self._wanted.items():
+            v, s = self.program.outputs[o]
+            mesh = sharding.mesh
+            if _compat.is_var(v) and isinstance(mesh, Mesh) and auto_mesh(mesh) == self.program.submeshes[s]:
+                first = made.setdefault(v, o)
+                if self._wanted[first].spec == sharding.spec:
+                    direct[o] = sharding
+        return direct
+
+
+def _host_value(literal: Any) -> Any:
+    """A literal result; a plain Python number stays weakly typed, as from jax.jit."""
+    value = np.asarray(literal.val, literal.aval.dtype)
+    return value.item() if literal.aval.weak_type else value

@@ -1,0 +1,80 @@
+"""Where arguments are, and where the caller wants arguments and results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._errors import ArgumentError, MeshError
+from .._program import Program
+from .._task import Task, mesh_devices
+from .._topology import auto_mesh
+
+
+def mesh_of(x: Any) -> Mesh | None:
+    """The mesh that an argument was put on, if it was put anywhere."""
+    sharding = getattr(x, "sharding", None)
+    if sharding is None or not getattr(x, "committed", True):
+        return None
+    if isinstance(sharding, NamedSharding):
+        return auto_mesh(sharding.mesh) if isinstance(sharding.mesh, Mesh) else None
+    devices = sorted(sharding.device_set, key=lambda d: d.id)
+    return Mesh(np.array(devices), ("device",))
+
+
+def arrival(x: Any, program: Program) -> Any:
+    """The sharding an argument already has, if that is a layout on one of the submeshes."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    if not getattr(x, "committed", True):
+        return None
+    devices = mesh_devices(sharding.mesh)
+    if any(mesh_devices(m) == devices for m in program.submeshes):
+        return sharding
+    return None
+
+
+def check_submeshes(label: str, shardings: dict[int, Any], paths: list[str], tasks: Iterable[Task]) -> None:
+    """Refuses a sharding over devices of a task and others, such as one on the whole mesh.
+
+    Args:
+      label: ``in_shardings`` or ``out_shardings``.
+      shardings: position of a leaf -> its sharding.
+      paths: what each leaf is called.
+      tasks: the tasks of the step.
+
+    Raises:
+      MeshError: it is on some devices of a task's submesh and not the others, or on more than those.
+    """
+    meshes = {mesh: str(task.name) for task in tasks for mesh in (task.meshes or (task.mesh,)) if mesh is not None}
+    for i, sharding in shardings.items():
+        own = set(mesh_devices(sharding.mesh))
+        parts = {name for mesh, name in meshes.items() if not own.isdisjoint(mesh_devices(mesh))}
+        if parts and all(own != set(mesh_devices(mesh)) for mesh in meshes):
+            raise MeshError(
+                f"{label} of{paths[i]} is on devices {sorted(d.id for d in own)}, but expected is the submesh of one task: "
+                f"{', '.join(map(repr, sorted(parts)))} use parts of these devices; write NamedSharding(submesh, spec), or "
+                "None to have it inferred"
+            )
+
+
+def expand(label: str, prefix: Any, tree: Any) -> dict[int, Any]:
+    """position of a leaf -> its sharding, from a pytree prefix."""
+    is_leaf = lambda s: s is None or isinstance(s, jax.sharding.Sharding)  # noqa: E731
+    try:
+        expanded = jax.tree.map(lambda s, part: [s] * len(jax.tree.leaves(part)), prefix, tree, is_leaf=is_leaf)
+    except ValueError as error:
+        raise ArgumentError(
+            f"{label}: its structure is no prefix of the {'result' if label.startswith('out') else 'arguments'}: {error}"
+        ) from None
+    flat = jax.tree.leaves(expanded, is_leaf=is_leaf)
+    for s in flat:
+        if s is not None and not isinstance(s, NamedSharding):
+            hint = "; say on which submesh: NamedSharding(submesh, spec)" if isinstance(s, PartitionSpec) else ""
+            raise ArgumentError(f"{label}: expected NamedSharding on a submesh or None, found {s!r}{hint}")
+    return {i: s for i, s in enumerate(flat) if s is not None}

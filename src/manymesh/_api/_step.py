@@ -1,0 +1,58 @@
+"""What `jit` was told about a function, and what its programs share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import _compat
+from .._errors import AxisError
+from .._jaxpr._scopes import scope_names
+from .._mark import Recording
+from .._runtime._compile import Executables
+
+
+@dataclass(eq=False)
+class Step:
+    """A function and the settings it is compiled with.
+
+    Attributes:
+      fun, name: the function, and what it is called in messages.
+      static_argnums, static_argnames, donate_argnums, donate_argnames: complete, numbers as names and names as numbers.
+      in_shardings, out_shardings, compiler_options, strict: as given to `jit`.
+      executables: what was compiled for all programs of the function, by the settings of JAX that it was lowered under.
+      warned: what was warned about already.
+    """
+
+    fun: Callable[..., Any]
+    name: str
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+    donate_argnums: tuple[int, ...]
+    donate_argnames: tuple[str, ...]
+    in_shardings: Any
+    out_shardings: Any
+    compiler_options: dict[str, Any] | None
+    strict: bool
+    executables: dict[Any, Executables] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
+
+    def report(self, record: Recording, closed: Any) -> None:
+        """Warns of what was found while tracing, and, with the jaxpr, of patterns without a scope; each once.
+
+        Raises:
+          ManyMeshError: something was found, and the step is strict.
+        """
+        if self.strict and record.findings:
+            error = next(iter(record.findings.values())) or AxisError
+            raise error(f"mm.jit({self.name}, strict=True): {'; '.join(record.findings)}")
+        new = [f for f in record.findings if f not in self.warned]
+        self.warned.update(new)
+        if closed is not None and record.implicit:
+            unmatched = record.implicit.unmatched(scope_names(closed))
+            new += [text for pattern, text in unmatched.items() if f"pattern {pattern}" not in self.warned]
+            self.warned.update(f"pattern {pattern}" for pattern in unmatched)
+        if new:
+            warnings.warn(f"mm.jit({self.name}): {'; '.join(new)}", stacklevel=_compat.users_level())

@@ -1,0 +1,45 @@
+"""The first stage: a function traced to one jaxpr, with the meaning of its marks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from .. import _compat
+from .._errors import AxisError
+from .._implicit import Matcher, registered
+from .._mark import Recording, recording
+from ._arguments import Arguments, abstract
+from ._boxes import carried, is_foreign_box, with_parameter
+from ._step import Step
+from ._traced import Traced
+
+
+def trace(step: Step, given: Arguments) -> Traced:
+    """Traces a step for one call's arguments."""
+    statics = dict(given.static)
+    record = Recording(implicit=Matcher(registered()))
+    paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+    avals = [abstract(step.name, path, x, given) for path, x in paths]
+    out_tree: list[Any] = []
+
+    def flat_fun(*leaves: Any) -> list[Any]:
+        args, kwargs = jax.tree.unflatten(given.treedef, leaves)
+        if record.implicit:
+            args, kwargs = jax.tree.map(carried, (args, kwargs), is_leaf=is_foreign_box)
+        full = tuple(statics.get(k, a) for k, a in enumerate(args))
+        kwargs = {**kwargs, **{k: v for k, v in statics.items() if isinstance(k, str)}}
+        out = step.fun(*full, **kwargs)
+        out_leaves, tree = jax.tree.flatten(out)
+        out_tree.append(tree)
+        return out_leaves
+
+    flat_fun.__name__ = flat_fun.__qualname__ = step.name
+    try:
+        with recording(record), _compat.without_mesh(), jax.disable_jit(False):
+            closed, shapes = jax.make_jaxpr(flat_fun, return_shape=True)(*avals)
+    except AxisError as error:
+        raise with_parameter(error, given) from None
+    step.report(record, None)
+    return Traced(step, given, record, closed, shapes, out_tree[-1], flat_fun)

@@ -1,0 +1,139 @@
+"""The second stage: a step as one jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from .. import _compat
+from .._errors import AxisError, MeshError
+from .._layout._names import resolve_constraints
+from .._mark import Recording
+from .._partition._build import build
+from .._plan._emit import emit
+from .._program import Program
+from .._topology import auto_mesh
+from ._arguments import Arguments, donated_leaves, keystr
+from ._boxes import with_parameter
+from ._findings import note_pipeline
+from ._lowered import Lowered
+from ._shardings import arrival, check_submeshes, expand, mesh_of
+from ._step import Step
+
+
+@dataclass(eq=False)
+class Traced:
+    """A step as one jaxpr, with the meaning of its marks.
+
+    Attributes:
+      jaxpr: the closed jaxpr of the step.
+    """
+
+    _step: Step
+    _given: Arguments
+    _record: Recording
+    jaxpr: Any
+    _shapes: Any
+    _out_tree: Any
+    _plain: Callable[..., Any]
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes and dtypes of the result, in its structure."""
+        return jax.tree.unflatten(self._out_tree, [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in self._shapes])
+
+    @_compat.boundary
+    def lower(self) -> Lowered:
+        """Splits the step over its submeshes and lays out the instructions."""
+        step, given = self._step, self._given
+        static = {k for k, _ in given.static}
+        dynamic = tuple(a for k, a in enumerate(given.dyn_args) if k not in static)
+        wanted_in = {} if step.in_shardings is None else expand("in_shardings", step.in_shardings, dynamic)
+        out = jax.tree.unflatten(self._out_tree, self._shapes)
+        wanted_out = {} if step.out_shardings is None else expand("out_shardings", step.out_shardings, out)
+        tasks = self._record.tasks.values()
+        leaves = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+        check_submeshes("in_shardings", wanted_in, [keystr(path) for path, _ in leaves], tasks)
+        results = [f" result{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(out)]
+        check_submeshes("out_shardings", wanted_out, results, tasks)
+        pinned_out = {i: auto_mesh(s.mesh) for i, s in wanted_out.items()}
+        given_away = (
+            frozenset() if _compat.checks_floats() else donated_leaves(given, step.donate_argnums, step.donate_argnames)
+        )
+        pairs = self._states(given_away)
+        pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
+        try:
+            program = build(self.jaxpr, self._record, pinned_in, pinned_out, pairs)
+        except AxisError as error:
+            raise with_parameter(error, given) from None
+        note_pipeline(self._record, program, self.jaxpr)
+        follows = program is None
+        if program is None:
+            program = self._without_tasks()
+        try:
+            program, findings = resolve_constraints(program, self._record.tasks)
+        except AxisError as error:
+            raise with_parameter(error, given) from None
+        self._record.findings.update(dict.fromkeys(findings, AxisError))
+        step.report(self._record, self.jaxpr)
+        shift = len(program.consts)
+        donated = frozenset(shift + i for i in given_away)
+        states = [(shift + i, o) for i, o in pairs if program.outputs[o][1] == program.home[program.invars[shift + i]]]
+        plan = emit(program, donated)
+        arriving = {shift + i: s for i, x in enumerate(given.leaves) if (s := arrival(x, program)) is not None}
+        asked = {shift + i: s for i, s in wanted_in.items()}
+        found = {i: s for i, x in enumerate(given.leaves) if (s := getattr(x, "sharding", None)) is not None}
+        return Lowered(
+            step,
+            given.treedef,
+            self._out_tree,
+            program,
+            plan,
+            asked,
+            arriving,
+            found,
+            wanted_out,
+            states,
+            donated,
+            self._plain,
+            follows,
+        )
+
+    def _without_tasks(self) -> Program:
+        """The program where no task and no sharding says what runs where: everything is where its arguments are."""
+        committed = {i: m for i, x in enumerate(self._given.leaves) if (m := mesh_of(x)) is not None}
+        default = next(iter(committed.values()), Mesh(np.array(jax.devices()[:1]), ("device",)))
+        everything = {i: default for i in range(len(self._given.leaves))}
+        results = {i: default for i in range(len(self._shapes))}
+        try:
+            program = build(self.jaxpr, self._record, committed, {}) if committed else None
+        except MeshError:  # arguments on several backends; one place then
+            program = None
+        program = program or build(self.jaxpr, self._record, everything, results)
+        if program is None:  # nothing comes in and nothing goes out
+            program = Program((default,), (), (), (), (), (), (), {}, {}, ())
+        return program
+
+    def _states(self, donated: frozenset[int]) -> list[tuple[int, int]]:
+        """(input, result) pairs where the result is the next value of the input."""
+        shapes = jax.tree.unflatten(self._out_tree, self._shapes)
+        results: dict[Any, list[int]] = {}
+        for o, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(shapes)):
+            for start in range(len(path) + 1):
+                results.setdefault((path[start:], leaf.shape, leaf.dtype), []).append(o)
+        pairs, taken = [], set()
+        inputs = jax.tree_util.tree_leaves_with_path((self._given.dyn_args, self._given.dyn_kwargs))
+        for i, ((path, _), aval) in enumerate(zip(inputs, self.jaxpr.in_avals, strict=True)):
+            if len(path) == 2 and i not in donated:
+                continue  # a bare array and a result of its shape are not the same thing over time
+            for o in results.get((path[2:], aval.shape, aval.dtype), ()):
+                if o not in taken:
+                    pairs.append((i, o))
+                    taken.add(o)
+                    break
+        return pairs

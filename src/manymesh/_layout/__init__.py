@@ -1,0 +1,1 @@
+"""Which sharding every value has on every submesh, decided before anything compiles."""

@@ -1,0 +1,101 @@
+"""States that mirror a parameter: moments, averages and master copies, by the arithmetic that ties them to it.
+
+An optimizer's update is elementwise: the first element of a moment meets the first element of its parameter and
+no other. Where such a state is laid out like its parameter nothing has to move, and it takes as little memory on
+each device as the parameter does. So whatever elementwise arithmetic outside the microbatch loops ties together is
+found here, by union of the variables of each elementwise equation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .. import _compat
+from .._compat import Atom, Eqn, Jaxpr, Var
+from .._mark import MARK
+from .._program import Program
+from ._groups import Groups
+
+_ELEMENTWISE = frozenset(
+    (
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
+        "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp",
+        "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max",
+        "min", "mul", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "pow", "reduce_precision", "rem",
+        "round", "rsqrt", "select_n", "sharding_constraint", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan",
+        "tanh", "xor",
+    )
+)  # fmt: skip
+
+
+def mirrors(program: Program, states: Iterable[Var]) -> list[tuple[Var, ...]]:
+    """Sets of states that elementwise arithmetic ties together, each in the order of ``states``.
+
+    Args:
+      program: the program.
+      states: the inputs that a result replaces.
+    """
+    groups: Groups[Var] = Groups()
+    ties = _Ties()
+    for f in program.fragments:
+        if f.loop is None:
+            ties.join(groups, _compat.open_jaxpr(f.jaxpr).eqns)
+    found: dict[Var, list[Var]] = {}
+    for v in dict.fromkeys(states):
+        if _compat.shape(v):
+            found.setdefault(groups.find(v), []).append(v)
+    return [tuple(members) for members in found.values() if len(members) > 1]
+
+
+class _Ties:
+    """What each jaxpr ties together, found once for all its calls."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Jaxpr, list[list[int]]]] = {}
+
+    def join(self, groups: Groups[Var], eqns: Sequence[Eqn]) -> None:
+        """Joins the variables that each equation works on element by element."""
+        spread: set[Var] = set()  # one number for all elements ties nothing, though several updates may share it
+        for eqn in eqns:
+            if eqn.primitive.name == "broadcast_in_dim":
+                spread.update(v for v in eqn.outvars if _compat.is_var(v))
+            elif eqn.primitive.name in _ELEMENTWISE:
+                self._join_alike(groups, eqn, spread)
+            elif eqn.primitive.name == "cond":
+                for branch in eqn.params["branches"]:
+                    self._join_call(groups, branch, eqn.invars[1:], eqn.outvars)
+            elif not (_compat.is_jit(eqn) and MARK in eqn.params["name"]):
+                body = _compat.called_jaxpr(eqn)
+                if body is not None:
+                    self._join_call(groups, body, eqn.invars, eqn.outvars)
+
+    @staticmethod
+    def _join_alike(groups: Groups[Var], eqn: Eqn, spread: set[Var]) -> None:
+        each = eqn.primitive.name == "optimization_barrier"  # each of its operands has a result of its own
+        for k, out in enumerate(eqn.outvars):
+            operands: list[Any] = eqn.invars[k : k + 1] if each else eqn.invars
+            for v in operands:
+                alike = _compat.is_var(v) and _compat.is_var(out) and _compat.shape(v) == _compat.shape(out)
+                if alike and v not in spread:
+                    groups.join(v, out)
+
+    def _join_call(self, groups: Groups[Var], jaxpr: Jaxpr, invars: Sequence[Atom], outvars: Sequence[Atom]) -> None:
+        atoms = [*invars, *outvars]
+        for together in self._of(jaxpr):
+            variables: list[Any] = [atoms[k] for k in together if _compat.is_var(atoms[k])]
+            for v in variables[1:]:
+                groups.join(v, variables[0])
+
+    def _of(self, jaxpr: Jaxpr) -> list[list[int]]:
+        """Positions among the inputs and results of a jaxpr that are tied together."""
+        if id(jaxpr) not in self._known:
+            parts = _compat.open_jaxpr(jaxpr)
+            own: Groups[Var] = Groups()
+            self.join(own, parts.eqns)
+            sets: dict[Var, list[int]] = {}
+            for k, v in enumerate([*parts.invars, *parts.outvars]):
+                if _compat.is_var(v):
+                    sets.setdefault(own.find(v), []).append(k)
+            self._known[id(jaxpr)] = jaxpr, [s for s in sets.values() if len(s) > 1]
+        return self._known[id(jaxpr)][1]

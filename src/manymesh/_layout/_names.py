@@ -1,0 +1,133 @@
+"""Constraints from outside every task, in the terms of the submesh where their values ended up.
+
+A step often constrains its parameters in logical names before it calls its tasks. Such a constraint travels with its
+value; once it is known where that is, its names are read by the rules of the tasks there: those of the fragment that
+it is in come before those of other tasks on the same submesh, and after all rules a name may be a device axis.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .. import _compat
+from .._compat import Eqn, Jaxpr, Var
+from .._jaxpr._nodes import trace_nodes
+from .._jaxpr._scopes import jaxprs_of
+from .._mark import constraint_p
+from .._program import Fragment, Program
+from .._task import AxisRule, Task, check_divides
+from ..meta._rules import parts_of, resolve
+
+_FREE = PartitionSpec.UNCONSTRAINED
+_WHERE = "with_sharding_constraint outside every task"
+
+
+def resolve_constraints(program: Program, tasks: Mapping[str, Task]) -> tuple[Program, tuple[str, ...]]:
+    """The program with every constraint in device axes of its submesh.
+
+    Args:
+      program: the program.
+      tasks: mark -> the task it stands for.
+
+    Returns:
+      The program, and a sentence for each name that nobody knows; its dimension is left to XLA.
+
+    Raises:
+      AxisError: a name at two dimensions, or a dimension that does not divide over its device axes.
+    """
+    worker = _Resolver(program, tasks)
+    fragments = tuple(worker.fragment(f) for f in program.fragments)
+    if all(new is old for new, old in zip(fragments, program.fragments, strict=True)):
+        return program, ()
+    return replace(program, fragments=fragments), tuple(worker.findings)
+
+
+class _Resolver:
+    def __init__(self, program: Program, tasks: Mapping[str, Task]) -> None:
+        self.program, self.tasks = program, tasks
+        self.findings: dict[str, None] = {}
+        self._holds: dict[int, tuple[Jaxpr, bool]] = {}
+
+    def fragment(self, f: Fragment) -> Fragment:
+        """The fragment with its constraints resolved; itself where it has none."""
+        if not self._has_names(f.jaxpr):
+            return f
+        mesh = self.program.submeshes[f.submesh]
+        return replace(f, jaxpr=self._jaxpr(f.jaxpr, mesh, self._rules(f, mesh)))
+
+    def _rules(self, f: Fragment, mesh: Mesh) -> tuple[AxisRule, ...]:
+        own = [e.params["name"] for e in _compat.open_jaxpr(f.jaxpr).eqns if _compat.is_jit(e)]
+        here = [task for mark, task in self.tasks.items() if task.mesh == mesh and mark not in own]
+        tasks = [self.tasks[mark] for mark in own if mark in self.tasks] + here
+        return tuple(dict.fromkeys(rule for task in tasks for rule in task.logical_axes or ()))
+
+    def _has_names(self, jaxpr: Jaxpr) -> bool:
+        if id(jaxpr) not in self._holds:
+            found = any(
+                e.primitive is constraint_p or any(map(self._has_names, jaxprs_of(e)))
+                for e in _compat.open_jaxpr(jaxpr).eqns
+            )
+            self._holds[id(jaxpr)] = jaxpr, found
+        return self._holds[id(jaxpr)][1]
+
+    def _jaxpr(self, jaxpr: Jaxpr, mesh: Mesh, rules: tuple[AxisRule, ...]) -> Jaxpr:
+        eqns = [self._equation(e, mesh, rules) for e in _compat.open_jaxpr(jaxpr).eqns]
+        new: Jaxpr = _compat.with_eqns(jaxpr, eqns)
+        return new
+
+    def _equation(self, eqn: Eqn, mesh: Mesh, rules: tuple[AxisRule, ...]) -> Eqn:
+        if eqn.primitive is constraint_p:
+            (operand,) = eqn.invars
+            return constraint_eqn(eqn, mesh, self.spec(eqn.params["names"], _compat.shape(operand), mesh, rules))
+        if not any(map(self._has_names, jaxprs_of(eqn))):
+            return eqn
+
+        def resolved(value: Any) -> Any:
+            if _compat.is_jaxpr(value):
+                return self._jaxpr(value, mesh, rules)
+            if isinstance(value, (tuple, list)) and any(map(_compat.is_jaxpr, value)):
+                return type(value)(map(resolved, value))
+            return value
+
+        new: Eqn = eqn.replace(params={k: resolved(v) for k, v in eqn.params.items()})
+        return new
+
+    def spec(
+        self, names: tuple[Any, ...], shape: Sequence[int], mesh: Mesh, rules: tuple[AxisRule, ...]
+    ) -> PartitionSpec:
+        """What names mean on a submesh; a dimension whose name nobody knows stays free."""
+        axes = tuple(mesh.axis_names)
+        found = resolve(names, rules, axes)
+        unknown = set(found.unknown)
+        entries = [
+            _FREE if axis is None and not unknown.isdisjoint(parts_of(name)) else axis
+            for name, axis in zip(names, found.axes, strict=True)
+        ]
+        for name in found.unknown:
+            known = list(dict.fromkeys(logical for logical, _ in rules))
+            near = difflib.get_close_matches(name, [*known, *axes], 1)
+            correct = f"did you mean {near[0]!r}?" if near else "correct the name"
+            self.findings[
+                f"{_WHERE}: axis name {name!r} of {names} is in no rule of the tasks on this submesh (they know {known}) and "
+                f"is no device axis {axes}, so XLA chooses how that dimension is sharded; add a rule to the task, or {correct}"
+            ] = None
+        check_divides(_WHERE, names, entries, tuple(shape), dict(mesh.shape))
+        return PartitionSpec(*entries)
+
+
+def constraint_eqn(eqn: Eqn, mesh: Mesh, spec: PartitionSpec) -> Eqn:
+    """JAX's own constraint in place of ours, between the same variables."""
+    (operand,) = eqn.invars
+    given = [operand if _compat.is_var(operand) else _compat.new_var(operand.aval)]
+    sharding = NamedSharding(mesh.abstract_mesh, spec)
+    nodes, _ = trace_nodes(lambda x: jax.lax.with_sharding_constraint(x, sharding), given)
+    assert len(nodes) == 1, "a constraint is one equation"
+    outvars: Sequence[Var] = eqn.outvars
+    new: Eqn = nodes[0].eqn.replace(invars=[operand], outvars=outvars, source_info=eqn.source_info)
+    return new

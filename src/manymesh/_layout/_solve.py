@@ -1,0 +1,284 @@
+"""Deciding the sharding of every value of a program, by rules in order.
+
+1. What the user said: ``in_shardings``, ``out_shardings``, where an argument already lies, and the constraints on
+   arguments (their own, those of their boxes, those of the tasks that read them).
+2. One value over time has one sharding: a state and its next value, an accumulator, the pieces of a batch.
+3. A state that elementwise arithmetic ties to a parameter is laid out like it.
+4. A value that crosses arrives as its readers constrain it, else as it left.
+5. The rest is what XLA's partitioner would choose, found fragment by fragment by its propagation pass.
+6. What nothing says anything about is replicated.
+
+Then every fragment is compiled with all its shardings given, so that nothing depends on what was compiled first.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .. import _compat
+from .._compat import Atom, Propagated, Var
+from .._key import Keys
+from .._program import Fragment, Program
+from ._constraints import Constraints
+from ._groups import Groups
+from ._layout import Decision, Layout
+from ._mirrors import mirrors
+from ._transfers import adapt_spec
+
+Specs = tuple[PartitionSpec | None, ...]
+
+
+def solve(
+    program: Program,
+    *,
+    asked: Mapping[int, NamedSharding],
+    arriving: Mapping[int, NamedSharding],
+    wanted: Mapping[int, NamedSharding],
+    states: Iterable[tuple[int, int]],
+    names: Mapping[Var, str],
+    look: Callable[[Fragment, Specs, Specs], Propagated] | None = None,
+) -> Layout:
+    """Decides the sharding of every value of a program on every submesh that it is on.
+
+    Args:
+      program: the program.
+      asked: input position -> what ``in_shardings`` say.
+      arriving: input position -> the sharding that the argument has.
+      wanted: result position -> what ``out_shardings`` say, where a fragment can give it that.
+      states: (input, result) positions where the result replaces the input.
+      names: what users call the values.
+      look: finds the specs of a fragment where this jaxlib has no propagation pass.
+    """
+    return _Solver(program, names, look).run(asked, arriving, wanted, list(states))
+
+
+class _Solver:
+    def __init__(self, program: Program, names: Mapping[Var, str], look: Any) -> None:
+        self.program, self.names, self.look = program, names, look
+        self.groups: Groups[Var] = Groups()
+        self.constraints = Constraints()
+        self.keys = Keys()
+        self.decided: dict[tuple[Var, int], Decision] = {}  # (representative, submesh)
+        self.mirrored: dict[Var, tuple[Var, ...]] = {}  # representative -> states that it mirrors
+        self.crossing = {(e.var, e.target): e.source for e in program.edges}
+        self.propagated: dict[Any, Propagated] = {}
+        for loop in program.loops:
+            for inner, out, init, final in loop.carries:
+                for v in (out, init, final):
+                    if _compat.is_var(v):
+                        self.groups.join(v, inner)
+            for inner, outer in (*loop.cut, *loop.collected):
+                for v in outer:
+                    if _compat.is_var(v):
+                        self.groups.join(v, inner)
+
+    def run(
+        self,
+        asked: Mapping[int, NamedSharding],
+        arriving: Mapping[int, NamedSharding],
+        wanted: Mapping[int, NamedSharding],
+        states: Sequence[tuple[int, int]],
+    ) -> Layout:
+        program = self.program
+        replaces: dict[Var, Var] = {}
+        for i, o in states:
+            v, (out, s) = program.invars[i], program.outputs[o]
+            if o not in wanted and _compat.is_var(out) and program.home[v] == s:
+                self.groups.join(out, v)
+                replaces[out] = v
+        for members in mirrors(program, replaces.values()):
+            for v in members:
+                self.mirrored[self.groups.find(v)] = members
+        for o, sharding in wanted.items():
+            out, s = program.outputs[o]
+            if _compat.is_var(out):
+                self._decide(out, s, sharding.spec, "out_shardings")
+        self._place_inputs(asked, "in_shardings")
+        self._place_inputs(arriving, "as it arrives")
+        self._constrain_inputs()
+        for f in self._order():
+            self._propagate(f)
+        return Layout(program.submeshes, self._table(), names=self.names, replaces=replaces)
+
+    def _decide(self, v: Var, s: int, spec: PartitionSpec, rule: str) -> None:
+        """The first word counts."""
+        self.decided.setdefault((self.groups.find(v), s), Decision(_trimmed(spec), rule))
+
+    def _place_inputs(self, shardings: Mapping[int, NamedSharding], rule: str) -> None:
+        program = self.program
+        for i, sharding in shardings.items():
+            v = program.invars[i]
+            for s in program.arrivals[v]:
+                mesh = program.submeshes[s]
+                if s == program.home[v] or sharding.mesh.axis_names == mesh.axis_names:
+                    self._decide(v, s, adapt_spec(sharding.spec, _compat.shape(v), mesh), rule)
+
+    def _constrain_inputs(self) -> None:
+        """What comes from outside lies as the first fragment that constrains it wants it."""
+        program = self.program
+        roots = {self.groups.find(v) for v in program.invars}
+        for f in program.fragments:
+            if program.submeshes[f.submesh].size > 1:
+                for k, spec in self.constraints.of(f.jaxpr).items():
+                    v = f.invars[k]
+                    if self.groups.find(v) in roots and (v, f.submesh) not in self.crossing:
+                        self._decide(v, f.submesh, spec, f"constraint in {f.name!r}")
+
+    def found(self, v: Var, s: int) -> Decision | None:
+        """What is decided of a value on a submesh so far, and what follows from that."""
+        key = (self.groups.find(v), s)
+        if key in self.decided:
+            return self.decided[key]
+        decision = self._follows(v, s)
+        if decision is not None:
+            self.decided[key] = decision
+        return decision
+
+    def _follows(self, v: Var, s: int) -> Decision | None:
+        mesh = self.program.submeshes[s]
+        if mesh.size == 1:
+            return Decision(PartitionSpec(), "one device")
+        if 0 in _compat.shape(v):
+            return Decision(PartitionSpec(), "nothing in it")
+        for other in self.mirrored.get(self.groups.find(v), ()):
+            decision = self.decided.get((self.groups.find(other), s))
+            if decision is not None:
+                return Decision(decision.spec, f"as {self.names.get(other, 'the state it belongs to')}")
+        if (v, s) in self.crossing:
+            for f in self._readers.get((v, s), ()):
+                spec = self.constraints.of(f.jaxpr).get(f.invars.index(v))
+                if spec is not None:
+                    return Decision(spec, f"constraint in {f.name!r}")
+            source = self.found(v, self.crossing[v, s])
+            if source is not None:
+                return Decision(
+                    _trimmed(adapt_spec(source.spec, _compat.shape(v), mesh)), f"as on submesh {self.crossing[v, s]}"
+                )
+        return None
+
+    @functools.cached_property
+    def _readers(self) -> Mapping[tuple[Var, int], list[Fragment]]:
+        """(value that crosses, submesh) -> the fragments that read it there."""
+        readers: dict[tuple[Var, int], list[Fragment]] = {}
+        for f in self.program.fragments:
+            for v in f.invars:
+                if (v, f.submesh) in self.crossing:
+                    readers.setdefault((v, f.submesh), []).append(f)
+        return readers
+
+    # --- propagation ----------------------------------------------------------------------------------
+
+    def _order(self) -> list[Fragment]:
+        """Dataflow order, with what only feeds a loop after that loop, and what only prepares inputs at the end.
+
+        Otherwise the fragment that makes zeros for an accumulator, say, which knows nothing about shardings, would
+        decide for the fragment that adds to it, which does.
+        """
+        inputs = set(self.program.invars)
+        ordered: list[Fragment] = []
+        late: list[Fragment] = []
+        last: list[Fragment] = []
+        for item in self.program.order:
+            if item >= 0:
+                f = self.program.fragments[item]
+                prepares = not f.tasks and bool(f.invars) and inputs.issuperset(f.invars)
+                (late if f.deferred else last if prepares else ordered).append(f)
+            else:
+                ordered += self.program.body(-1 - item)
+                loop = self.program.loops[-1 - item]
+                fed = {init for _, _, init, _ in loop.carries if _compat.is_var(init)}
+                fed |= {v for _, outer in loop.cut for v in outer if _compat.is_var(v)}
+                ordered += [f for f in late if not fed.isdisjoint(f.outvars)]
+                late = [f for f in late if fed.isdisjoint(f.outvars)]
+        return ordered + late + last
+
+    def _propagate(self, f: Fragment) -> None:
+        """Decides what is still open of the values that a fragment reads and makes."""
+        s, rule = f.submesh, f"propagated through {f.name!r}"
+        found = self._specs(f)
+        if found is None:
+            return
+        roots = {self.groups.find(v) for v in f.invars}
+        # An accumulator or a state: what the computation makes decides, what it reads follows.
+        tied = [v for v in f.outvars if self.groups.find(v) in roots and self.found(v, s) is None]
+        if tied:
+            specs = dict(zip(f.outvars, found.outputs, strict=True))
+            for v in tied:
+                self._decide(v, s, specs[v], rule)
+            found = self._specs(f) or found
+        for v, spec in (*zip(f.outvars, found.outputs, strict=True), *zip(f.invars, found.inputs, strict=True)):
+            if self.found(v, s) is None:  # also what an earlier one of these settled
+                self._decide(v, s, spec, rule)
+
+    def _specs(self, f: Fragment) -> Propagated | None:
+        """The specs of all that a fragment reads and makes; None where they are decided already."""
+        mesh = self.program.submeshes[f.submesh]
+        ins, outs = (
+            tuple(None if (d := self.found(v, f.submesh)) is None else d.spec for v in variables)
+            for variables in (f.invars, f.outvars)
+        )
+        if None not in ins and None not in outs:
+            return None
+        key = (self.keys(f.jaxpr), ins, outs, mesh.abstract_mesh)
+        if key not in self.propagated:
+            avals = [_compat.abstract(v.aval) for v in f.invars]
+            result = _compat.propagate(fragment_function(f), avals, mesh.abstract_mesh, ins, outs)
+            if result is None:
+                result = self.look(f, ins, outs) if self.look is not None else _replicated(ins, outs)
+            fit = [
+                [_fitting(spec, _compat.shape(v), mesh) for spec, v in zip(specs, variables, strict=True)]
+                for specs, variables in zip(result, (f.invars, f.outvars), strict=True)
+            ]
+            self.propagated[key] = Propagated(*fit)
+        return self.propagated[key]
+
+    def _table(self) -> dict[tuple[Var, int], Decision]:
+        """Every value on every submesh that it is on."""
+        program = self.program
+        places: dict[tuple[Atom, int], None] = {}
+        for v in program.invars:
+            places.update(dict.fromkeys((v, s) for s in program.arrivals[v]))
+        for f in program.fragments:
+            places.update(dict.fromkeys((v, f.submesh) for v in (*f.invars, *f.outvars)))
+        for e in program.edges:
+            places.update(dict.fromkeys(((e.var, e.source), (e.var, e.target))))
+        places.update(dict.fromkeys((v, s) for v, s in program.outputs if _compat.is_var(v)))
+        nothing = Decision(PartitionSpec(), "nothing says more")
+        return {(v, s): self.found(v, s) or nothing for v, s in places}
+
+
+def fragment_function(f: Fragment) -> Callable[..., Any]:
+    """A fragment as a function of flat arrays, under its name."""
+
+    def fragment(*args: Any) -> Any:
+        return jax.core.eval_jaxpr(f.jaxpr, [], *args)
+
+    fragment.__name__ = fragment.__qualname__ = f.name
+    return fragment
+
+
+def _replicated(ins: Specs, outs: Specs) -> Propagated:
+    return Propagated([s or PartitionSpec() for s in ins], [s or PartitionSpec() for s in outs])
+
+
+def _trimmed(spec: PartitionSpec) -> PartitionSpec:
+    """The spec without the dimensions at its end that it says nothing of: equal layouts have equal specs."""
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def _fitting(spec: PartitionSpec, shape: Sequence[int], mesh: Any) -> PartitionSpec:
+    """The spec as far as JAX can give it to an array: pieces of equal size, and no dimension that users do not see."""
+    entries: list[Any] = []
+    for entry, size in zip(spec, shape, strict=False):
+        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        entries.append(entry if size % math.prod(mesh.shape[a] for a in axes) == 0 else None)
+    return _trimmed(PartitionSpec(*entries))

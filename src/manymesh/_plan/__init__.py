@@ -1,0 +1,1 @@
+"""What each submesh does in one call of a step, as data."""

@@ -1,0 +1,41 @@
+"""Numbers for the variables of a program, the same in every process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .. import _compat
+from .._program import Program
+from ._instructions import Value
+
+
+def variables_of(program: Program) -> tuple[_compat.Var, ...]:
+    """The variables of a program in a fixed order; a variable's number is its position.
+
+    Args:
+      program: the program.
+
+    Returns:
+      Its inputs, then what loops and fragments read and make, in their order, each once.
+    """
+    return tuple(dict.fromkeys(v for v in _mentions(program) if _compat.is_var(v)))
+
+
+def _mentions(program: Program) -> Iterator[Any]:
+    yield from program.invars
+    for loop in program.loops:
+        for carry in loop.carries:
+            yield from carry
+        for inner, outer in (*loop.cut, *loop.collected):
+            yield inner
+            yield from outer
+    for f in program.fragments:
+        yield from f.invars
+        yield from f.outvars
+
+
+def value_of(variable: _compat.Var) -> Value:
+    """Shape and dtype of a variable."""
+    aval: Any = variable.aval
+    return Value(tuple(aval.shape), str(aval.dtype))

@@ -1,1 +1,0 @@
-"""Moving values between submeshes without going through the host."""

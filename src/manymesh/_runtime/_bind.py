@@ -1,0 +1,256 @@
+"""`bind`: a plan, its layout and its executables become something that runs, for the submeshes that this process owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import NamedSharding, Sharding
+
+from .. import _compat
+from .._layout._transfers import Step, plan_transfer
+from .._plan._instructions import Plan, Receive, Run, Send
+from .._plan._number import variables_of
+from .._program import Program
+from ._execute import Executor, Input, Issue, issue_of
+from ._ownership import Ownership
+from ._relayout import Relayouts, with_sharding
+from ._transport import Batch, Transport
+
+
+class Layout(Protocol):
+    """The sharding of every value on every submesh it is on."""
+
+    def sharding(self, variable: _compat.Var, submesh: int, /) -> NamedSharding:
+        """The sharding of a variable on a submesh."""
+
+
+def bind(
+    program: Program,
+    plan: Plan,
+    layout: Layout,
+    executables: Sequence[Callable[..., Sequence[jax.Array]] | None],
+    owner: Ownership,
+    transport: Transport,
+    *,
+    literals: Mapping[int, jax.Array] | None = None,
+    arriving: Mapping[int, Sharding] | None = None,
+    leaving: Mapping[int, NamedSharding] | None = None,
+) -> Executor:
+    """Makes a plan ready to run. All that a call may need is compiled here.
+
+    Args:
+      program: what the plan computes.
+      plan: the instructions of all submeshes.
+      layout: the shardings of its values.
+      executables: one for each fragment; None for those of other owners' submeshes.
+      owner: which submeshes are run here. The instructions of the others are left out.
+      transport: moves what crosses.
+      literals: position of a result -> its value, where that is a literal.
+      arriving: position of an argument -> the sharding it is known to come with.
+      leaving: position of a result -> the sharding it is given at last, where that is another one.
+
+    Returns:
+      The executor of the plan.
+    """
+    binder = _Binder(program, plan, layout, executables, owner, transport)
+    issues = binder.issues()
+    consts, inputs = binder.inputs()
+    for x in inputs:
+        # As it comes now, and as it comes when the results of one call are the arguments of the next.
+        for sharding in ((arriving or {}).get(x.position), binder.home(x)):
+            if sharding is not None:
+                binder.prepare_argument(x, sharding)
+    for o, sharding in (leaving or {}).items():
+        binder.prepare_result(o, sharding)
+    binder.relayouts.prepare(binder.wanted)
+    homes = [s for _, s in program.outputs]
+    outputs = [k if k is None or owner.owns(s) else None for k, s in zip(plan.outputs, homes, strict=True)]
+    return Executor(plan.num_slots, consts, inputs, issues, outputs, literals or {}, binder.relayouts)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How one value crosses: a change of layout where it is, a copy, a change of layout where it goes."""
+
+    before: NamedSharding | None
+    copied: NamedSharding | None
+    after: NamedSharding | None
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> _Way:
+        kinds = [s.kind for s in steps]
+        at = kinds.index("copy") if "copy" in kinds else -1
+        before = [s.sharding for s in steps[: max(at, 0)]]
+        after = [s.sharding for s in steps[at + 1 :]]
+        assert len(before) <= 1 and len(after) <= 1, f"a transfer of {kinds}"
+        return cls(before[0] if before else None, steps[at].sharding if at >= 0 else None, after[0] if after else None)
+
+
+@dataclass(frozen=True)
+class _Crossing:
+    """What a `Send` and its `Receive` do in every microbatch."""
+
+    sent: tuple[jax.ShapeDtypeStruct, ...]
+    arriving: tuple[jax.ShapeDtypeStruct, ...]
+    before: tuple[tuple[jax.ShapeDtypeStruct, NamedSharding] | None, ...]
+    after: tuple[tuple[jax.ShapeDtypeStruct, NamedSharding] | None, ...]
+    copies: bool
+
+
+class _Binder:
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        layout: Layout,
+        executables: Sequence[Callable[..., Sequence[jax.Array]] | None],
+        owner: Ownership,
+        transport: Transport,
+    ) -> None:
+        self.program, self.plan, self.layout = program, plan, layout
+        self.executables, self.owner, self.transport = executables, owner, transport
+        self.variables = variables_of(program)
+        self.relayouts = Relayouts()
+        self.wanted: list[tuple[jax.ShapeDtypeStruct, NamedSharding]] = []
+        self.crossings: dict[tuple[int, int, tuple[int, ...]], _Crossing] = {}
+
+    def inputs(self) -> tuple[dict[int, jax.Array], list[Input]]:
+        """Slots of constants with their values, and where arguments go."""
+        consts, inputs = {}, []
+        num_consts = len(self.program.consts)
+        for i, s, slot in self.plan.inputs:
+            if self.owner.owns(s):
+                sharding = self.layout.sharding(self.program.invars[i], s)
+                if i < num_consts:
+                    consts[slot] = jax.device_put(self.program.consts[i], sharding)
+                else:
+                    inputs.append(Input(i - num_consts, sharding, slot))
+        return consts, inputs
+
+    def issues(self) -> list[Issue]:
+        """What is done here, in the order of the plan."""
+        crossings = self._prepared()
+        issues: list[Issue] = []
+        sent: tuple[int, Send] | None = None
+        for k, ins in enumerate(self.plan.instructions):
+            if isinstance(ins, Run):
+                if self.owner.owns(ins.submesh):
+                    call = self.executables[ins.fragment]
+                    assert call is not None, f"fragment {ins.fragment} was not compiled for its owner"
+                    issues.append(issue_of(call, (k, ins)))
+            elif isinstance(ins, Send):
+                if self.owner.owns(ins.submesh) and self.owner.owns(ins.target):
+                    sent = k, ins  # the Receive stands right behind it
+                elif self.owner.owns(ins.submesh):
+                    issues.append(issue_of(self._send(ins, crossings[k]), (k, ins)))
+            elif sent is not None:
+                issues.append(issue_of(self._move(ins, crossings[k]), sent, (k, ins)))
+                sent = None
+            elif self.owner.owns(ins.submesh):
+                issues.append(issue_of(self._receive(ins, crossings[k]), (k, ins)))
+        return issues
+
+    def _prepared(self) -> dict[int, _Crossing]:
+        """Position of each `Send` and `Receive` of ours -> how its values cross; changes of layout are compiled."""
+        crossings = {}
+        for k, ins in enumerate(self.plan.instructions):
+            if isinstance(ins, Send) and self.owner.owns(ins.submesh):
+                crossings[k] = self._crossing(ins.submesh, ins.target, ins.variables)
+            elif isinstance(ins, Receive) and self.owner.owns(ins.submesh):
+                crossings[k] = self._crossing(ins.source, ins.submesh, ins.variables)
+        self.relayouts.prepare(self.wanted)
+        return crossings
+
+    def _crossing(self, source: int, target: int, variables: tuple[int, ...]) -> _Crossing:
+        key = source, target, variables
+        if key not in self.crossings:
+            self.crossings[key] = self._new_crossing(source, target, variables)
+        return self.crossings[key]
+
+    def _new_crossing(self, source: int, target: int, variables: tuple[int, ...]) -> _Crossing:
+        sent, arriving, before, after, copied = [], [], [], [], []
+        for number in variables:
+            v = self.variables[number]
+            start, goal = self.layout.sharding(v, source), self.layout.sharding(v, target)
+            aval = with_sharding(_compat.abstract(v.aval), start)
+            way = _Way.of(plan_transfer(aval.shape, start, goal))
+            before.append(None if way.before is None else (aval, way.before))
+            left = with_sharding(aval, way.before or start)
+            there = with_sharding(aval, way.copied) if way.copied is not None else left
+            if way.copied is not None and left.sharding.device_set == way.copied.device_set:
+                self.relayouts.prepare_steps(left, [Step("copy", way.copied)])
+            after.append(None if way.after is None else (there, way.after))
+            sent.append(left)
+            arriving.append(there)
+            copied.append(way.copied is not None)
+        ours = (before if self.owner.owns(source) else []) + (after if self.owner.owns(target) else [])
+        self.wanted += [x for x in ours if x is not None]
+        assert len(set(copied)) <= 1, "values between two submeshes are all copied, or none of them is"
+        return _Crossing(tuple(sent), tuple(arriving), tuple(before), tuple(after), any(copied))
+
+    def _batch(self, ins: Send | Receive, crossing: _Crossing) -> Batch:
+        source, target = (ins.submesh, ins.target) if isinstance(ins, Send) else (ins.source, ins.submesh)
+        return Batch(ins.tag, source, target, crossing.sent, crossing.arriving)
+
+    def _move(self, ins: Receive, crossing: _Crossing) -> Callable[..., Sequence[jax.Array]]:
+        """The call for values of which both ends are here."""
+        before, after = self._changes(crossing.before), self._changes(crossing.after)
+        if not crossing.copies:
+            return lambda *values: after(before(values))
+        move = self.transport.move(self._batch(ins, crossing))
+        if before is _same and after is _same:
+            return move
+        return lambda *values: after(move(*before(values)))
+
+    def _send(self, ins: Send, crossing: _Crossing) -> Callable[..., Sequence[jax.Array]]:
+        assert crossing.copies, "submeshes over the same devices have one owner"
+        send, before = self.transport.send(self._batch(ins, crossing)), self._changes(crossing.before)
+
+        def call(*values: jax.Array) -> Sequence[jax.Array]:
+            send(*before(values))
+            return ()
+
+        return call
+
+    def _receive(self, ins: Receive, crossing: _Crossing) -> Callable[[], Sequence[jax.Array]]:
+        assert crossing.copies, "submeshes over the same devices have one owner"
+        receive, after = self.transport.receive(self._batch(ins, crossing)), self._changes(crossing.after)
+        return receive if after is _same else lambda: after(receive())
+
+    def _changes(
+        self, changes: Sequence[tuple[jax.ShapeDtypeStruct, NamedSharding] | None]
+    ) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+        """What changes the layouts of a batch, with what was compiled for it."""
+        calls = [None if x is None else self.relayouts.get(*x) for x in changes]
+        if not any(calls):
+            return _same
+        return lambda values: [x if call is None else call(x) for x, call in zip(values, calls, strict=True)]
+
+    def home(self, place: Input) -> NamedSharding | None:
+        """The sharding that an argument has at its home; None if it is not on its home."""
+        v = self.program.invars[len(self.program.consts) + place.position]
+        s = self.program.home[v]
+        return self.layout.sharding(v, s) if s in self.program.arrivals[v] else None
+
+    def prepare_argument(self, place: Input, sharding: Sharding) -> None:
+        """Compiles what an argument needs that arrives with a sharding."""
+        aval = self.program.invars[len(self.program.consts) + place.position].aval
+        self._prepare(aval, sharding, place.sharding)
+
+    def prepare_result(self, position: int, sharding: NamedSharding) -> None:
+        """Compiles what a result needs to get a sharding."""
+        v, s = self.program.outputs[position]
+        if _compat.is_var(v) and self.owner.owns(s):
+            self._prepare(v.aval, self.layout.sharding(v, s), sharding)
+
+    def _prepare(self, aval: Any, source: Sharding, target: NamedSharding) -> None:
+        if not source.is_equivalent_to(target, len(aval.shape)):
+            given = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=source)
+            self.relayouts.prepare_steps(given, plan_transfer(aval.shape, source, target))
+
+
+def _same(values: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    return values

@@ -1,0 +1,98 @@
+"""What a step says about itself: one warning for all that looks unintended, once; an error under strict."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import manymesh as mm
+from manymesh import errors
+from stages import WIDTH, back, dense, front, loss, microbatched, parameters, rows
+
+grad = jax.value_and_grad(loss)
+second = mm.task(dense, "second", devices=[1])
+third = mm.task(dense, "third", devices=[0])
+
+
+def there_and_back(p, x):
+    """Two chains in opposite directions."""
+    return jnp.sum(back(p["back"], front(p["front"], x))) + jnp.sum(third(p["front"], second(p["back"], x)))
+
+
+def dropped(p, x):
+    second(p["back"], x)
+    return front(p["front"], x)
+
+
+def plain(p, x):
+    return jnp.sum(dense(p["front"], x))
+
+
+FINDINGS = {
+    "no task": (
+        microbatched(plain, reduce="sum"), errors.PlacementError,
+        r"microbatch\(plain\) is in a step without a task, so that there is no pipeline: its 4 microbatches",
+    ),
+    "dropped": (dropped, errors.PlacementError, "task 'second' is dropped: no result of the step depends on"),
+    "no order": (
+        microbatched(jax.grad(there_and_back), reduce="sum"), errors.PlacementError,
+        r"microbatch\(there_and_back\): its stages .* in no order that schedule '1f1b' could run",
+    ),
+    "the parameters cut": (
+        mm.microbatch(jax.grad(lambda p, x: jnp.sum(third(x, p["front"] + p["back"]))), num_microbatches=2),
+        errors.MicrobatchError, "argnum=0 is the batch, which is cut into 2 pieces, .* differentiates .* write argnum=1",
+    ),
+    "a sum of means": (
+        microbatched(grad, reduce="sum"), errors.MicrobatchError,
+        "reduce='sum' adds up 4 losses each of which is a mean, .* 4 times those of the whole batch; write reduce='mean'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_a_finding(name):
+    """One warning at the user's line, once; under strict the error of its kind."""
+    fun, kind, text = FINDINGS[name]
+    batch = jnp.ones((WIDTH, WIDTH)) if name == "the parameters cut" else rows()
+    step = mm.jit(fun)
+    with pytest.warns(UserWarning, match=text) as caught:
+        step.lower(parameters(), batch)
+    assert [w.filename for w in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step.lower(parameters(), batch)
+    with pytest.raises(kind, match=f"strict=True.*{text}"):
+        mm.jit(fun, strict=True).lower(parameters(), batch)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        microbatched(grad, reduce="mean"),
+        microbatched(jax.value_and_grad(lambda p, x: jnp.sum(loss(p, x)) * 3), reduce="mean"),
+        microbatched(jax.value_and_grad(lambda p, x: jnp.sum(back(p["back"], front(p["front"], x)))), reduce="sum"),
+        microbatched(lambda p, x: loss(p, x), reduce="sum"),
+        lambda p, x: grad(p, x)[1]["front"],
+    ],
+    ids=["mean of means", "a factor", "sum of sums", "not differentiated", "a part of the results"],
+)
+def test_nothing_is_found_where_nothing_is_wrong(fun):
+    """Warnings are errors in these tests."""
+    mm.jit(fun, strict=True).lower(parameters(), rows())
+
+
+def test_an_error_that_follows_from_a_forgotten_argnum():
+    """Parameters that were cut seldom fit; the error then says what may have gone wrong."""
+    step = mm.jit(mm.microbatch(grad, num_microbatches=2))
+    with pytest.raises(TypeError, match="dot_general") as caught:
+        step(parameters(), rows())
+    assert any("write argnum=1" in note for note in caught.value.__notes__)
+
+
+def test_a_step_in_a_function_that_is_traced():
+    """Also with arguments that jax.jit does not trace; under jax.grad such a call is a constant."""
+    step, p, x = mm.jit(lambda p, x: front(p["front"], x)), parameters(), rows()
+    with pytest.raises(errors.ArgumentError, match="while JAX traces another function, such as one of jax.jit"):
+        jax.jit(lambda y: y + step(p, x))(x)
+    assert float(jax.grad(lambda y: y * step(p, x).sum())(2.0)) == pytest.approx(float(step(p, x).sum()))

@@ -1,0 +1,207 @@
+"""What users get wrong: each mistake is told where, what was expected, what was found and what to write.
+
+Every traceback ends at the user's line: no more than three frames of the package are in it.
+"""
+
+import re
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import manymesh as mm
+import manymesh.flax
+from manymesh import errors, meta, schedules
+from stages import WIDTH, back, front, loss, microbatched, parameters, rows
+
+MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data"))
+PACKAGE = str(Path(mm.__file__).parent)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(x).sum()
+
+
+def in_a_task(fun, **task):
+    return lambda: mm.jit(mm.task(fun, "inner", **(task or {"devices": [0]})))(rows())
+
+
+def whole_mesh(which):
+    w = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("data",)), P("data"))
+    options = {"in_shardings": ({"front": w, "back": None}, None)} if which == "in" else {"out_shardings": {"y": w}}
+    return lambda: mm.jit(lambda p, x: {"y": back(p["back"], front(p["front"], x))}, **options)(parameters(), rows())
+
+
+def sharded_by_hand():
+    def step(x):
+        return jax.shard_map(lambda x: front(jnp.eye(WIDTH), x), mesh=MESH, in_specs=P("data"), out_specs=P("data"))(x)
+
+    return mm.jit(step)(rows())
+
+
+def raw_equinox():
+    model = eqx.nn.MLP(4, 4, 4, 1, key=jax.random.key(0))
+    return mm.jit(lambda m, x: front(jnp.eye(WIDTH), jax.vmap(m)(x)))({"model": model}, rows())
+
+
+def mistaken(**options):
+    return lambda: mm.jit(microbatched(**options))(parameters(), rows())
+
+
+CHOICE = schedules.search(schedules.Costs(), 2, [2])
+TABLE = [[(0, "front"), (0, "back")]]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What is called, the error, and words of its text in order."""
+
+    call: Any
+    error: type[Exception]
+    words: tuple[str, ...]
+
+
+CASES = {
+    "a mesh for the name of a task": (lambda: mm.Task(MESH), TypeError, "Task:", "name of the task", "Mesh", "write mesh="),
+    "a mesh after the name": (lambda: mm.Task("a", MESH), TypeError, "by keyword", "found Mesh", "write mesh="),
+    "a mesh for the name, task": (lambda: mm.task(loss, MESH), TypeError, "task:", "found Mesh", "write mesh="),
+    "a Task for the name": (lambda: mm.task(loss, mm.Task("a")), TypeError, "found Task", "write task="),
+    "a mesh for the name, Flax": (lambda: manymesh.flax.task(Net(), MESH), TypeError, "found Mesh", "write mesh="),
+    "an axis named twice": (
+        lambda: mm.Task("a", devices=[[0, 1]], device_axes=("x", "x")), ValueError, "task 'a'", "'x' more than once",
+    ),
+    "a class for a function": (lambda: mm.task(nn.Dense, devices=[0]), ValueError, "Dense is a class", "manymesh.flax.task"),
+    "swapped arguments of submeshes": (lambda: mm.submeshes("stage", MESH), TypeError, "found str", "the other way round"),
+    "submeshes of an abstract mesh": (
+        lambda: mm.submeshes(AbstractMesh((2,), ("stage",)), "stage"), TypeError, "abstract mesh, which has no devices",
+    ),
+    "parameters in place of a function": (
+        lambda: mm.parallelize(loss, init_params=parameters(), initial_batch=rows()),
+        TypeError, "init_params has to be a function, found dict", "lambda: params",
+    ),
+    "a batch in place of a function": (
+        lambda: mm.parallelize(loss, init_params=parameters, get_input_batch=rows()),
+        TypeError, "get_input_batch has to be a function", "initial_batch=",
+    ),
+    "an optimizer that was not called": (
+        lambda: manymesh.flax.parallelize_step(Net(), optax.sgd, MESH, rows()),
+        TypeError, "parallelize_step", "GradientTransformation", "function sgd", "sgd(",
+    ),
+    "a model that was not called": (
+        lambda: manymesh.flax.parallelize_step(Net, optax.sgd(0.1), MESH, rows()),
+        TypeError, "parallelize_step", "found the class Net", "Net(...)",
+    ),
+    "a fraction of a stage": (
+        lambda: schedules.simulate("1f1b", stages=3.0, microbatches=4), ValueError, "stages", "positive int", "float 3.0",
+    ),
+    "a fraction of a microbatch": (
+        lambda: schedules.simulate("1f1b", stages=3, microbatches=4.5), ValueError, "microbatches", "float 4.5",
+    ),
+    "a schedule class": (
+        lambda: mm.microbatch(loss, num_microbatches=2, schedule=schedules.GPipe), ValueError, "the class GPipe", "GPipe(...)",
+    ),
+    "a Choice for a schedule": (
+        lambda: mm.microbatch(loss, num_microbatches=2, schedule=CHOICE), ValueError, "found Choice", "choice.schedule",
+    ),
+    "a typo among schedules to try": (
+        lambda: schedules.search(schedules.Costs(), 2, [2], schedules=["1f1"]), ValueError, "'1f1'", "did you mean '1f1b'",
+    ),
+    "a number for costs": (lambda: schedules.search(3, 2, [2]), ValueError, "costs has to be Costs", "int 3"),
+    "a dictionary for costs": (lambda: schedules.search({"f": 1}, 2, [2]), ValueError, "costs has to be Costs", "dict"),
+    "a number for numbers to try": (
+        lambda: schedules.search(schedules.Costs(), 2, 4), ValueError, "a list of the numbers to try", "int 4", "[4]",
+    ),
+    "an argument number that is not there": (
+        lambda: mm.jit(loss, donate_argnums=7), TypeError, "donate_argnums=7", "2 positional arguments (params, x)",
+    ),
+    "an argument name that is not there": (
+        lambda: mm.jit(loss, static_argnames="kind"), TypeError, "static_argnames='kind'", "['params', 'x']",
+    ),
+    "rows without their schedule": (
+        lambda: microbatched(custom_schedule=TABLE), ValueError, "custom_schedule goes with schedule='custom', found None",
+    ),
+    "leaves of two lengths": (
+        lambda: microbatched(lambda p, b: b["x"].sum(), num_microbatches=2)(parameters(), {"x": rows(8), "y": rows(6)}),
+        ValueError, "different lengths along dimension 0", "['x']: 8", "['y']: 6",
+    ),
+    "rows for one microbatch": (
+        mistaken(num_microbatches=1, schedule="custom", custom_schedule=[["frnt"], ["back"]]),
+        ValueError, "names 'frnt'", "did you mean 'front'",
+    ),
+    "a schedule that does not fit one microbatch": (
+        mistaken(num_microbatches=1, schedule=schedules.Interleaved1F1B(2)), ValueError, "needs 2 stages on each submesh",
+    ),
+    "a number of stages for one microbatch": (
+        mistaken(num_microbatches=1, num_stages=5), ValueError, "num_stages=5", "2 stages",
+    ),
+    "a sharding on the whole mesh": (
+        whole_mesh("in"), ValueError, "in_shardings of args[0]['front']", "devices [0, 1]", "'back', 'front'", "submesh",
+    ),
+    "a result on the whole mesh": (whole_mesh("out"), ValueError, "out_shardings of result['y']", "devices [0, 1]"),
+    "a task inside shard_map": (sharded_by_hand, ValueError, "task 'front'", "inside jax.shard_map", "outside"),
+    "a constraint on another mesh": (
+        in_a_task(lambda x: jax.lax.with_sharding_constraint(2 * x, NamedSharding(MESH, P("data")))),
+        ValueError, "task 'inner' on devices [0]", "test_mistakes.py", "on devices [0, 1, 2, 3]", "without a mesh",
+    ),
+    "a move inside a task": (
+        in_a_task(lambda x: jax.device_put(x, jax.devices()[3]) + 1), ValueError, "on devices [3]", "outside the task",
+    ),
+    "a spec that is one word": (
+        in_a_task(lambda x: mm.with_sharding_constraint(x, "batch")), TypeError, "the string 'batch'", "('batch', None)",
+    ),
+    "a raw Equinox module": (
+        raw_equinox, TypeError, "args[0]['model']", "which is no array", "Equinox module MLP", "eqx.partition",
+    ),
+    "a box without a name for its axis": (
+        lambda: meta.add_axis({"w": meta.Partitioned(jnp.ones(2), ("a",))}, 0, {}), ValueError, "metadata_params",
+    ),
+    # Mistakes of the user's own, and those that are told deep in the compiler.
+    "an exception in a task": (in_a_task(lambda x: x @ jnp.ones((3, 3))), TypeError, "dot_general"),
+    "a boolean of a tracer": (in_a_task(lambda x: x if x.sum() else -x), Exception, "racer"),
+    "a dimension that does not divide": (
+        in_a_task(lambda x: mm.with_sharding_constraint(x, (None, "d")), devices=[0, 1, 2], device_axes=("d",)),
+        ValueError, "does not divide over axis 'd'",
+    ),
+    "a schedule that the program contradicts": (mistaken(num_stages=7), ValueError, "num_stages=7"),
+    "a batch that does not divide": (mistaken(num_microbatches=3), ValueError, "does not divide into 3"),
+    "a reduction that is no prefix": (mistaken(reduce={"a": "sum"}), ValueError, "is not a prefix of the result"),
+    "a tracer among the arguments": (lambda: jax.jit(mm.jit(front))(jnp.eye(4), rows()), TypeError, "is a tracer"),
+    "an unknown name under strict": (
+        lambda: mm.jit(
+            mm.task(lambda x: mm.with_sharding_constraint(x, ("btch",)), "t", mesh=MESH, logical_axes=[("batch", "data")]),
+            strict=True,
+        )(rows()),
+        ValueError, "'btch'", "did you mean 'batch'",
+    ),
+    "a typo of a device axis": (
+        lambda: meta.get_sharding({"w": meta.Partitioned(jnp.ones(2), ("dat",))}, MESH), ValueError, "'dat'",
+    ),
+}  # fmt: skip
+MISTAKES = {name: Mistake(call, error, words) for name, (call, error, *words) in CASES.items()}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake(name):
+    """The type, the text, and how much of the package the traceback shows."""
+    mistake = MISTAKES[name]
+    with pytest.raises(mistake.error, match="(?s)" + ".*".join(re.escape(w) for w in mistake.words)) as caught:
+        mistake.call()
+    if not name.startswith(("an exception", "a boolean")):
+        assert isinstance(caught.value, errors.ManyMeshError)
+    error: Any = caught.value
+    while error is not None:
+        ours = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(PACKAGE)]
+        assert len(ours) <= 3, "".join(traceback.format_list(ours))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

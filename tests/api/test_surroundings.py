@@ -1,0 +1,178 @@
+"""What is around a call changes its program as it changes that of plain JAX, and nothing is left behind."""
+
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import manymesh as mm
+from manymesh import meta
+from stages import WIDTH, assert_same, back, front, loss, parameters, reference, rows
+
+
+def noise(x, key):
+    return front(jnp.eye(WIDTH), x) + jax.random.normal(key, x.shape)
+
+
+def test_a_setting_that_changes_random_numbers():
+    """The program is made and compiled anew, as under jax.jit."""
+    step, key = mm.jit(noise), jax.random.key(0)
+    before = step(rows(), key)
+    with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+        after = step(rows(), key)
+        assert_same(after, reference(noise, rows(), key))
+    assert not np.array_equal(before, after)
+    assert_same(step(rows(), key), before)
+    assert len(step._compiled) == 2
+
+
+@pytest.mark.parametrize("rules", [meta.logical_axis_rules, nn.logical_axis_rules])
+def test_the_surrounding_axis_rules(rules):
+    """Ours and Flax's: another rule is another program, the same one again is not."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    constrain = meta.with_logical_constraint if rules is meta.logical_axis_rules else nn.with_logical_constraint
+    step = mm.jit(mm.task(lambda x: constrain(2 * x, ("batch", "embed")), "double", mesh=mesh))
+    with rules([("batch", None), ("embed", "data")]):
+        step(rows())
+    with rules([["batch", "data"], ("embed", None)]):
+        step(rows())
+        step(rows())
+    assert len(step._compiled) == 2
+
+
+def test_an_ambient_mesh_is_no_other_program():
+    """It is hidden while a step is traced, so that calls inside and outside share one program."""
+    step = mm.jit(noise)
+    step(rows(), jax.random.key(0))
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:2]), ("data",))):
+        step(rows(), jax.random.key(0))
+    assert len(step._compiled) == 1
+
+
+def test_a_step_without_tasks_is_where_its_arguments_are():
+    """Also when it was called with arguments elsewhere before."""
+    step, double = mm.jit(lambda x: x + 1), mm.jit(lambda x: front(jnp.eye(WIDTH), x))
+    mesh = Mesh(np.array(jax.devices()[4:6]), ("data",))
+    places = [jax.devices()[0], jax.devices()[3], NamedSharding(mesh, P("data")), jax.devices()[3]]
+    for place in places:
+        x = jax.device_put(rows(), place)
+        assert step(x).sharding.device_set == x.sharding.device_set
+        double(x)
+    assert len(step._compiled) == 3
+    assert len(double._compiled) == 1  # a task says where it is
+
+
+def test_without_jit_a_step_is_the_plain_function():
+    """As jax.jit is, and later calls compile as ever; with the first one of a process at that."""
+    seen = []
+
+    def step(p, x):
+        seen.append(isinstance(x, jax.core.Tracer))
+        return mm.microbatch(loss, argnum=1, num_microbatches=2)(p, x)
+
+    jitted = mm.jit(step)
+    with jax.disable_jit():
+        plain = jitted(parameters(), rows())
+        program = jitted.lower(parameters(), rows()).program
+    assert seen == [False, True]
+    assert [f.name for f in program.fragments if f.tasks] == ["front", "back"]
+    assert_same(jitted(parameters(), rows()), plain)
+
+
+def test_a_number_that_comes_back_as_an_array_compiles_once():
+    """The count of steps of a Flax TrainState is a Python int first, then the weakly typed array that the step made."""
+    state = TrainState.create(apply_fn=None, params=parameters(), tx=optax.sgd(0.1))
+
+    @mm.jit
+    def step(state, x):
+        value, grads = jax.value_and_grad(loss)(state.params, x)
+        return value, state.apply_gradients(grads=grads)
+
+    assert state.step == 0 and type(state.step) is int
+    for _ in range(3):
+        _, state = step(state, rows())
+    assert int(state.step) == 3
+    assert len(step._compiled) == 1
+
+
+def test_python_numbers_of_several_kinds_are_several_programs():
+    """A bool, an int and a float promote differently."""
+    step = mm.jit(lambda x, n: front(jnp.eye(WIDTH), x) * n)
+    for number in (True, 2, 3, 0.5, 1.5, 2j):
+        assert_same(step(rows(), number), reference(step, rows(), number))
+    assert len(step._compiled) == 4
+
+
+def test_a_key_closed_over_by_a_task_and_by_an_inner_jit():
+    """A typed key is a constant like any other."""
+    key = jax.random.key(7)
+
+    @jax.jit
+    def more(x):
+        return x + jax.random.normal(key, x.shape)
+
+    noisy = mm.task(lambda x: x * jax.random.bernoulli(key, 0.5, x.shape), "noisy", devices=[1])
+
+    def step(x):
+        return more(noisy(front(jnp.eye(WIDTH), x)))
+
+    assert_same(mm.jit(step)(rows()), reference(step, rows()))
+
+
+def test_python_numbers_that_a_task_returns_stay_static():
+    """As strings do: the code after the task may branch on them."""
+
+    def describe(x):
+        return {"x": 2 * x, "rows": x.shape[0], "scale": 0.5, "even": True}
+
+    def step(x):
+        out = mm.task(describe, "describe", devices=[1])(front(jnp.eye(WIDTH), x))
+        assert [type(out[k]) for k in ("rows", "scale", "even")] == [int, float, bool]
+        return out["x"].reshape(out["rows"], -1) * out["scale"] if out["even"] else back(jnp.eye(WIDTH), out["x"])
+
+    assert_same(mm.jit(step)(rows()), reference(step, rows()))
+
+
+def test_nan_checks_name_the_task_and_the_line():
+    """JAX's public error, from the forward pass, the backward pass and code between tasks."""
+    logs = mm.task(jnp.log, "logs", devices=[1])
+    roots = mm.task(lambda x: jnp.sqrt(x), "roots", devices=[1])
+    x = -jnp.ones((2, WIDTH))
+    steps = {
+        "task 'logs', at": lambda x: back(jnp.eye(WIDTH), logs(front(jnp.eye(WIDTH), x))),
+        "(roots|front)": jax.grad(lambda x: roots(front(jnp.eye(WIDTH), 0 * x)).sum()),
+        "test_surroundings.py": lambda x: front(jnp.eye(WIDTH), jnp.log(x)),
+    }
+    with jax.debug_nans(True):
+        for words, fun in steps.items():
+            with pytest.raises(FloatingPointError, match=f"NaN in a result of .*{words}") as caught:
+                mm.jit(fun, donate_argnums=0)(x)
+            assert "'jit(" not in str(caught.value)
+        assert not x.is_deleted()  # nothing is donated, so that the step can be repeated
+    assert mm.jit(steps["task 'logs', at"])(x).shape == x.shape
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_donated_argument_is_deleted_however_it_is_used(place):
+    """Read, moved, handed through, handed through twice, or all of these: as under jax.jit, and results stay good."""
+    steps = [
+        lambda x: x,
+        lambda x: (x, x, 2 * x),
+        lambda x: (x, front(jnp.eye(WIDTH), x)),
+        lambda x: back(jnp.eye(WIDTH), x),
+    ]
+    for step in steps:
+        x = jax.device_put(rows(), jax.devices()[place])
+        expected = reference(step, rows())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # jax.jit's own, of a donated buffer that is of no use
+            results = mm.jit(step, donate_argnums=0)(x)
+        assert x.is_deleted()
+        assert_same(results, expected)

@@ -1,0 +1,191 @@
+"""Layouts are decided before anything compiles, by rules in order, and are what the arrays then have."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import manymesh as mm
+from manymesh import _compat
+from stages import assert_same
+
+RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
+WIDTH = 16
+
+
+def halves(shape=(2, 2)):
+    """Two submeshes of one shape."""
+    devices = np.array(jax.devices()[: 2 * int(np.prod(shape))]).reshape(2, *shape)
+    return tuple(Mesh(d, ("data", "model")) for d in devices)
+
+
+def mlp(first, second, annotate=("embed", "hidden")):
+    """Two layers, the first weight annotated, the second not."""
+
+    def front(w, x):
+        x = mm.with_sharding_constraint(x, ("batch", None))
+        return jnp.tanh(x @ mm.with_sharding_constraint(w, annotate))
+
+    a = mm.task(front, "front", mesh=first, logical_axes=RULES)
+    b = mm.task(lambda w, h, y: jnp.mean((h @ w - y) ** 2), "back", mesh=second, logical_axes=RULES)
+    return lambda p, batch: b(p["w2"], a(p["w1"], batch["x"]), batch["y"])
+
+
+def training(loss, optimizer, **loop):
+    """A step of training, in microbatches where ``loop`` says how."""
+
+    def step(p, s, batch):
+        grad = jax.value_and_grad(loss)
+        if loop:
+            grad = mm.microbatch(grad, argnum=1, reduce="mean", **loop)
+        value, g = grad(p, batch)
+        updates, s = optimizer.update(g, s, p)
+        return optax.apply_updates(p, updates), s, value
+
+    return step
+
+
+def arguments(optimizer):
+    keys = jax.random.split(jax.random.key(0), 4)
+    p = {f"w{i + 1}": jax.random.normal(keys[i], (WIDTH, WIDTH)) / 4 for i in range(2)}
+    batch = {"x": jax.random.normal(keys[2], (8, WIDTH)), "y": jax.random.normal(keys[3], (8, WIDTH))}
+    return p, optimizer.init(p), batch
+
+
+def leaves(layout, which):
+    """Name -> decision of each named argument or result."""
+    return {layout.names[v]: d for (v, _), d in layout.decisions.items() if layout.names[v].startswith(which)}
+
+
+def assert_as_printed(compiled, layout, results):
+    """What the arrays have is what the layout said, argument by argument and result by result."""
+    program = compiled.program
+    for (v, s), x in zip(program.outputs, jax.tree.leaves(results), strict=True):
+        if _compat.is_var(v):
+            assert x.sharding == layout.sharding(v, s)
+    for f, executable in zip(program.fragments, compiled._lowered.executables, strict=True):
+        for given, variables in ((executable.input_shardings[0], f.invars), (executable.output_shardings, f.outvars)):
+            for sharding, v in zip(given, variables, strict=True):
+                assert sharding.is_equivalent_to(layout.sharding(v, f.submesh), len(v.aval.shape))
+
+
+OPTIMIZERS = {
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adamw, clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    "ema of parameters": optax.chain(optax.sgd(0.1), optax.ema(0.9)),
+    "lion": optax.lion(1e-3),
+}
+
+
+@pytest.mark.parametrize("loop", [{}, {"num_microbatches": 2, "schedule": "1f1b"}], ids=["whole", "1f1b"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_is_laid_out_like_its_parameter(name, loop):
+    """Also where only one weight is annotated, nothing is donated by the user, and XLA would choose otherwise."""
+    optimizer = OPTIMIZERS[name]
+    step = mm.jit(training(mlp(*halves()), optimizer, **loop), donate_argnums=(0, 1))
+    p, s, batch = arguments(optimizer)
+    with mm.ignore_transforms():
+        expected = step(p, s, batch)
+    lowered = step.lower(p, s, batch)
+    layout = lowered.layout
+    specs = {name: d.spec for name, d in leaves(layout, "args[0]").items()}
+    assert specs["args[0]['w1']"] == P(None, "model")
+    for name, decision in leaves(layout, "args[1]").items():
+        w = f"args[0]{name[-6:]}"
+        if w in specs:
+            assert (decision.spec, decision.rule) == (specs[w], f"as {w}")
+    compiled = lowered.compile()
+    results = compiled(p, s, batch)
+    assert_as_printed(compiled, layout, results)
+    assert_same(results, expected)
+    after = [x.sharding for x in jax.tree.leaves(results[:2])]
+    assert after == jax.tree.leaves(compiled.input_shardings[0][:2])
+    with jax.transfer_guard("disallow"):
+        again = compiled(*results[:2], jax.tree.map(jax.device_put, batch, compiled.input_shardings[0][2]))
+    assert [x.sharding for x in jax.tree.leaves(again[:2])] == after
+
+
+def test_the_users_word_comes_first():
+    """`in_shardings` before where an argument lies, that before constraints; `out_shardings` of a result."""
+    first, second = halves()
+    optimizer = optax.sgd(0.1)
+    p, s, batch = arguments(optimizer)
+    step = training(mlp(first, second), optimizer)
+    said = NamedSharding(first, P("model", None))
+    layout = mm.jit(step, in_shardings=({"w1": said, "w2": None}, None, None)).lower(p, s, batch).layout
+    assert leaves(layout, "args[0]['w1']")["args[0]['w1']"].rule == "in_shardings"
+    assert leaves(layout, "args[0]['w1']")["args[0]['w1']"].spec == P("model")
+    assert leaves(layout, "result[0]['w1']")["result[0]['w1']"].spec == P("model"), "the next value is where it was"
+    placed = p | {"w1": jax.device_put(p["w1"], NamedSharding(first, P("data")))}
+    decision = leaves(mm.jit(step).lower(placed, s, batch).layout, "args[0]['w1']")["args[0]['w1']"]
+    assert (decision.rule, decision.spec) == ("as it arrives", P("data"))
+    decision = leaves(mm.jit(step).lower(p, s, batch).layout, "args[0]['w1']")["args[0]['w1']"]
+    assert (decision.rule, decision.spec) == ("constraint in 'front'", P(None, "model"))
+    out = NamedSharding(second, P(None, "data"))
+    layout = mm.jit(step, out_shardings=({"w1": None, "w2": out}, None, None)).lower(p, s, batch).layout
+    decision = leaves(layout, "result[0]['w2']")["result[0]['w2']"]
+    assert (decision.rule, decision.spec) == ("out_shardings", P(None, "data"))
+
+
+def test_what_crosses_arrives_as_its_reader_wants_it_or_as_it_left():
+    first, second = halves()
+    names = lambda *axes: lambda x: mm.with_sharding_constraint(x * 2, axes)  # noqa: E731
+    a = mm.task(names("data", "model"), "a", mesh=first)
+    free = mm.task(lambda x: x + 1, "free", mesh=second)
+    wants = mm.task(lambda x: mm.with_sharding_constraint(x, ("model", None)) + 1, "wants", mesh=second)
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    for reader, spec, rule in (
+        (free, P("data", "model"), "as on submesh 0"),
+        (wants, P("model"), "constraint in 'wants'"),
+    ):
+        lowered = mm.jit(lambda x, reader=reader: reader(a(x))).lower(x)
+        (crossing,) = lowered.program.edges
+        decision = lowered.layout.decisions[crossing.var, 1]
+        assert (decision.spec, decision.rule) == (spec, rule)
+
+
+def test_the_layout_is_known_without_devices():
+    """Nothing is compiled for it, and no device has to be there."""
+    devices = mm.planned_devices(8)
+    first, second = (Mesh(np.array(devices).reshape(2, 2, 2)[i], ("data", "model")) for i in range(2))
+    optimizer = optax.adamw(1e-2)
+    shapes = jax.eval_shape(lambda: arguments(optimizer))
+    planned = mm.jit(training(mlp(first, second), optimizer)).lower(*shapes).layout
+    real = mm.jit(training(mlp(*halves()), optimizer)).lower(*shapes).layout
+    assert str(planned) == str(real)
+    assert "args[1][0].mu['w1']" in str(planned)
+
+
+def test_without_the_pass_xla_is_asked(monkeypatch):
+    """Where jaxlib has no propagation pass, a fragment is compiled to see what XLA chooses; the same result."""
+    optimizer = optax.adamw(1e-2)
+    p, s, batch = arguments(optimizer)
+    step = training(mlp(*halves()), optimizer, num_microbatches=2, schedule="gpipe")
+    expected = mm.jit(step).lower(p, s, batch).layout
+    monkeypatch.setattr(_compat, "propagate", lambda *args: None)
+    lowered = mm.jit(step).lower(p, s, batch)
+    assert str(lowered.layout) == str(expected)
+    with mm.ignore_transforms():
+        reference = step(p, s, batch)
+    assert_same(lowered.compile()(p, s, batch), reference)
+
+
+def test_nothing_in_it_and_sizes_that_do_not_divide():
+    """An empty array is replicated; a dimension that the devices do not divide is never sharded."""
+    first, _ = halves()
+
+    def odd(x, w):
+        x = mm.with_sharding_constraint(x, ("data", "model"))
+        return jnp.concatenate([x @ w, x[:, :1]], axis=1), jnp.zeros((0, 4)) + x[0, 0]
+
+    f = mm.jit(mm.task(odd, mesh=first))
+    x, w = jnp.ones((4, 4)), jnp.ones((4, 4))
+    lowered = f.lower(x, w)
+    compiled = lowered.compile()
+    results = compiled(x, w)
+    assert_as_printed(compiled, lowered.layout, results)
+    with mm.ignore_transforms():
+        assert_same(results, f(x, w))
