@@ -374,8 +374,8 @@ def test_weak_types_of_results(number):
             lambda x: (front(jnp.eye(WIDTH), x).sum(), *[jnp.where(True, number, number)] * len(words)),
             argnum=0, reduce=("sum", *words), num_microbatches=2,
         )  # fmt: skip
-        _, *results = loop(x)
-        return results, [jnp.bfloat16(1) * r for r in results]
+        y, *results = loop(x)
+        return y, results, [jnp.bfloat16(1) * r for r in results]
 
     actual, expected = mm.jit(step)(rows()), reference(step, rows())
     kinds = [[(x.dtype, x.weak_type) for x in jax.tree.leaves(y)] for y in (actual, expected)]

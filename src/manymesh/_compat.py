@@ -377,6 +377,8 @@ def users_frame(error: BaseException) -> str:
         for frame, line in traceback.walk_tb(error.__traceback__)
         if traceback_util.include_filename(frame.f_code.co_filename)
     ]
+    if not frames and error.__cause__ is not None:  # a backward pass: the line of the operation that it is of
+        return users_frame(error.__cause__)
     own = [frame for frame in frames if "site-packages" not in frame[0]] or frames
     return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2]})" if own else ""
 

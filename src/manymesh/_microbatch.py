@@ -143,7 +143,9 @@ def microbatch(
     """
     argnums = (argnum,) if isinstance(argnum, int) else tuple(argnum)
     name = getattr(fun, "__name__", type(fun).__name__)
-    chosen = _checked(name, num_microbatches, size, reduce, schedule, custom_schedule)
+    _check_sizes(name, num_microbatches, size)
+    _check_reductions(name, reduce)
+    chosen = _chosen_schedule(name, schedule, custom_schedule)
 
     @_compat.boundary
     @functools.wraps(fun)
@@ -174,16 +176,16 @@ def microbatch(
     return over_microbatches
 
 
-def _checked(
-    name: str, num_microbatches: Any, size: Any, reduce: Any, schedule: Any, custom_schedule: Any
-) -> schedules.AbstractSchedule | _Rows:
-    """The schedule, if the arguments of `microbatch` make sense together."""
+def _check_sizes(name: str, num_microbatches: Any, size: Any) -> None:
     if num_microbatches is None and size is None:
         raise MicrobatchError(f"microbatch({name}): give num_microbatches= or size=, the length of a piece")
     for label, number in (("num_microbatches", num_microbatches), ("size", size)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise MicrobatchError(f"microbatch({name}): {label} has to be a positive int, found {number!r}")
-    _check_reductions(name, reduce)
+
+
+def _chosen_schedule(name: str, schedule: Any, custom_schedule: Any) -> Any:
+    """The schedule object; of a custom one, what stands for it until the tasks are known."""
     if custom_schedule is not None and schedule != "custom":
         raise ScheduleError(f"microbatch({name}): custom_schedule goes with schedule='custom', found {schedule!r}")
     if isinstance(custom_schedule, str) or not isinstance(custom_schedule, (Iterable, type(None))):
@@ -192,7 +194,8 @@ def _checked(
             f"{type(custom_schedule).__name__} {custom_schedule!r}"
         )
     if custom_schedule is not None:
-        return _Rows(any("_wgt" in str(entry) for row in custom_schedule for entry in row))
+        splits = any("_wgt" in str(entry) for row in custom_schedule for entry in row)
+        return _Rows(splits)
     return schedules.get("1f1b" if schedule is None else schedule)
 
 

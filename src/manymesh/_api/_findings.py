@@ -18,15 +18,13 @@ def note_pipeline(record: Recording, program: Program | None, jaxpr: Any) -> Non
       program: made from it; None where nothing says what runs where.
       jaxpr: the closed jaxpr of the step.
     """
-    if program is None:
-        for loop in record.loops.values():
-            record.findings[
-                f"microbatch({loop.name}) is in a step without a task, so that there is no pipeline: its "
-                f"{loop.num_microbatches} microbatches run one after the other in one place; wrap the parts of the model "
-                "with mm.task, or place them with mm.register_task"
-            ] = PlacementError
-        return
-    for plan in program.loops:
+    for loop in record.loops.values() if program is None and not record.tasks else ():
+        record.findings[
+            f"microbatch({loop.name}) is in a step without a task, so that there is no pipeline: its "
+            f"{loop.num_microbatches} microbatches run one after the other in one place; wrap the parts of the model with "
+            "mm.task, or place them with mm.register_task"
+        ] = PlacementError
+    for plan in program.loops if program is not None else ():
         if not plan.in_order:
             name = getattr(plan.schedule, "name", plan.schedule)
             record.findings[
@@ -34,7 +32,7 @@ def note_pipeline(record: Recording, program: Program | None, jaxpr: Any) -> Non
                 f"{name!r} could run, because values go both ways between them in one pass; its microbatches run one after "
                 "the other. Let values go from each stage to later ones only"
             ] = PlacementError
-    used = {name for fragment in program.fragments for name in fragment.tasks}
+    used = {name for fragment in (program.fragments if program is not None else ()) for name in fragment.tasks}
     missing = {mark: task.name for mark, task in record.tasks.items() if task.name not in used}
     if not missing:
         return

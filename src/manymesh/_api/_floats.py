@@ -32,8 +32,8 @@ def explain_float(name: str, plain: Callable[..., Any], error: Any, leaves: Sequ
     except FloatingPointError as found:
         notes = [note for note in getattr(found, "__notes__", ()) if note.startswith("in task ")]
         place = notes[0].removeprefix("in ") if notes else place
-        frame = _compat.users_frame(found)
-        where = f", at {frame}" if frame else ""
+        line = _compat.users_frame(found)
+        where = f", at {line}" if line else ""
     except Exception:  # arguments that are gone, or code that cannot run eagerly: the fragment has to do
         where = ""
     return FloatingPointError(

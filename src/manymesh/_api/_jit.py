@@ -55,13 +55,20 @@ def jit(
       in_shardings: pytree prefix of the arguments of `NamedSharding` on submeshes, or None to infer.
       out_shardings: pytree prefix of the result, likewise.
       compiler_options: handed to XLA for every fragment.
-      strict: whether findings (a logical name that no rule knows) are errors instead of one warning.
+      strict: whether findings are errors instead of one warning: a logical name that no rule knows, a constraint that
+        vmap took the axis of, a task whose results nobody reads, microbatches in a step without a task or with stages
+        in no order, a batch that is also what is differentiated, a sum of losses that are means.
 
     Returns:
       A callable. Each distinct structure, shape, dtype and static value of arguments is traced and compiled once.
 
     Raises:
-      ManyMeshError: whatever is wrong with tasks, axes, schedules or placement, before anything runs.
+      ManyMeshError: whatever is wrong with tasks, axes, schedules or placement, before anything runs. Its traceback ends
+        at the user's line; ``jax.config.update("jax_traceback_filtering", "off")`` shows all of it.
+      FloatingPointError: under ``jax_debug_nans``, with the task and the line that made the value.
+
+    A program is kept for each setting of JAX that changes traces, and for the surrounding axis rules, ours and Flax's.
+    Under ``jax.disable_jit`` the step is the plain function. A step without a task runs where its arguments are.
 
     Example:
       >>> import jax, jax.numpy as jnp, manymesh as mm
