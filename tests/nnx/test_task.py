@@ -68,19 +68,46 @@ def test_every_form_of_a_model() -> None:
     assert type(again) is mm.nnx.task(nnx.Dict, devices=[1])
 
 
+class Counted(Inner):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs)
+        self.calls = nnx.Variable(jnp.array(0))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls[...] += 1
+        return super().__call__(x)
+
+
 def test_a_variable_that_is_only_read_is_no_result() -> None:
-    """Two tasks that read one module are no chain: nothing but activations crosses."""
-    shared = Inner(nnx.Rngs(0))
-    front, back = mm.nnx.task(shared, "front", devices=[0]), mm.nnx.task(shared, "back", devices=[1])
+    """Two tasks of one module: its count goes from one to the other, its parameters do not."""
+    shared = Counted(nnx.Rngs(0))
+    models = mm.nnx.task(shared, "front", devices=[0]), mm.nnx.task(shared, "back", devices=[1])
+    step = mm.nnx.jit(lambda models, x: models[1](models[0](x[:2])))
+    program = step.lower(models, X).program
+    assert {e.var.aval.shape for e in program.edges} == {(2, 4), ()}
+    outs = {f.name: sorted(v.aval.shape for v in f.outvars) for f in program.fragments}
+    assert outs == {"front": [(), (2, 4)], "back": [(), (2, 4)]}
+    np.testing.assert_allclose(step(models, X), Inner(nnx.Rngs(0)).twice(X[:2]), rtol=1e-6)
+    assert int(shared.calls[...]) == 2
 
-    def loss_of(models: Any, x: Any) -> Any:
-        return jnp.sum(models[1](models[0](x)))
 
-    program = mm.nnx.jit(lambda models, x: nnx.grad(loss_of)(models, x)).lower((front, back), X).program
-    crossing = {tuple(e.var.aval.shape) for e in program.edges if e.source == 0}
-    assert crossing <= {(4, 4)}  # activations, and the kernel where it is read a second time
-    outs = {f.name: [tuple(v.aval.shape) for v in f.outvars] for f in program.fragments}
-    assert (4,) not in outs["front"]  # the bias comes in and does not come out
+def test_a_step_may_read_a_module_that_it_closes_over() -> None:
+    """As under `nnx.jit`; it cannot change one."""
+    model = mm.nnx.task(Inner(nnx.Rngs(0)), devices=[1])
+    np.testing.assert_allclose(mm.jit(lambda x: model(x))(X), Inner(nnx.Rngs(0))(X), rtol=1e-6)
+    counted = mm.nnx.task(Counted(nnx.Rngs(0)), devices=[1])
+    with pytest.raises(Exception, match="Cannot mutate"):
+        mm.jit(lambda x: counted(x))(X)
+
+
+def test_an_ensemble_in_a_task_under_vmap() -> None:
+    cls = mm.nnx.task(Counted, "ensemble", devices=[1])
+    ensemble = nnx.vmap(lambda rngs: cls(rngs))(nnx.Rngs(0).split(3))
+    step = mm.nnx.jit(lambda m, x: nnx.vmap(lambda m, x: m(x), in_axes=(0, None))(m, x))
+    out = step(ensemble, X)
+    assert out.shape == (3, 4, 4) and sorted(d.id for d in out.devices()) == [1]
+    np.testing.assert_allclose(out[2], jnp.tanh(X @ ensemble.dense.kernel[2] + ensemble.dense.bias[2]), rtol=1e-5)
+    assert ensemble.calls[...].tolist() == [1, 1, 1]
 
 
 def test_names_of_variables_become_constraints_by_the_rules_of_the_task() -> None:
@@ -114,6 +141,38 @@ def test_patterns_know_modules_by_their_paths() -> None:
     np.testing.assert_allclose(loss, jnp.sum(wanted), rtol=1e-5)
     homes = [sorted(d.id for d in block.dense.kernel.devices()) for block in (*model.blocks, model.head)]
     assert homes == [[0], [1], [2]]
+
+
+def test_names_of_variables_travel_to_tasks_of_patterns() -> None:
+    """And a variable that the step leaves alone is no result of any task."""
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[2:4])
+    with nnx.use_eager_sharding(False):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "hidden"))
+        model = nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0))
+    step = mm.nnx.jit(lambda model, x: model(x))
+    with mm.register_task("Linear", mesh=mesh, logical_axes=[("hidden", "model")]):
+        (fragment,) = step.lower(model, X).program.fragments
+        assert [v.aval.shape for v in fragment.outvars] == [(4, 8)]
+        step(model, X)
+    assert tuple(model.kernel.get_value().sharding.spec) == (None, "model")
+
+
+def test_a_method_that_calls_the_one_it_overrides_opens_one_scope() -> None:
+    model = nnx.Dict(head=Counted(nnx.Rngs(0)))
+
+    class Root(nnx.Module):
+        def __init__(self) -> None:
+            self.head = model.head
+
+        def __call__(self, x: Any) -> Any:
+            return self.head(x)
+
+    with (
+        mm.register_task("Counted", devices=[1]),
+        mm.register_task("head", devices=[0]),
+        pytest.warns(UserWarning, match="'Counted'.* matches no scope"),
+    ):
+        assert [f.name for f in mm.nnx.jit(lambda m, x: m(x)).lower(Root(), X).program.fragments if f.tasks] == ["head"]
 
 
 def test_what_cannot_be_a_task() -> None:
