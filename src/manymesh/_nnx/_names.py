@@ -23,9 +23,8 @@ from .._wrapping import plain_name
 class _Call:
     """A module that is being called, and the paths of those below it."""
 
-    def __init__(self, module: nnx.Module, method: str) -> None:
+    def __init__(self, module: nnx.Module) -> None:
         self.module = module
-        self.method = method
         self._paths: dict[int, str] | None = None
 
     def path_of(self, module: nnx.Module) -> str | None:
@@ -64,9 +63,9 @@ def _named(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls = _calls.get()
-        if calls is None or (calls and calls[-1].module is self and calls[-1].method == name):
-            return method(self, *args, **kwargs)  # the second: a method that calls the one it overrides
-        token = _calls.set((*calls, _Call(self, name)))
+        if calls is None:
+            return method(self, *args, **kwargs)
+        token = _calls.set((*calls, _Call(self)))
         try:
             with jax.named_scope(_scope(self, name, calls)):
                 return method(self, *args, **kwargs)
