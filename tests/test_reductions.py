@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 import manymesh as mm
-from manymesh._partition import _build
-from manymesh._partition._links import links
+from flat import switch_off
+from manymesh._passes._unreduced._links import links
 from stages import assert_same, reference
 
 C = mm.with_sharding_constraint
@@ -139,7 +139,7 @@ def test_waiting_takes_no_memory(monkeypatch, update):
         return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads) if update else grads
 
     waiting = mm.jit(step, donate_argnums=0).lower(p, batch).compile()
-    monkeypatch.setattr(_build, "defer_sums", lambda *args: ())
+    switch_off(monkeypatch, "leave_unreduced")
     at_once = mm.jit(step, donate_argnums=0).lower(p, batch).compile()
     assert any((8, 16) in shapes for _, shapes in collectives(at_once, loop=True)), "the comparison sums in the loop"
     for device, memory in at_once.memory_analysis().items():
@@ -303,7 +303,7 @@ def test_sequence_parallel_activations_are_gathered_as_before(monkeypatch):
     assert axes["one_bwd", "float32[8]"] == ("data", "model")
     assert axes["one_bwd", "float32[8,16]"] == ("data",)
     assert_same(waiting(p, x), reference(step, p, x))
-    monkeypatch.setattr(_build, "defer_sums", lambda *args: ())
+    switch_off(monkeypatch, "leave_unreduced")
     at_once = mm.jit(step).lower(p, x).compile()
     inside = lambda c: sorted(n for n, shapes in collectives(c, loop=True) if max(map(len, shapes)) == 3)  # noqa: E731
     assert inside(waiting) == inside(at_once)

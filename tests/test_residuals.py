@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import manymesh as mm
+from flat import switch_off
 from manymesh._key import Keys
-from manymesh._partition import _build, _residuals
+from manymesh._passes import _residuals
+from manymesh._program._calls import inlined
 from stages import WIDTH, assert_agrees, rows
 
 ROWS = 8
@@ -116,7 +118,7 @@ def expensive(program):
     found = Counter()
 
     def count(eqns):
-        for e in _residuals.inlined(eqns)[0]:
+        for e in inlined(eqns)[0]:
             if not _residuals._is_cheap(e):
                 found[e.primitive.name] += 1
 
@@ -131,7 +133,7 @@ def test_nothing_expensive_is_computed_twice(name, schedule, monkeypatch):
     """The same products, exponentials and sums as without, under a schedule that splits the backward pass too."""
     fun, _ = CASES[name]
     thin = mm.jit(gradient(fun, schedule)).trace(*arguments()).lower().program
-    monkeypatch.setattr(_build, "keep_fewer_bytes", lambda flat, record: None)
+    switch_off(monkeypatch, "minimise_residuals")
     thick = mm.jit(gradient(fun, schedule)).trace(*arguments()).lower().program
     assert expensive(thin) == expensive(thick)
     assert [f.kind for f in thin.fragments] == [f.kind for f in thick.fragments]

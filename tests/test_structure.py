@@ -34,9 +34,8 @@ LAYERS = (
     "_single",
     "_means",
     "_microbatch",
-    "_jaxpr",
     "_program",
-    "_partition",
+    "_passes",
     "_layout",
     "_plan",
     "_runtime",
@@ -80,6 +79,10 @@ NARROW: Mapping[str, frozenset[str]] = {"schedules": frozenset({"_errors", "sche
 
 # Optional or slow to import: the only packages that a function may import.
 LAZY = frozenset({"flax", "optax", "equinox", "orbax", "rich", "matplotlib"})
+
+# Rooms in which at most this share of the annotations of signatures is a bare `Any`.
+TYPED = frozenset({"_program", "_passes"})
+MAX_BARE_ANY = 0.1
 
 MAX_FUNCTION_LINES = 89
 MAX_FILE_LINES = 699
@@ -292,6 +295,23 @@ def check_lazy_imports(source: str, module: str) -> list[str]:
     ]
 
 
+def signature_annotations(source: str) -> list[str]:
+    """The annotations of all parameters and results of a source."""
+    found: list[ast.expr | None] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            a = node.args
+            parameters = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
+            found += [p.annotation for p in parameters if p is not None]
+            found.append(node.returns)
+    return [ast.unparse(annotation) for annotation in found if annotation is not None]
+
+
+def share_of_bare_any(annotations: list[str]) -> float:
+    """How many of the annotations say nothing: ``Any`` alone."""
+    return annotations.count("Any") / max(len(annotations), 1)
+
+
 def check_asserts(source: str, module: str) -> list[str]:
     """An `assert` marks a bug of ours and says which."""
     return [
@@ -382,6 +402,13 @@ def test_all_lists_what_a_face_exports(module: str) -> None:
     assert not complaints, "\n" + "\n".join(complaints)
 
 
+@pytest.mark.parametrize("room", sorted(TYPED))
+def test_signatures_are_typed(room: str) -> None:
+    """A bare `Any` checks nothing: a few at the border to JAX, no more."""
+    found = [a for module, source in SOURCES.items() if layer_of(module) == room for a in signature_annotations(source)]
+    assert len(found) > 100 and share_of_bare_any(found) < MAX_BARE_ANY, f"{share_of_bare_any(found):.0%} in {room}"
+
+
 # --- the rules can fail -------------------------------------------------------------------------------------
 
 
@@ -396,7 +423,7 @@ BAD = [
     (check_layers, "manymesh._task", "import manymesh._api", "below layer '_task'"),
     (check_layers, "manymesh._task", "from manymesh import jit", "layer '__init__' is below"),
     (check_layers, "manymesh._task", "from . import jit", "layer '__init__' is below"),
-    (check_layers, "manymesh._jaxpr._uses", "from .._program import Program", "below layer '_jaxpr'"),
+    (check_layers, "manymesh._program._uses", "from .._passes import PASSES", "below layer '_program'"),
     (check_layers, "manymesh.meta.__init__", "from .._topology import submeshes", "below layer 'meta'"),
     (check_layers, "manymesh._api", "def f():\n    from .flax import task", "below layer '_api'"),
     (check_layers, "manymesh.__init__", "from . import flax as flax", "below layer '__init__'"),
@@ -494,3 +521,9 @@ def test_a_diamond_is_no_circle() -> None:
         "manymesh.meta._c": "import jax",
     }
     assert find_circle(sources) == []
+
+
+def test_bare_any_is_counted() -> None:
+    source = "def f(a: Any, *b: int, c: list[Any] = (), **d: Any) -> Any: ...\nasync def g(x): ..."
+    assert sorted(signature_annotations(source)) == ["Any", "Any", "Any", "int", "list[Any]"]
+    assert share_of_bare_any(signature_annotations(source)) == 3 / 5

@@ -421,3 +421,30 @@ def test_gradients_of_single_examples_through_a_task_that_constrains_the_batch(k
         assert compiled(parameters(), rows()).sharding.spec[0] == "data"
     with pytest.raises(mm.errors.AxisError, match="divide" if keeps_axis else "2 axis names"):
         mm.jit(lambda w, x: first(w, x[None] if keeps_axis else x))(parameters()["front"], rows()[0])
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: 0 + x,
+        lambda x: sum([x, 2 * x]),
+        lambda x: jnp.where(x > 0, x, 0),
+        lambda x: jnp.broadcast_to(jnp.clip(x, -1, 1), x.shape),
+        lambda x: jax.checkpoint(lambda y: 1 + jnp.sin(y))(x),
+    ],
+    ids=["zero", "sum", "where", "broadcast", "checkpoint"],
+)
+def test_tasks_on_submeshes_of_different_sizes(sizes, between):
+    """What a task returns keeps nothing of its mesh, whatever the next one does with it; once and twice differentiated."""
+    one = mm.task(lambda w, x: jnp.tanh(x @ w), "one", devices=list(range(sizes[0])), device_axes=("d",))
+    devices = [4 + i for i in range(sizes[1])]
+    two = mm.task(lambda w, x: jnp.sum(jnp.tanh(between(x) @ w)), "two", devices=devices, device_axes=("d",))
+
+    def loss(p, x):
+        return two(p["back"], between(one(p["front"], x)))
+
+    for fun in (jax.grad(loss), lambda p, x: jax.jvp(jax.grad(loss), (p, x), (p, x))[1]):
+        mm.jit(fun).trace(parameters(), rows())
+    if sizes == (2, 1):
+        assert_agrees(jax.grad(loss), parameters(), rows())

@@ -28,7 +28,7 @@ from ._mark import task as task
 from ._mark import with_sharding_constraint as with_sharding_constraint
 from ._microbatch import WeightedMean as WeightedMean
 from ._microbatch import microbatch as microbatch
-from ._program import Program as Program
+from ._program._fragments import Program as Program
 from ._publish import publish as _publish
 from ._report import Report as Report
 from ._task import Task as Task

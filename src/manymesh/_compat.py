@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 else:
     ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)  # 0.12 has one class for both
 DropVar = core.DropVar
-Atom = Any  # a `Var`, a `Literal` or a `DropVar`; JAX has no type for it
+Atom = Var | Literal  # what an equation reads
+AbstractJaxpr = Jaxpr | ClosedJaxpr  # 0.12 has one class for both
+AbstractValue = jax.core.AbstractValue
 ConcreteArray = ArrayImpl  # the class of every array that is there, but for typed random keys
 
 P = ParamSpec("P")
@@ -115,13 +117,14 @@ def _plain_debug_info() -> Any:
 
 def shape(atom: Atom) -> tuple[int, ...]:
     """The shape of a variable or literal."""
-    found: tuple[int, ...] = atom.aval.shape
-    return found
+    aval: Any = atom.aval
+    return tuple(aval.shape)
 
 
 def dtype(atom: Atom) -> Any:
     """The dtype of a variable or literal."""
-    return atom.aval.dtype
+    aval: Any = atom.aval
+    return aval.dtype
 
 
 def new_var(aval: Any) -> Var:
@@ -129,7 +132,7 @@ def new_var(aval: Any) -> Var:
     return Var(aval)
 
 
-def is_var(atom: Any) -> bool:
+def is_var(atom: object) -> TypeGuard[Var]:
     """Whether an atom is a variable that is used (not a literal, not dropped)."""
     return isinstance(atom, Var) and not isinstance(atom, DropVar)
 
@@ -226,7 +229,7 @@ def without_consts(closed: ClosedJaxpr) -> Jaxpr:
     return inner
 
 
-def is_jaxpr(value: Any) -> bool:
+def is_jaxpr(value: object) -> TypeGuard[AbstractJaxpr]:
     """Whether a value is a jaxpr, open or closed."""
     return isinstance(value, (Jaxpr, ClosedJaxpr))
 
@@ -335,7 +338,11 @@ def separate_jit_caches(token: object) -> Iterator[None]:
 
 
 def linear_identity(
-    name: str, lower: Callable[..., Any], batch: Callable[[dict[str, Any], int], dict[str, Any]]
+    name: str,
+    lower: Callable[..., Any],
+    batch: Callable[[dict[str, Any], int], dict[str, Any]],
+    *,
+    keeps_mesh: bool = True,
 ) -> Any:
     """A primitive that is the identity under every transformation and keeps its parameters.
 
@@ -343,6 +350,7 @@ def linear_identity(
       name: name of the primitive.
       lower: ``lower(x, **params)``: what it becomes in an executable.
       batch: the parameters under ``vmap``, from those without and the position of the new dimension.
+      keeps_mesh: whether the result is traced on the mesh of the operand; if not, on none.
     """
     prim = core.Primitive(name)
 
@@ -350,7 +358,7 @@ def linear_identity(
         return prim.bind(*args, **batch(params, dims[0])), dims[0]
 
     prim.def_impl(lambda x, **_: x)
-    prim.def_abstract_eval(lambda x, **_: x)
+    prim.def_abstract_eval(lambda x, **_: x if keeps_mesh else _without_mesh(x))
     ad.deflinear2(prim, lambda ct, _, **params: [prim.bind(ct, **params)])
     batching.primitive_batchers[prim] = batched
     mlir.register_lowering(prim, mlir.lower_fun(lower, multiple_results=False))
@@ -383,13 +391,20 @@ def users_frame(error: BaseException) -> str:
     return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2]})" if own else ""
 
 
+_last_settings: list[tuple[Any, tuple[Any, ...]]] = [(None, ())]
+
+
 def trace_settings() -> tuple[Any, ...]:
     """The settings and surroundings by which JAX itself tells traces apart, and those that `jax.jit` adds; hashable.
 
     An ambient mesh counts for nothing, for it is hidden while a step is traced.
     """
-    context = tuple(None if isinstance(x, (Mesh, AbstractMesh)) else x for x in config.trace_context())
-    return (*context, default_key_kind(), config.debug_nans.value, config.debug_infs.value)
+    raw = (config.trace_context(), default_key_kind(), config.debug_nans.value, config.debug_infs.value)
+    last, settings = _last_settings[0]
+    if raw != last:  # which is seldom, and every call of a step asks
+        settings = (*(None if isinstance(x, (Mesh, AbstractMesh)) else x for x in raw[0]), *raw[1:])
+        _last_settings[0] = raw, settings
+    return settings
 
 
 def default_key_kind() -> str:
@@ -405,6 +420,10 @@ def jit_is_disabled() -> bool:
 def with_weak_type(x: Any, weak: bool) -> Any:
     """An array of the same dtype whose dtype is weak, as that of a Python number is, or not."""
     return lax_internals._convert_element_type(x, x.dtype, weak_type=weak)
+
+
+def _without_mesh(aval: Any) -> Any:
+    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def abstract(aval: Any) -> jax.ShapeDtypeStruct:

@@ -60,9 +60,11 @@ class Compiled:
             for i, v in enumerate(program.invars[shift:])
         ]
         self.input_shardings: Any = jax.tree.unflatten(in_tree, homes)
-        made = [s or getattr(literals[o], "sharding", None) for o, s in enumerate(lowered.outputs)]
+        out_shardings = [s or getattr(literals[o], "sharding", None) for o, s in enumerate(lowered.outputs)]
         self._moved = tuple(moved.items())
-        self.output_shardings: Any = jax.tree.unflatten(out_tree, [moved.get(o, s) for o, s in enumerate(made)])
+        self.output_shardings: Any = jax.tree.unflatten(
+            out_tree, [moved.get(o, s) for o, s in enumerate(out_shardings)]
+        )
         given = {program.invars[shift + i] for i in donated}
         results = {v: o for o, (v, _) in reversed(list(enumerate(program.outputs))) if _compat.is_var(v) and v in given}
         # A donated argument that is also a result: the result takes its buffer over.

@@ -15,6 +15,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -218,7 +219,8 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         out_leaves, tree = jax.tree.flatten(out)
         static = [_TRACED if is_dynamic(leaf) else leaf for leaf in out_leaves]
         out_tree.append((tree, static))
-        return [leaf for leaf in out_leaves if is_dynamic(leaf)]
+        dynamic = [leaf for leaf in out_leaves if is_dynamic(leaf)]
+        return dynamic if described.mesh is None else [border_p.bind(leaf) for leaf in dynamic]
 
     mark = record.new_mark(described.name or "task")
     record.tasks[mark] = described
@@ -355,8 +357,38 @@ def _surroundings(described: Task, scope: Scope) -> Iterator[None]:
         with enter_scope(scope):
             yield
         return
-    with enter_scope(scope), jax.sharding.use_abstract_mesh(described.mesh.abstract_mesh):
+    with enter_scope(scope), jax.sharding.use_abstract_mesh(described.mesh.abstract_mesh), _flax_rules(described):
         yield
+
+
+# The identity at the end of a task. Its result is traced on no mesh: a value that kept the mesh of the task that made
+# it would be brought to the mesh of the task that reads it, and differentiating that fails where the sizes differ.
+border_p = _compat.linear_identity("manymesh_border", lambda x: x, lambda params, dim: params, keeps_mesh=False)
+
+
+def _flax_rules(described: Task) -> contextlib.AbstractContextManager[Any]:
+    """Makes Flax's own logical constraints and boxes, if Flax is loaded, read names as the task does.
+
+    The rules of the task come first, then those that Flax has, as far as the submesh has their axes, then the names of
+    its axes themselves.
+    """
+    linen: Any = sys.modules.get("flax.linen")
+    if linen is None or described.mesh is None:
+        return contextlib.nullcontext()
+    axes = tuple(described.mesh.axis_names) if described.has_named_axes else ()
+    own = described.logical_axes or ()
+    outer = [(name, _on_axes(target, axes)) for name, target in linen.get_logical_axis_rules() if name not in dict(own)]
+    rules: contextlib.AbstractContextManager[Any] = linen.logical_axis_rules(
+        (*own, *outer, *((axis, axis) for axis in axes))
+    )
+    return rules
+
+
+def _on_axes(target: Any, axes: tuple[str, ...]) -> Any:
+    """What a rule written for the whole mesh says on a submesh."""
+    if isinstance(target, (tuple, list)):
+        return tuple(axis for axis in target if axis in axes) or None
+    return target if target in axes else None
 
 
 def _batch_names(params: dict[str, Any], dim: int) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._jaxpr._nodes import nbytes
 from ._plan._instructions import Instruction, Run, Tag
-from ._program import Program
+from ._program import Program, nbytes
 from ._runtime._execute import Executor
 from ._runtime._lower import Lowered
 from ._runtime._observe import Observer

@@ -83,7 +83,6 @@ class LoopSpec:
 class _Rows:
     """Stands for the custom schedule until the program's tasks are known."""
 
-    splits_backward: bool
     name: str = "custom"
 
 
@@ -194,8 +193,7 @@ def _chosen_schedule(name: str, schedule: Any, custom_schedule: Any) -> Any:
             f"{type(custom_schedule).__name__} {custom_schedule!r}"
         )
     if custom_schedule is not None:
-        splits = any("_wgt" in str(entry) for row in custom_schedule for entry in row)
-        return _Rows(splits)
+        return _Rows()
     return schedules.get("1f1b" if schedule is None else schedule)
 
 
@@ -209,11 +207,13 @@ def _check_position(name: str, label: str, argnum: int | None, what: str, count:
 
 def _suspect_batch(name: str, fun: Any, argnums: tuple[int, ...], count: int) -> list[str]:
     """Sentences about arguments that are cut and differentiated: often parameters, as argnum was forgotten."""
+    both = _compat.differentiated(fun) or ()
+    if not set(both) <= set(argnums):  # something else is differentiated too, and that is the parameters
+        return []
     return [
         f"microbatch({name}): argnum={k} is the batch, which is cut into {count} pieces, and {name} differentiates the same "
         f"argument; if that is the parameters, write argnum={1 - k if k in (0, 1) else 0}, or whichever is the batch"
-        for k in argnums
-        if k in (_compat.differentiated(fun) or ())
+        for k in both
     ]
 
 

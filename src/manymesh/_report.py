@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import Sharding
 
-from ._jaxpr._nodes import nbytes
 from ._plan._instructions import Plan, Receive, Run
 from ._plan._number import variables_of
-from ._program import Program, Reduction
+from ._program import Program, Reduction, nbytes
 from ._runtime._lower import Lowered
 from ._task import mesh_devices
 

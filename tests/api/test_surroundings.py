@@ -176,3 +176,24 @@ def test_a_donated_argument_is_deleted_however_it_is_used(place):
             results = mm.jit(step, donate_argnums=0)(x)
         assert x.is_deleted()
         assert_same(results, expected)
+
+
+def test_names_of_flax_follow_the_task_around_a_model():
+    """``nn.with_logical_constraint`` and boxes in a model that a plain function applies read the task's logical axes."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "hidden"))
+            return nn.with_logical_constraint(nn.Dense(WIDTH, use_bias=False, kernel_init=init)(x), ("batch", "out"))
+
+    variables = Model().init(jax.random.key(0), rows())
+    layouts = []
+    for axes in ([("batch", "data")], [("hidden", "data")], [("out", "data")]):
+        task = mm.task(Model().apply, "model", mesh=mesh, logical_axes=axes)
+        compiled = mm.jit(task).lower(variables, rows()).compile()
+        kernel = compiled.input_shardings[0][0]["params"]["Dense_0"]["kernel"].value
+        layouts.append((kernel.spec, compiled.output_shardings.spec))
+    assert tuple(layouts[1][0]) == (None, "data")
+    assert [tuple(spec)[:2] for _, spec in layouts[::2]] == [("data",), (None, "data")]

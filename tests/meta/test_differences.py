@@ -36,9 +36,9 @@ def both(**fields: Any) -> tuple[Any, Any]:
 
 def test_adding_and_removing_axes() -> None:
     theirs, ours = both(names=("a", "b"))
-    with pytest.raises(PartitioningUnspecifiedError):
-        theirs.add_axis(0, {})
-    assert ours.add_axis(0, {}).names == (None, "a", "b")
+    for box in (theirs, ours):  # no difference, but close to one
+        with pytest.raises(PartitioningUnspecifiedError):
+            box.add_axis(0, {})
     assert theirs.add_axis(-1, LAYERS).names == ("a", "layers", "b")
     assert ours.add_axis(-1, LAYERS).names == ("a", "b", "layers")
     assert theirs.add_axis(4, LAYERS).remove_axis(4, LAYERS).names == ("a", "b", None, None)
@@ -137,5 +137,5 @@ def test_every_row_of_the_page_has_a_test_here() -> None:
     """Add a test above for a new row, then count it."""
     table = PAGE.read_text("utf-8").partition("## Differences from Flax")[2]
     rows = [line for line in re.findall(r"^\| .+ \|$", table, re.MULTILINE) if not line.startswith("| |")]
-    assert len(rows) == 15
+    assert len(rows) == 14
     assert all(cell.strip() for row in rows for cell in row.strip("|").split("|"))

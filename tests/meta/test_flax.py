@@ -311,7 +311,7 @@ class Own(nn.Module):
 @pytest.mark.parametrize("lift", ["scan", "vmap"])
 def test_a_box_of_ones_own_lives_in_linen(lift: str) -> None:
     common: dict[str, Any] = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-    common["metadata_params"] = {"name": None}
+    common["metadata_params"] = {"name": None, meta.PARTITION_NAME: None}
     lifted: Any = (
         nn.scan(Own, length=3, **common) if lift == "scan" else nn.vmap(Own, in_axes=None, axis_size=3, **common)
     )

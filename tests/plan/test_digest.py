@@ -81,7 +81,9 @@ def test_a_difference_shows_in_its_section():
     grad = jax.value_and_grad(loss)
 
     def step(p, x, schedule="1f1b", factor=2.0):
-        value, grads = mm.microbatch(grad, argnum=1, num_microbatches=4, schedule=schedule)(p, factor * x)
+        value, grads = mm.microbatch(grad, argnum=1, num_microbatches=4, schedule=schedule, reduce="mean")(
+            p, factor * x
+        )
         return jax.tree.map(jnp.subtract, p, grads), value
 
     args = parameters(), rows()

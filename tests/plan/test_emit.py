@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 
 import manymesh as mm
 from manymesh._plan._alias import sharing_submeshes
+from manymesh._plan._check import check
 from manymesh._plan._instructions import Receive, Run, Send
-from stages import microbatched, parameters, rows
+from stages import assert_agrees, microbatched, parameters, rows
 
 DEVICES = np.array(jax.devices())
 
@@ -151,3 +152,21 @@ def test_copies_on_shared_devices_are_aliases():
     donatable = {n: [str(makes[n].invars[k].aval.shape) for k in plan.donatable[makes[n].index]] for n in "abc"}
     # Of the first task only the batch, of the second nothing: its weight and its input are the first one's, too.
     assert donatable == {"a": ["(32, 32)"], "b": [], "c": ["(32, 32)"] * 2}
+
+
+def test_weight_gradients_of_a_parameter_that_two_stages_share():
+    """The first stage's, which zero-bubble runs first, adds to the last one's on the same submesh."""
+    layer, transposed = (lambda w, x: jnp.tanh(x @ w)), (lambda w, x: jnp.tanh(x @ w.T))
+    layers = [(layer, 0, "tied"), (layer, 1, "one"), (layer, 2, "two"), (transposed, 0, "tied")]
+    tasks = [(mm.task(f, f"s{i}", devices=[d]), name) for i, (f, d, name) in enumerate(layers)]
+
+    def loss(p, x):
+        for task, name in tasks:
+            x = task(p[name], x)
+        return jnp.mean(x**2)
+
+    p = {name: parameters(k)["front"] for k, name in enumerate(("tied", "one", "two"))}
+    grad = microbatched(jax.value_and_grad(loss), schedule="zero-bubble-h1")
+    plan = mm.jit(grad).lower(p, rows()).plan
+    check(plan)
+    assert_agrees(grad, p, rows())

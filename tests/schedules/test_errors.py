@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a class": (
         lambda: get(GPipe),  # type: ignore[arg-type]
-        "expected the name of a schedule or a schedule, found <class 'manymesh.schedules._gpipe.GPipe'>; names:",
+        "expected a schedule, found the class GPipe; write GPipe(...).",
     ),
     "needs rows": (
         lambda: get("custom"),

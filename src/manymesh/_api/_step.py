@@ -9,8 +9,8 @@ from typing import Any
 
 from .. import _compat
 from .._errors import AxisError
-from .._jaxpr._scopes import scope_names
 from .._mark import Recording
+from .._passes._scopes import scope_names
 from .._runtime._compile import Executables
 
 

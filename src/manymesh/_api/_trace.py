@@ -12,6 +12,7 @@ from .._implicit import Matcher, registered
 from .._mark import Recording, recording
 from ._arguments import Arguments, abstract
 from ._boxes import carried, is_foreign_box, with_parameter
+from ._moves import read_moves
 from ._step import Step
 from ._traced import Traced
 
@@ -41,5 +42,6 @@ def trace(step: Step, given: Arguments) -> Traced:
             closed, shapes = jax.make_jaxpr(flat_fun, return_shape=True)(*avals)
     except AxisError as error:
         raise with_parameter(error, given) from None
+    closed, moved = read_moves(closed, record)
     step.report(record, None)
-    return Traced(step, given, record, closed, shapes, out_tree[-1], flat_fun)
+    return Traced(step, given, record, closed, shapes, out_tree[-1], flat_fun, moved)

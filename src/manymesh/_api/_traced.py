@@ -14,7 +14,7 @@ from .. import _compat
 from .._errors import AxisError, MeshError
 from .._layout._names import resolve_constraints
 from .._mark import Recording
-from .._partition._build import build
+from .._passes._build import build
 from .._plan._emit import emit
 from .._program import Program
 from .._topology import auto_mesh
@@ -41,6 +41,7 @@ class Traced:
     _shapes: Any
     _out_tree: Any
     _plain: Callable[..., Any]
+    _moved: dict[int, Any]
 
     @property
     def out_info(self) -> Any:
@@ -56,6 +57,7 @@ class Traced:
         wanted_in = {} if step.in_shardings is None else expand("in_shardings", step.in_shardings, dynamic)
         out = jax.tree.unflatten(self._out_tree, self._shapes)
         wanted_out = {} if step.out_shardings is None else expand("out_shardings", step.out_shardings, out)
+        wanted_out = {**self._moved, **wanted_out}
         tasks = self._record.tasks.values()
         leaves = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
         check_submeshes("in_shardings", wanted_in, [keystr(path) for path, _ in leaves], tasks)

@@ -16,11 +16,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
-from .._compat import Eqn, Jaxpr, Var
-from .._jaxpr._nodes import trace_nodes
-from .._jaxpr._scopes import jaxprs_of
+from .._compat import AbstractJaxpr, Eqn
 from .._mark import constraint_p
+from .._passes._scopes import jaxprs_of
 from .._program import Fragment, Program
+from .._program._rewrite import trace_eqns
 from .._task import AxisRule, Task, check_divides
 from ..meta._rules import parts_of, resolve
 
@@ -52,7 +52,7 @@ class _Resolver:
     def __init__(self, program: Program, tasks: Mapping[str, Task]) -> None:
         self.program, self.tasks = program, tasks
         self.findings: dict[str, None] = {}
-        self._holds: dict[int, tuple[Jaxpr, bool]] = {}
+        self._holds: dict[int, tuple[AbstractJaxpr, bool]] = {}
 
     def fragment(self, f: Fragment) -> Fragment:
         """The fragment with its constraints resolved; itself where it has none."""
@@ -67,7 +67,7 @@ class _Resolver:
         tasks = [self.tasks[mark] for mark in own if mark in self.tasks] + here
         return tuple(dict.fromkeys(rule for task in tasks for rule in task.logical_axes or ()))
 
-    def _has_names(self, jaxpr: Jaxpr) -> bool:
+    def _has_names(self, jaxpr: AbstractJaxpr) -> bool:
         if id(jaxpr) not in self._holds:
             found = any(
                 e.primitive is constraint_p or any(map(self._has_names, jaxprs_of(e)))
@@ -76,10 +76,9 @@ class _Resolver:
             self._holds[id(jaxpr)] = jaxpr, found
         return self._holds[id(jaxpr)][1]
 
-    def _jaxpr(self, jaxpr: Jaxpr, mesh: Mesh, rules: tuple[AxisRule, ...]) -> Jaxpr:
+    def _jaxpr(self, jaxpr: AbstractJaxpr, mesh: Mesh, rules: tuple[AxisRule, ...]) -> Any:
         eqns = [self._equation(e, mesh, rules) for e in _compat.open_jaxpr(jaxpr).eqns]
-        new: Jaxpr = _compat.with_eqns(jaxpr, eqns)
-        return new
+        return _compat.with_eqns(jaxpr, eqns)
 
     def _equation(self, eqn: Eqn, mesh: Mesh, rules: tuple[AxisRule, ...]) -> Eqn:
         if eqn.primitive is constraint_p:
@@ -126,8 +125,7 @@ def constraint_eqn(eqn: Eqn, mesh: Mesh, spec: PartitionSpec) -> Eqn:
     (operand,) = eqn.invars
     given = [operand if _compat.is_var(operand) else _compat.new_var(operand.aval)]
     sharding = NamedSharding(mesh.abstract_mesh, spec)
-    nodes, _ = trace_nodes(lambda x: jax.lax.with_sharding_constraint(x, sharding), given)
-    assert len(nodes) == 1, "a constraint is one equation"
-    outvars: Sequence[Var] = eqn.outvars
-    new: Eqn = nodes[0].eqn.replace(invars=[operand], outvars=outvars, source_info=eqn.source_info)
+    eqns, _ = trace_eqns(lambda x: jax.lax.with_sharding_constraint(x, sharding), given)
+    assert len(eqns) == 1, "a constraint is one equation"
+    new: Eqn = eqns[0].replace(invars=[operand], outvars=eqn.outvars, source_info=eqn.source_info)
     return new

@@ -22,7 +22,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from .._compat import Atom, Propagated, Var
+from .._compat import Propagated, Var
 from .._key import Keys
 from .._program import Fragment, Program
 from ._constraints import Constraints
@@ -241,7 +241,7 @@ class _Solver:
     def _table(self) -> dict[tuple[Var, int], Decision]:
         """Every value on every submesh that it is on."""
         program = self.program
-        places: dict[tuple[Atom, int], None] = {}
+        places: dict[tuple[Var, int], None] = {}
         for v in program.invars:
             places.update(dict.fromkeys((v, s) for s in program.arrivals[v]))
         for f in program.fragments:

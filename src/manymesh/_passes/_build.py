@@ -1,0 +1,64 @@
+"""`build`: from a traced step to a `Program`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from jax.sharding import Mesh
+
+from .._compat import AbstractJaxpr
+from .._errors import AxisError
+from .._mark import Recording
+from .._program._check_fragments import check
+from .._program._flat import Pins
+from .._program._fragments import Program
+from ._flatten import flatten
+from ._fragments import cut
+from ._place import NothingPlacedError
+from ._run import PASSES, Between, run_passes
+
+
+def build(
+    closed: AbstractJaxpr,
+    record: Recording,
+    pinned_in: Mapping[int, Mesh],
+    pinned_out: Mapping[int, Mesh],
+    states: Sequence[tuple[int, int]] = (),
+    *,
+    between: Between | None = None,
+) -> Program | None:
+    """Splits a traced step.
+
+    Args:
+      closed: closed jaxpr of the step, traced under ``record``.
+      record: what its marks mean. Of it only the findings grow.
+      pinned_in: position among the step's inputs -> the submesh it is on.
+      pinned_out: position among the results -> the submesh it has to be on.
+      states: (position of an input, position of the result that replaces it).
+      between: called with the name of each pass that ran and the flat program that it left.
+
+    Returns:
+      The program, or None if nothing in the step says where anything runs.
+
+    Raises:
+      PlacementError: a task inside control flow that cannot be opened.
+      MeshError: submeshes of several backends.
+      ScheduleError: a loop that its schedule cannot run.
+    """
+    flat = flatten(closed, record)
+    inputs = flat.invars[len(flat.consts) :]
+    pins = Pins(
+        {inputs[i]: mesh for i, mesh in pinned_in.items()},
+        dict(pinned_out),
+        tuple((inputs[i], o) for i, o in states if o not in pinned_out),
+    )
+    try:
+        flat = run_passes(replace(flat, pins=pins), PASSES, between=between)
+    except NothingPlacedError:
+        return None
+    for finding in flat.findings:
+        record.findings.setdefault(finding, AxisError)
+    program = cut(flat)
+    check(program)
+    return program

@@ -1,0 +1,290 @@
+"""Grouping equations into fragments without making a cycle.
+
+Every task equation seeds a cluster and never merges with another task, so that equal layers stay
+equal. Unmarked equations join the cluster that alone reads them, else the task that alone feeds them,
+else each other.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from .. import _compat
+from .._compat import Var
+from .._program._flat import FlatProgram
+from .._program._nodes import Node
+
+
+@dataclass(eq=False)
+class Cluster:
+    """Equations that become one fragment.
+
+    Attributes:
+      submesh: where it runs; None for a loop seen from outside.
+      phase: 0 forward, 1 backward, 2 weight gradients.
+      task: mark of the task it was seeded by, or None.
+      layout_follows_loop: only prepares what a loop takes in, in the layout that the loop wants.
+      unstacks: only takes stacked values apart.
+      nodes: its equations, unordered until the fragment is made.
+      loop: for a loop seen from outside, its index.
+    """
+
+    submesh: int | None
+    phase: int = 0
+    task: str | None = None
+    layout_follows_loop: bool = False
+    unstacks: bool = False
+    nodes: list[Node] = field(default_factory=list)
+    loop: int | None = None
+
+    @property
+    def backward(self) -> bool:
+        """Whether it belongs to a backward pass, split or not."""
+        return self.phase > 0
+
+
+def cluster(flat: FlatProgram, scope: int | None) -> tuple[list[Cluster], dict[Cluster, set[Cluster]]]:
+    """Clusters of one scope in topological order, and what each depends on.
+
+    Args:
+      flat: the program, placed.
+      scope: the loop whose body is clustered; None for everything outside loops.
+    """
+    return _Clusterer(flat, scope).run()
+
+
+class _Clusterer:
+    def __init__(self, flat: FlatProgram, scope: int | None) -> None:
+        assert flat.placement is not None, "only what is placed is clustered"
+        self.flat, self.placement, self.index, self.scope = flat, flat.placement, flat.index, scope
+        self.of: dict[tuple[Node, int], Cluster] = {}
+        self.position = flat.index.position
+        self.nodes = flat.index.bodies[scope]
+        self.producer = {v: n for n in self.nodes for v in n.outputs}
+        self.loop_of_result: dict[Var, Cluster] = {}
+        self.loop_clusters: list[Cluster] = []
+        self.preds: dict[Cluster, set[Cluster]] = defaultdict(set)
+        self.succs: dict[Cluster, set[Cluster]] = defaultdict(set)
+
+    def run(self) -> tuple[list[Cluster], dict[Cluster, set[Cluster]]]:
+        self._seed()
+        self._join_readers()
+        self._build_edges()
+        self._join_feeders()
+        self._join_levels()
+        self._join_tasks()
+        order = self._sorted()
+        return order, {c: set(self.preds[c]) for c in order}
+
+    def _seed(self) -> None:
+        if self.scope is None:
+            self.loop_clusters = [Cluster(None, loop=i) for i in range(len(self.flat.loops))]
+            self.loop_of_result = {v: self.loop_clusters[i] for v, i in self.index.made_by_loop.items()}
+        read = {v for n in self.nodes for v in n.inputs}
+        phases: dict[Var, int] = {}
+        starts: dict[tuple[int, int], Cluster] = {}
+        target = self.index.enters_loop
+        for n in self.nodes:
+            phase = max([n.phase, *(phases.get(v, 0) for v in n.inputs)])
+            phases.update({v: phase for v in n.outputs})
+            goes_to = {target.get(v) for v in n.outputs}
+            only_loop = (
+                n.layout_follows_loop
+                and len(goes_to) == 1
+                and None not in goes_to
+                and not any(v in read for v in n.outputs)
+            )
+            for s in self.placement.node[n]:
+                if only_loop:
+                    key = (s, next(iter(goes_to)) or 0)
+                    c = starts.setdefault(key, Cluster(s, layout_follows_loop=True))
+                else:
+                    c = Cluster(s, phase, n.task, unstacks=n.unstacks and not n.layout_follows_loop)
+                c.nodes.append(n)
+                self.of[n, s] = c
+
+    def _join_readers(self) -> None:
+        """An unmarked equation that one cluster alone reads becomes part of it; never a cycle."""
+        readers: dict[tuple[Var, int], set[Cluster]] = defaultdict(set)
+        elsewhere = self._read_by_loops() if self.scope is None else set()
+        for n in reversed(self.nodes):
+            for s in self.placement.node[n]:
+                c = self.of[n, s]
+                if (
+                    c.task is None
+                    and not c.layout_follows_loop
+                    and not c.unstacks
+                    and not any(v in elsewhere for v in n.outputs)
+                ):
+                    found = set().union(*(readers[v, s] for v in n.outputs))
+                    remote = any(t != s for v in n.outputs for t in self._remote_readers(v, s, readers))
+                    if len(found) == 1 and not remote:
+                        (r,) = found
+                        if (
+                            r.submesh == s
+                            and r.phase == c.phase
+                            and not r.layout_follows_loop
+                            and not r.unstacks
+                            or r.layout_follows_loop
+                            and len(self.placement.node[n]) == 1
+                        ):
+                            r.nodes += c.nodes
+                            c = r
+                            self.of[n, s] = r
+                for v in n.inputs:
+                    readers[v, s].add(c)
+
+    def _remote_readers(self, v: Var, s: int, readers: Mapping[tuple[Var, int], set[Cluster]]) -> list[int]:
+        """Submeshes that get the value from here."""
+        if self.placement.home.get(v) != s:
+            return []
+        made_at = self.placement.node[self.producer[v]]
+        return [t for t in range(len(self.placement.submeshes)) if t != s and t not in made_at and readers.get((v, t))]
+
+    def _read_by_loops(self) -> set[Var]:
+        return {v for n in self.flat.nodes if n.loop is not None for v in n.inputs} | self.index.enters_loop.keys()
+
+    def _source(self, v: Var, s: int) -> Cluster | None:
+        """The cluster of this scope from which submesh ``s`` gets a value."""
+        n = self.producer.get(v)
+        if n is None:
+            return self.loop_of_result.get(v)
+        return self.of.get((n, s)) or self.of[n, self.placement.home[v]]
+
+    def _build_edges(self) -> None:
+        for n in self.nodes:
+            for s in self.placement.node[n]:
+                c = self.of[n, s]
+                for v in n.inputs:
+                    self._edge(self._source(v, s), c)
+        for c in self.loop_clusters:
+            assert c.loop is not None, "a loop cluster stands for a loop"
+            for n in self.index.bodies[c.loop]:
+                for s in self.placement.node[n]:
+                    for v in n.inputs:
+                        self._edge(self._source(v, s), c)
+            loop = self.flat.loops[c.loop]
+            for k in loop.carries:
+                if _compat.is_var(k.init):
+                    self._edge(self._source(k.init, self.placement.home[k.inner]), c)
+            for v in (v for p in loop.xs for v in p.outer if _compat.is_var(v)):
+                maker = self.producer.get(v)
+                for s in self.placement.node[maker] if maker is not None else ():
+                    self._edge(self._source(v, s), c)
+                if maker is None and v in self.loop_of_result:
+                    self._edge(self.loop_of_result[v], c)
+
+    def _edge(self, a: Cluster | None, b: Cluster) -> None:
+        if a is not None and a is not b:
+            self.preds[b].add(a)
+            self.succs[a].add(b)
+
+    def _clusters(self) -> list[Cluster]:
+        return list(dict.fromkeys([*self.of.values(), *self.loop_clusters]))
+
+    def _merge(self, into: Cluster, c: Cluster) -> None:
+        into.nodes += c.nodes
+        for n in c.nodes:
+            assert c.submesh is not None, "loops never merge"
+            self.of[n, c.submesh] = into
+        for p in self.preds.pop(c, set()):
+            self.succs[p].discard(c)
+            self._edge(p, into)
+        for q in self.succs.pop(c, set()):
+            self.preds[q].discard(c)
+            self._edge(into, q)
+
+    def _join_feeders(self) -> None:
+        """An unmarked cluster that one task alone feeds joins it (a loss, a gradient's accumulator)."""
+        for c in self._sorted():
+            if c.task is not None or c.layout_follows_loop or c.unstacks or c.loop is not None:
+                continue
+            feeders = self.preds[c]
+            if len(feeders) == 1:
+                (f,) = feeders
+                if f.task is not None and f.submesh == c.submesh and f.phase == c.phase:
+                    self._merge(f, c)
+
+    def _join_levels(self) -> None:
+        """Unmarked clusters of one submesh and phase merge where no value leaves and comes back between.
+
+        Two clusters of one level are never on both ends of a path through a third of another kind,
+        because each step to another kind raises the level.
+        """
+        level: dict[Cluster, int] = {}
+        groups: dict[Hashable, list[Cluster]] = defaultdict(list)
+        for c in self._sorted():
+            level[c] = max((level[p] + (0 if _alike(p, c) else 1) for p in self.preds[c]), default=0)
+            if c.task is None and c.loop is None and not c.layout_follows_loop:
+                groups[c.submesh, c.phase, c.unstacks, level[c]].append(c)
+        for group in groups.values():
+            for c in group[1:]:
+                self._merge(group[0], c)
+
+    def _join_tasks(self) -> None:
+        """What is still unmarked joins a neighbouring task of its submesh and phase, if no cycle comes of it.
+
+        Again until nothing changes: what prepares labels is next to a task only once the loss is part of it.
+        """
+        changed = True
+        while changed:
+            changed = False
+            order = {c: i for i, c in enumerate(self._sorted())}
+            for c in order:
+                if c.task is None and not c.layout_follows_loop and not c.unstacks and c.loop is None:
+                    t = self._neighbouring_task(c, order)
+                    if t is not None:
+                        self._merge(t, c)
+                        changed = True
+
+    def _neighbouring_task(self, c: Cluster, order: dict[Cluster, int]) -> Cluster | None:
+        near = [t for t in (*self.preds[c], *self.succs[c]) if t.task is not None]
+        near = [t for t in near if t.submesh == c.submesh and t.phase == c.phase]
+        near.sort(key=lambda t: (t not in self.preds[c], -order[t]))
+        return next((t for t in near if not self._path_around(t, c)), None)
+
+    def _path_around(self, a: Cluster, b: Cluster) -> bool:
+        """Whether a third cluster lies on a path between the two."""
+        for start, end in ((a, b), (b, a)):
+            stack = [q for q in self.succs[start] if q is not end]
+            seen: set[Cluster] = set()
+            while stack:
+                c = stack.pop()
+                if c is end:
+                    return True
+                if c not in seen:
+                    seen.add(c)
+                    stack += self.succs[c]
+        return False
+
+    def _sorted(self) -> list[Cluster]:
+        """Topological order, ties by position of the first equation."""
+        clusters = self._clusters()
+        first = {c: min((self.position[n] for n in c.nodes), default=-1) for c in clusters}
+        for c in self.loop_clusters:
+            body = self.index.bodies[c.loop]
+            first[c] = self.position[body[0]] if body else 0
+        missing = {c: len(self.preds[c]) for c in clusters}
+        ready = [(first[c], i, c) for i, c in enumerate(clusters) if not missing[c]]
+        heapq.heapify(ready)
+        number = {c: i for i, c in enumerate(clusters)}
+        out = []
+        while ready:
+            _, _, c = heapq.heappop(ready)
+            out.append(c)
+            for q in self.succs[c]:
+                missing[q] -= 1
+                if not missing[q]:
+                    heapq.heappush(ready, (first[q], number[q], q))
+        assert len(out) == len(clusters), "merging fragments made a cycle; this is a bug in ManyMesh"
+        return out
+
+
+def _alike(a: Cluster, b: Cluster) -> bool:
+    return (
+        a.task is None and b.task is None and a.loop is None and b.loop is None and a.submesh == b.submesh
+        and a.phase == b.phase and not a.layout_follows_loop and not b.layout_follows_loop and a.unstacks == b.unstacks
+    )  # fmt: skip

@@ -1,0 +1,506 @@
+"""One jaxpr with marks, nested anyhow, to one flat list of equations.
+
+Only what holds a task or a loop is opened: jit, remat and custom-derivative calls are inlined, scans
+are unrolled, the scan of a microbatch loop becomes a `Loop` whose body appears once. Everything else
+stays one opaque equation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType
+
+from .. import _compat
+from .._compat import AbstractJaxpr, Atom, Eqn, Var
+from .._errors import PlacementError, TaskError
+from .._implicit import Iteration, Matcher
+from .._mark import MARK, Recording, border_p
+from .._microbatch import LoopSpec
+from .._program._calls import call_body, is_transparent
+from .._program._flat import FlatProgram
+from .._program._nodes import Carry, Loop, Node, Pieces
+from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
+from .._task import Task
+from ._scopes import is_backward, jaxprs_of, matched_inside
+
+_CHEAP = {"sharding_constraint", "convert_element_type", "transpose", "reshape", "squeeze", "copy", "expand_dims"}
+
+Env = dict[Var, Atom]  # variable of a nested jaxpr -> what stands for it in the flat program
+
+
+def flatten(closed: AbstractJaxpr, record: Recording) -> FlatProgram:
+    """Brings a traced program into flat form.
+
+    Args:
+      closed: the closed jaxpr of the whole step.
+      record: what its marks mean.
+
+    Raises:
+      PlacementError: a task inside control flow that cannot be opened.
+      TaskError: a task with several meshes that is in no scan.
+    """
+    parts = _compat.open_jaxpr(closed)
+    worker = _Flattener(record.tasks, record.loops, record.implicit)
+    env: Env = {}
+    worker.inline(parts.eqns, env, "", None, None)
+    worker.check_split()
+    consts = {**dict(zip(parts.constvars, parts.consts, strict=True)), **worker.consts}
+    return FlatProgram(
+        invars=(*consts, *parts.invars),
+        outvars=tuple(_lookup(env, v) for v in parts.outvars),
+        nodes=tuple(worker.nodes),
+        loops=tuple(worker.loops),
+        tasks=worker.tasks,
+        consts=consts,
+        stacked=worker.stacked,
+        registered=record.implicit,
+        findings=tuple(record.findings),
+    )
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a conditional becomes.
+
+    Attributes:
+      nodes: the equations in its place.
+      alias: its results -> what stands for them.
+      consts: constants of its branches, which become inputs.
+    """
+
+    nodes: tuple[Node, ...]
+    alias: Mapping[Var, Atom]
+    consts: Mapping[Var, object]
+
+
+def open_conditional(flat: FlatProgram, node: Node) -> Opened:
+    """The branches of a conditional, one after the other, and a selection between their results."""
+    worker = _Flattener(flat.tasks, {}, flat.registered)
+    env: Env = {}
+    worker.select(node.eqn, env, node.stack, node.loop)
+    return Opened(tuple(worker.nodes), env, worker.consts)
+
+
+def new_mark(tasks: Mapping[str, Task], name: str) -> str:
+    """A mark for a task that a pass makes: a name that no other mark of the program has."""
+    clean = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
+    number = len(tasks)
+    while f"{clean}{MARK}_{number}" in tasks:
+        number += 1
+    return f"{clean}{MARK}_{number}"
+
+
+def _lookup(env: Env, atom: Atom) -> Atom:
+    return env.get(atom, atom) if _compat.is_var(atom) else atom
+
+
+class _Flattener:
+    def __init__(self, tasks: Mapping[str, Task], specs: Mapping[str, LoopSpec], registered: Matcher) -> None:
+        self.tasks, self.specs, self.registered = dict(tasks), specs, registered
+        self.nodes: list[Node] = []
+        self.loops: list[Loop] = []
+        self.consts: dict[Var, object] = {}  # constants of nested jaxprs, which become inputs
+        self.stacked: dict[Var, tuple[Atom, ...]] = {}  # results of `_stack`, to take apart again without a copy
+        self._marked: dict[int, bool] = {}
+        self._bodies: dict[int, AbstractJaxpr] = {}
+        self._keep: list[AbstractJaxpr] = []  # jaxprs whose ids are in _marked and _bodies
+        self._varying: set[Var] = set()
+        self._layers: dict[tuple[Atom, int, int | None], Atom] = {}  # (stacked value, index, loop) -> its slice
+        self._split: dict[Task, bool] = {}  # tasks with several meshes -> whether a scan ran them
+        self._iteration: tuple[int, int] | None = None  # of the scans around, as one: index and number
+
+    def inline(self, eqns: Sequence[Eqn], env: Env, stack: str, loop: int | None, spec: LoopSpec | None) -> None:
+        """Appends equations to the flat program; ``env`` maps their variables to flat ones.
+
+        Args:
+          stack: name stack of what encloses them.
+          loop: the loop whose body they are, or None.
+          spec: what `microbatch` said, where the equations are directly those of a marked loop.
+        """
+        for eqn in eqns:
+            mark = str(eqn.params.get("name")) if _compat.is_jit(eqn) else ""
+            inner_stack = f"{stack}/{_compat.name_stack(eqn)}"
+            if mark in self.tasks:
+                self._task(eqn, env, mark, inner_stack, loop)
+            elif mark in self.specs and loop is None:
+                self._call(eqn, env, inner_stack, loop, self.specs[mark])
+            elif is_transparent(eqn) and spec is None and mark not in self.specs:
+                self._call(eqn, env, inner_stack, loop, None)
+            elif not self._is_opened(eqn, inner_stack) and not (spec is not None and eqn.primitive.name == "scan"):
+                self._plain(eqn, env, inner_stack, loop)
+            elif eqn.primitive.name == "scan":
+                if spec is not None:
+                    self._loop(eqn, env, inner_stack, spec)
+                else:
+                    self._unroll(eqn, env, inner_stack, loop)
+            elif eqn.primitive.name == "cond":
+                self.select(eqn, env, inner_stack, loop)
+            elif call_body(eqn) is not None:
+                self._call(eqn, env, inner_stack, loop, None)
+            else:
+                raise PlacementError(_control_flow_message(eqn, self._tasks_in(eqn, inner_stack)))
+
+    def _plain(self, eqn: Eqn, env: Env, stack: str, loop: int | None) -> None:
+        if eqn.primitive is border_p or (eqn.primitive.name == "reshard" and _is_empty_reshard(eqn)):
+            env[eqn.outvars[0]] = _lookup(env, eqn.invars[0])
+            return
+        self._append(Node(substitute(eqn, env), None, is_backward(stack), loop, stack=stack))
+
+    def _append(self, node: Node) -> None:
+        self.nodes.append(node)
+        if node.loop is not None:
+            self._varying.update(node.outputs)
+
+    def _task(self, eqn: Eqn, env: Env, mark: str, stack: str, loop: int | None) -> None:
+        part = self._of_iteration(mark)
+        if part is None:
+            return self._call(eqn, env, stack, loop, None)
+        eqn = eqn.replace(params={**eqn.params, "jaxpr": self._without_borders(eqn.params["jaxpr"])})
+        inner = _compat.open_jaxpr(eqn.params["jaxpr"])
+        new = substitute(eqn, env)
+        self._append(Node(new, part, is_backward(stack), loop, stack=stack))
+        actual: Env = dict(zip(inner.invars, new.invars, strict=True))
+        producer = {v: e for e in inner.eqns for v in e.outvars}
+        for outer, result in zip(eqn.outvars, inner.outvars, strict=True):
+            if not _compat.is_var(outer):
+                continue
+            if not _compat.is_var(result):
+                continue
+            if result in actual:  # handed through unchanged
+                env[outer] = actual[result]
+                continue
+            start, chain = cheap_chain(result, producer, actual) if loop is not None else (None, [])
+            # A weight's cast or constraint, kept for the backward pass: recompute it there instead of
+            # storing a copy of the weight for every microbatch in flight.
+            if start is not None and actual[start] not in self._varying:
+                sub: Env = {start: actual[start]}
+                for e in chain:
+                    self.nodes.append(Node(substitute(e, sub), None, True, loop, colocated_with=part))
+                env[outer] = sub[result]
+
+    def _without_borders(self, jaxpr: AbstractJaxpr) -> AbstractJaxpr:
+        """What a task computes, without the ends of tasks, which say nothing any more; one jaxpr for all that share it."""
+        if id(jaxpr) not in self._bodies:
+            parts = _compat.open_jaxpr(jaxpr)
+            alias: Env = {}
+            eqns = []
+            for e in parts.eqns:
+                if e.primitive is border_p:
+                    alias[e.outvars[0]] = _lookup(alias, e.invars[0])
+                else:
+                    eqns.append(with_atoms(e, alias) if any(v in alias for v in e.invars if _compat.is_var(v)) else e)
+            outvars = [_lookup(alias, v) for v in parts.outvars]
+            self._keep.append(jaxpr)
+            self._bodies[id(jaxpr)] = _compat.with_body(jaxpr, parts.invars, outvars, eqns) if alias else jaxpr
+        return self._bodies[id(jaxpr)]
+
+    def _of_iteration(self, mark: str) -> str | None:
+        """The mark of a task, or of its part that runs on the submesh of the scan's iteration under way.
+
+        None for what differentiation took out of the scan because every iteration needs it alike.
+        """
+        task = self.tasks[mark]
+        if not task.meshes:
+            return mark
+        self._split.setdefault(task, False)
+        if self._iteration is None:
+            return None
+        self._split[task] = True
+        part = task.at(*self._iteration)
+        assert part.mesh is not None, "each of the meshes is one"
+        of_part = f"{mark}_{task.meshes.index(part.mesh)}"
+        self.tasks[of_part] = part
+        return of_part
+
+    def check_split(self) -> None:
+        """Refuses a task with several meshes that no scan ever ran."""
+        for task, in_scan in self._split.items():
+            if not in_scan:
+                raise TaskError(
+                    f"task {task.name!r} has {len(task.meshes)} meshes to split the iterations of a scan over, but is not "
+                    "in the body of lax.scan; give it one mesh, or scan over its layers"
+                )
+
+    def _call(self, eqn: Eqn, env: Env, stack: str, loop: int | None, spec: LoopSpec | None) -> None:
+        jaxpr = call_body(eqn)
+        assert jaxpr is not None, "only calls are inlined"
+        self._inline_jaxpr(jaxpr, [_lookup(env, v) for v in eqn.invars], eqn.outvars, env, stack, loop, spec)
+
+    def _inline_jaxpr(
+        self, jaxpr: AbstractJaxpr, operands: Sequence[Atom], outvars: Sequence[Atom], env: Env, stack: str,
+        loop: int | None, spec: LoopSpec | None = None,
+    ) -> None:  # fmt: skip
+        inner = _compat.open_jaxpr(jaxpr)
+        sub: Env = dict(zip(inner.invars, operands, strict=True))
+        for v, c in zip(inner.constvars, inner.consts, strict=True):
+            sub[v] = fresh = _compat.new_var(v.aval)
+            self.consts[fresh] = c
+        self.inline(inner.eqns, sub, stack, loop, spec)
+        for outer, result in zip(outvars, inner.outvars, strict=True):
+            if _compat.is_var(outer):
+                env[outer] = _lookup(sub, result)
+
+    def _unroll(self, eqn: Eqn, env: Env, stack: str, loop: int | None) -> None:
+        scan = _compat.scan_parts(eqn)
+        operands = [_lookup(env, v) for v in eqn.invars]
+        n = scan.num_consts + scan.num_carry
+        consts, carry, stacked = operands[: scan.num_consts], operands[scan.num_consts : n], operands[n:]
+        inner = _compat.open_jaxpr(scan.jaxpr)
+        collected: list[list[Any]] = [
+            [None] * scan.length for _ in inner.outvars[scan.num_carry :]
+        ]  # by result, by step
+        steps = range(scan.length)
+        outer = self._iteration
+        for i in reversed(steps) if scan.reverse else steps:
+            self._iteration = (
+                (i, scan.length) if outer is None else (outer[0] * scan.length + i, outer[1] * scan.length)
+            )
+            # What no microbatch changes, such as stacked weights, is taken apart once, outside their loop.
+            pieces = [self._layer(x, i, loop if x in self._varying else None) for x in stacked]
+            results = [_compat.new_var(v.aval) for v in inner.outvars]
+            sub: Env = {}
+            inner_stack = f"{stack}/{Iteration(i, scan.length)}"
+            self._inline_jaxpr(scan.jaxpr, [*consts, *carry, *pieces], results, sub, inner_stack, loop)
+            values = [sub[r] for r in results]
+            carry = values[: scan.num_carry]
+            for column, y in zip(collected, values[scan.num_carry :], strict=True):
+                column[i] = y
+        self._iteration = outer
+        outs = carry + [self._stack(column, loop) for column in collected]
+        env.update({v: o for v, o in zip(eqn.outvars, outs, strict=True) if _compat.is_var(v)})
+
+    def select(self, eqn: Eqn, env: Env, stack: str, loop: int | None) -> None:
+        """A conditional that holds tasks: every branch runs, where its tasks are, and the results are selected.
+
+        Which submesh has work then never depends on data, and no device waits for the host.
+        """
+        index, *operands = [_lookup(env, v) for v in eqn.invars]
+        branches = []
+        for branch in eqn.params["branches"]:
+            results = [_compat.new_var(v.aval) for v in _compat.open_jaxpr(branch).outvars]
+            sub: Env = {}
+            self._inline_jaxpr(branch, operands, results, sub, stack, loop)
+            branches.append([sub[r] for r in results])
+        for outer, cases in zip(eqn.outvars, zip(*branches, strict=True), strict=True):
+            if not _compat.is_var(outer):
+                continue
+            if all(c is cases[0] for c in cases):
+                env[outer] = cases[0]
+                continue
+            given = [v for v in (index, *cases) if _compat.is_var(v)]
+
+            def select(*arrays: Any, atoms: Any = (index, *cases)) -> Any:
+                it = iter(arrays)
+                return lax.select_n(
+                    *[next(it) if _compat.is_var(v) else lax.full((), v.val, v.aval.dtype) for v in atoms]
+                )
+
+            nodes, (env[outer],) = trace_nodes(select, given, loop=loop, backward=is_backward(stack))
+            for node in nodes:
+                self._append(node)
+
+    def _layer(self, x: Atom, i: int, loop: int | None) -> Atom:
+        """A layer's slice, the same for the forward and the backward pass."""
+        if (x, i, loop) not in self._layers:
+            self._layers[x, i, loop] = self._index(x, i, loop)
+        return self._layers[x, i, loop]
+
+    def _index(self, x: Atom, i: int, loop: int | None, follows: bool = False) -> Atom:
+        """The slice at one index; ``follows`` says that it is a piece for a loop, whose layout it takes."""
+        if _compat.is_var(x) and x in self.stacked:
+            return self.stacked[x][i]
+        nodes, (out,) = trace_nodes(
+            lambda a: lax.index_in_dim(a, i, 0, keepdims=False),
+            [x],
+            loop=loop,
+            unstacks=True,
+            layout_follows_loop=follows,
+        )
+        for node in nodes:
+            self._append(node)
+        piece: Atom = out
+        return piece
+
+    def _literal(self, literal: Any) -> Var:
+        """A variable that holds a literal, for an accumulator to start from."""
+        aval, value = literal.aval, literal.val
+        nodes, (out,) = trace_nodes(
+            lambda: lax.optimization_barrier(lax.full(aval.shape, value, aval.dtype)), [], layout_follows_loop=True
+        )
+        for node in nodes:
+            self._append(node)
+        made: Var = out
+        return made
+
+    def _stack(self, column: Sequence[Any], loop: int | None) -> Var:
+        operands = [v for v in column if _compat.is_var(v)]
+
+        def stack(*arrays: Any) -> Any:
+            it = iter(arrays)
+            return jax.numpy.stack([next(it) if _compat.is_var(v) else v.val for v in column])
+
+        nodes, (out,) = trace_nodes(stack, operands, loop=loop)
+        for node in nodes:
+            self._append(node)
+        made: Var = out
+        self.stacked[made] = tuple(column)
+        return made
+
+    def _loop(self, eqn: Eqn, env: Env, stack: str, spec: LoopSpec) -> None:
+        scan = _compat.scan_parts(eqn)
+        operands = [_lookup(env, v) for v in eqn.invars]
+        n = scan.num_consts + scan.num_carry
+        loop = len(self.loops)
+        self.loops.append(Loop(spec))
+        inner = _compat.open_jaxpr(scan.jaxpr)
+        order = list(reversed(range(scan.length))) if scan.reverse else list(range(scan.length))
+        for k in range(scan.num_consts, n):
+            if not _compat.is_var(operands[k]):
+                operands[k] = self._literal(operands[k])
+        carried = [_compat.new_var(v.aval) for v in inner.invars[scan.num_consts : n]]
+        xs = []
+        for v, stacked in zip(inner.invars[n:], operands[n:], strict=True):
+            pieces = tuple(self._index(stacked, i, None, follows=True) for i in order)
+            xs.append(Pieces(_compat.new_var(v.aval), pieces))
+        body_in = [*operands[: scan.num_consts], *carried, *(p.inner for p in xs)]
+        self._varying.update(carried, (p.inner for p in xs))
+        results = [_compat.new_var(v.aval) for v in inner.outvars]
+        start = len(self.nodes)
+        sub: Env = {}
+        self._inline_jaxpr(scan.jaxpr, body_in, results, sub, stack, loop)
+        init = operands[scan.num_consts : n]
+        values = self._replace_unchanged_carries(start, carried, init, [sub[r] for r in results])
+        read = {v for node in self.nodes[start:] if node.loop == loop for v in node.inputs}
+        read |= {v for v in values[scan.num_carry :] if _compat.is_var(v)}
+        pieces_of = {p.inner: p for p in xs}
+        carries: list[Carry] = []
+        for k, (v, first) in enumerate(zip(carried, init, strict=True)):
+            is_read = v in read or v in values[:k] + values[k + 1 :]
+            final = self._carry(loop, v, first, values[k], pieces_of, carries, is_read)
+            if _compat.is_var(eqn.outvars[k]):
+                env[eqn.outvars[k]] = final
+        ys: list[Pieces] = []
+        for outer, y in zip(eqn.outvars[scan.num_carry :], values[scan.num_carry :], strict=True):
+            if _compat.is_var(outer):
+                by_step = self._collected(y, pieces_of, ys, scan.length)
+                env[outer] = self._stack([by_step[order.index(i)] for i in range(scan.length)], None)
+        self.loops[loop] = replace(self.loops[loop], carries=tuple(carries), xs=tuple(xs), ys=tuple(ys))
+
+    def _collected(self, y: Atom, xs: Mapping[Var, Pieces], ys: list[Pieces], length: int) -> tuple[Atom, ...]:
+        """What a value of the body is after each microbatch; ``ys`` grows where the loop has to collect it."""
+        if not _compat.is_var(y) or y not in self._varying:
+            return (y,) * length
+        if y in xs:
+            return xs[y].outer
+        pieces = tuple(_compat.new_var(y.aval) for _ in range(length))
+        ys.append(Pieces(y, pieces))
+        return pieces
+
+    def _replace_unchanged_carries(
+        self, start: int, inner: Sequence[Var], init: Sequence[Atom], values: Sequence[Atom]
+    ) -> list[Atom]:
+        """Carries that every microbatch hands on as they came are read from outside; the values with that done.
+
+        Args:
+          start: position of the body's first node.
+        """
+        outside = {v: o for v, o, value in zip(inner, init, values, strict=False) if value is v}
+        if outside:
+            self.nodes[start:] = [reading(node, outside) for node in self.nodes[start:]]
+        return [_lookup(outside, v) for v in values]
+
+    def _carry(
+        self, loop: int, inner: Var, init: Atom, value: Atom, xs: Mapping[Var, Pieces], carries: list[Carry], read: bool
+    ) -> Atom:
+        """The value of a carry after the loop; ``carries`` grows where it has to be handed on.
+
+        Args:
+          read: whether the body reads what the microbatch before left, so that it has to be kept.
+        """
+        if not read and not (_compat.is_var(value) and value in self._varying):
+            return value  # the same after every microbatch
+        if not read and _compat.is_var(value) and value in xs:
+            return xs[value].outer[-1]
+        if not _compat.is_var(value) or value not in self._varying or value in xs or value in {c.out for c in carries}:
+            value = self._copy(value, loop)
+        carries.append(Carry(inner, value, init, _compat.new_var(value.aval)))
+        return carries[-1].final
+
+    def _copy(self, value: Atom, loop: int) -> Var:
+        """A variable of the body that holds a value from elsewhere."""
+        operands = [value] if _compat.is_var(value) else []
+        literal = None if isinstance(value, Var) else value.val
+        nodes, (out,) = trace_nodes(lambda *xs: lax.optimization_barrier(xs[0] if xs else literal), operands, loop=loop)
+        for node in nodes:
+            self._append(node)
+        made: Var = out
+        return made
+
+    def _holds_mark(self, eqn: Eqn) -> bool:
+        return any(self._jaxpr_holds_mark(j) for j in jaxprs_of(eqn))
+
+    def _jaxpr_holds_mark(self, jaxpr: AbstractJaxpr) -> bool:
+        key = id(jaxpr)
+        if key not in self._marked:
+            self._keep.append(jaxpr)
+            self._marked[key] = any(
+                (_compat.is_jit(e) and (e.params["name"] in self.tasks or e.params["name"] in self.specs))
+                or self._holds_mark(e)
+                for e in _compat.open_jaxpr(jaxpr).eqns
+            )
+        return self._marked[key]
+
+    def _is_opened(self, eqn: Eqn, stack: str) -> bool:
+        if not jaxprs_of(eqn):
+            return False
+        return self._holds_mark(eqn) or bool(matched_inside(eqn, stack, self.registered))
+
+    def _tasks_in(self, eqn: Eqn, stack: str) -> list[str]:
+        return sorted({*self._marks_in(eqn), *matched_inside(eqn, stack, self.registered)})
+
+    def _marks_in(self, eqn: Eqn) -> list[str]:
+        found = []
+        for j in jaxprs_of(eqn):
+            for e in _compat.open_jaxpr(j).eqns:
+                name = e.params.get("name") if _compat.is_jit(e) else None
+                if name in self.tasks:
+                    found.append(self.tasks[name].name or name.split(MARK)[0])
+                else:
+                    found += self._marks_in(e)
+        return sorted(set(found))
+
+
+def _is_empty_reshard(eqn: Eqn) -> bool:
+    sharding = eqn.params.get("dst_sharding")
+    # Along Auto axes, the only ones of a trace, there is nothing that a reshard could say.
+    return sharding is None or all(t == AxisType.Auto for t in getattr(sharding.mesh, "axis_types", ()) or ())
+
+
+def cheap_chain(result: Atom, producer: Mapping[Var, Eqn], actual: Mapping[Var, Atom]) -> tuple[Var | None, list[Eqn]]:
+    """The operand of a task from which cheap unary equations lead to ``result``, and these in order; else none."""
+    chain: list[Eqn] = []
+    while _compat.is_var(result) and result not in actual:
+        eqn = producer.get(result)
+        if eqn is None or eqn.primitive.name not in _CHEAP or len(eqn.invars) != 1:
+            return None, []
+        chain.append(eqn)
+        (result,) = eqn.invars
+    if not chain or not _compat.is_var(result) or not _compat.is_var(actual[result]):
+        return None, []
+    return result, chain[::-1]
+
+
+def _control_flow_message(eqn: Eqn, tasks: list[str]) -> str:
+    kind = {"while": "lax.while_loop (or fori_loop with a traced bound)"}
+    name = kind.get(eqn.primitive.name, eqn.primitive.name)
+    remedy = {
+        "while": "use a loop of fixed length (lax.scan, a Python loop, mm.microbatch), or put the whole loop into one task",
+    }.get(eqn.primitive.name, "put the whole construct into one task")
+    line = _compat.source_line(eqn)
+    at = f" ({line})" if line else ""
+    return f"{name}{at} holds the tasks {tasks}: which submesh runs when would depend on data; {remedy}"

@@ -1,0 +1,148 @@
+"""Cutting a placed program into fragments, one for each cluster of equations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from .. import _compat
+from .._compat import Var
+from .._program._flat import FlatProgram
+from .._program._fragments import Edge, Fragment, Kind, LoopPlan, Program
+from .._program._nodes import Node, nbytes
+from ._cluster import Cluster, cluster
+from ._schedule import fit_schedule
+
+_KINDS: tuple[Kind, ...] = ("F", "B", "W")
+
+
+def cut(flat: FlatProgram) -> Program:
+    """Cuts a placed program into fragments."""
+    return _Builder(flat).run()
+
+
+class _Builder:
+    def __init__(self, flat: FlatProgram) -> None:
+        assert flat.placement is not None, "only what is placed can be cut"
+        self.flat, self.placement, self.index = flat, flat.placement, flat.index
+        self.fragments: list[Fragment] = []
+        self.made_at = {v: set(self.placement.node[n]) for n in flat.nodes for v in n.outputs}
+        self.names: Counter[str] = Counter()
+        self.read_by: dict[Var, set[tuple[Cluster, int]]] = {}  # variable -> the clusters that read it, and where
+        self.read_in_loops: dict[Var, set[int]] = {}  # variable -> submeshes that read it in a loop by another name
+        # Variables that leave the program or their loop.
+        self.kept = self.index.results.union(
+            *({c.out for c in loop.carries} | {p.inner for p in loop.ys} for loop in flat.loops)
+        )
+
+    def run(self) -> Program:
+        scopes: list[int | None] = [None, *range(len(self.flat.loops))]
+        clustered = {s: cluster(self.flat, s) for s in scopes}
+        self._find_readers({(n, c.submesh): c for order, _ in clustered.values() for c in order for n in c.nodes})
+        order: list[int] = []
+        plans: dict[int, LoopPlan] = {}
+        for c in clustered[None][0]:
+            if c.loop is not None:
+                plans[c.loop] = self._loop(c.loop, *clustered[c.loop])
+                order.append(-1 - c.loop)
+            else:
+                order.append(self._fragment(c, None, None, "after" if plans else "before").index)
+        outputs = tuple((v, self.placement.home.get(v, 0) if _compat.is_var(v) else 0) for v in self.flat.outvars)
+        return Program(
+            self.placement.submeshes,
+            tuple(self.fragments),
+            tuple(order),
+            tuple(plans[i] for i in range(len(plans))),
+            tuple(self._edges()),
+            self.flat.invars,
+            outputs,
+            dict(self.placement.home),
+            self._arrivals(),
+            tuple(self.flat.consts.values()),
+            self._unmarked(),
+            self.flat.reductions,
+        )
+
+    def _find_readers(self, of: Mapping[tuple[Node, int | None], Cluster]) -> None:
+        for n in self.flat.nodes:
+            for s in self.placement.node[n]:
+                reader = of[n, s], s
+                for v in n.inputs:
+                    self.read_by.setdefault(v, set()).add(reader)
+        for v in self.index.enters_loop:
+            names = self.index.continues_as[v]
+            self.read_in_loops[v] = {s for inner in names for _, s in self.read_by.get(inner, ())}
+
+    def _loop(self, index: int, order: list[Cluster], preds: dict[Cluster, set[Cluster]]) -> LoopPlan:
+        loop, tasks = self.flat.loops[index], self.flat.tasks
+        fit = fit_schedule(loop.spec, order, preds, lambda c: tasks[c.task].name if c.task else None)
+        for c in order:
+            self._fragment(c, index, fit.stage[c], "body")
+        return LoopPlan(
+            loop.spec.name,
+            loop.spec.num_microbatches,
+            fit.schedule,
+            fit.placement,
+            tuple((c.inner, c.out, c.init, c.final) for c in loop.carries),
+            tuple((p.inner, p.outer) for p in loop.xs),
+            tuple((p.inner, p.outer) for p in loop.ys),
+            fit.in_order,
+        )
+
+    def _fragment(self, c: Cluster, loop: int | None, stage: int | None, fallback: str) -> Fragment:
+        assert c.submesh is not None, "loops are no fragments"
+        nodes = sorted(c.nodes, key=self.index.position.__getitem__)
+        made = {v for n in nodes for v in n.outputs}
+        invars = [v for v in dict.fromkeys(v for n in nodes for v in n.inputs) if v not in made]
+        outvars = [v for n in nodes for v in n.outputs if self._leaves(v, c)]
+        tasks = tuple(self.flat.tasks[n.task].name or "task" for n in nodes if n.task is not None)
+        name = "_".join(tasks) + ("", "_bwd", "_wgt")[c.phase] if tasks else f"{fallback}_{c.submesh}"
+        self.names[name] += 1
+        if self.names[name] > 1:
+            name = f"{name}_{self.names[name]}"
+        fragment = Fragment(
+            len(self.fragments), name, c.submesh, loop, _KINDS[c.phase], stage,
+            _compat.new_jaxpr(invars, outvars, [n.eqn for n in nodes]), tasks, c.layout_follows_loop,
+        )  # fmt: skip
+        self.fragments.append(fragment)
+        return fragment
+
+    def _leaves(self, v: Var, c: Cluster) -> bool:
+        """Whether somebody outside the cluster reads this copy of the value."""
+        of_record = self.placement.home.get(v) == c.submesh
+        if of_record and v in self.kept:
+            return True
+        for reader, s in self.read_by.get(v, ()):
+            if reader is not c and (s == c.submesh or (of_record and s not in self.made_at[v])):
+                return True
+        inside = self.read_in_loops.get(v, set())
+        return c.submesh in inside or (of_record and not inside <= self.made_at[v])
+
+    def _needed_at(self, v: Var) -> set[int]:
+        return {s for _, s in self.read_by.get(v, ())} | self.read_in_loops.get(v, set())
+
+    def _edges(self) -> list[Edge]:
+        edges = []
+        for v in dict.fromkeys([*self.made_at, *self.index.made_by_loop]):
+            source = self.placement.home[v]
+            for target in sorted(self._needed_at(v) - self.made_at.get(v, {source})):
+                edges.append(Edge(v, source, target, self.index.scope.get(v), nbytes(v.aval)))
+        return edges
+
+    def _arrivals(self) -> dict[Var, tuple[int, ...]]:
+        """Where each input has to be; a result that is an input unchanged stays at its home."""
+        arrivals = {}
+        for v in self.flat.invars:
+            needed = self._needed_at(v)
+            if v in self.index.results or not needed:
+                needed = needed | {self.placement.home[v]}
+            arrivals[v] = tuple(sorted(needed))
+        return arrivals
+
+    def _unmarked(self) -> tuple[tuple[str, int, str, int], ...]:
+        counts: Counter[tuple[str, int, str]] = Counter()
+        for n in self.flat.nodes:
+            if n.task is None:
+                for s in self.placement.node[n]:
+                    counts[n.primitive, s, self.placement.reason.get(n, "loop input")] += 1
+        return tuple((*k, c) for k, c in counts.items())

@@ -1,0 +1,56 @@
+"""What every microbatch would compute alike: to its one reader, or out of the loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .._compat import Var
+from .._program._flat import FlatProgram
+from .._program._nodes import Node, nbytes
+
+SMALL = 1024  # bytes
+
+
+def hoist_loop_invariants(flat: FlatProgram) -> FlatProgram:
+    """Moves what every microbatch would compute alike.
+
+    An unmarked equation of a loop's body that depends on nothing, or a small one that depends only on values from
+    outside, takes the phase of its only reader, so that the two fuse. With several readers it leaves the loop and is
+    computed once.
+    """
+    changed: dict[Node, Node] = {}
+    for i in range(len(flat.loops)):
+        changed.update(_hoist(flat, i))
+    if not changed:
+        return flat
+    return replace(flat, nodes=tuple(changed.get(n, n) for n in flat.nodes), placement=None)
+
+
+def _hoist(flat: FlatProgram, loop: int) -> dict[Node, Node]:
+    """The nodes of one body that change, and what becomes of them."""
+    index = flat.index
+    invariant: set[Var] = set()
+    candidates: list[Node] = []
+    for n in index.bodies[loop]:
+        if n.task is not None or n.eqn.effects or any(v in index.leaving for v in n.outputs):
+            continue
+        outside = all(index.scope.get(v) != loop or v in invariant for v in n.inputs)
+        small = sum(nbytes(v.aval) for v in n.outputs) <= SMALL
+        if outside and (small or not n.inputs):
+            invariant.update(n.outputs)
+            candidates.append(n)
+    readers = {n: list(dict.fromkeys(r for v in n.outputs for r in index.readers.get(v, ()))) for n in candidates}
+    backward = {n: n.backward for n in candidates}
+    for n in reversed(candidates):
+        if len(readers[n]) == 1 and readers[n][0].loop == loop:
+            (reader,) = readers[n]
+            backward[n] = backward.get(reader, reader.backward)
+    hoisted: set[Var] = set()
+    changed: dict[Node, Node] = {}
+    for n in candidates:
+        if len(readers[n]) != 1 and all(v not in invariant or v in hoisted for v in n.inputs):
+            changed[n] = replace(n, loop=None, backward=False)
+            hoisted.update(n.outputs)
+        elif backward[n] != n.backward:
+            changed[n] = replace(n, backward=backward[n])
+    return changed

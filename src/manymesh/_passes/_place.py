@@ -1,0 +1,261 @@
+"""Which submesh each equation runs on.
+
+Tasks say where they run. Unmarked equations follow the bytes: the submesh that already holds most of
+what they read, else the one that reads most of what they make. Small values that depend on nothing
+large are computed wherever they are needed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from jax.sharding import Mesh
+
+from .. import _compat
+from .._compat import Var
+from .._errors import MeshError
+from .._program._flat import FlatProgram
+from .._program._nodes import Node, nbytes
+from .._program._placement import Placement
+
+# An equation whose results are at most this large, and that reads nothing that is already placed, is
+# computed on every submesh that reads it. Bytes; a random key, a step counter or a learning rate fits.
+SMALL = 1024
+
+
+class NothingPlacedError(Exception):
+    """Nothing in a program says where anything runs. Caught by `build`; users never see it."""
+
+
+def place(flat: FlatProgram) -> FlatProgram:
+    """Places every node: the program with its placement.
+
+    Small values that a loop starts from are found on the way; they take the layout that the loop wants.
+
+    Raises:
+      MeshError: submeshes on devices of several backends, or that overlap without being equal.
+      NothingPlacedError: nothing says where anything runs.
+    """
+    if not flat.pins.inputs and not flat.pins.outputs and all(flat.submesh_of(n) is None for n in flat.nodes):
+        raise NothingPlacedError
+    small = _small_nodes(flat)
+    inits = {c.init for loop in flat.loops for c in loop.carries if _compat.is_var(c.init)}
+    starts = {n for n in small if not n.layout_follows_loop and any(v in inits for v in n.outputs)}
+    if starts:
+        changed = {n: replace(n, layout_follows_loop=True) for n in starts}
+        flat = replace(flat, nodes=tuple(changed.get(n, n) for n in flat.nodes))
+        small = {changed.get(n, n) for n in small}
+    return replace(flat, placement=_Placer(flat, small).run())
+
+
+class _Placer:
+    def __init__(self, flat: FlatProgram, small: set[Node]) -> None:
+        self.flat, self.small, self.index = flat, small, flat.index
+        self.submeshes: list[Mesh] = []
+        self.number: dict[Mesh, int] = {}
+        self.at: dict[Node, int] = {}
+        self.reason: dict[Node, str] = {}
+        self.producer, self.position, self.consumers = self.index.producer, self.index.position, self.index.readers
+        for n in flat.nodes:
+            mesh = flat.submesh_of(n)
+            if mesh is not None:
+                self.at[n] = self._submesh(mesh)
+                self.reason[n] = "task" if n.task or n.colocated_with else "unreduced sum"
+        self.pinned = {v: self._submesh(m) for v, m in flat.pins.inputs.items()}
+        self.wanted: dict[Var, int] = {}
+        for i, mesh in flat.pins.outputs.items():
+            wanted, result = self._submesh(mesh), flat.outvars[i]
+            if _compat.is_var(result):
+                self.wanted[result] = wanted
+        _check_submeshes(self.submeshes)
+
+    def _submesh(self, mesh: Mesh) -> int:
+        if mesh not in self.number:
+            self.number[mesh] = len(self.submeshes)
+            self.submeshes.append(mesh)
+        return self.number[mesh]
+
+    def run(self) -> Placement:
+        home = self._input_homes()
+        for v, o in self.flat.pins.states:
+            out = self.flat.outvars[o]
+            while v in home and _compat.is_var(out) and out in self.producer:
+                # Also what leads there and is nothing but this value: a mean's division, the stack before it.
+                self.wanted.setdefault(out, home[v])
+                before = self.producer[out].inputs
+                if (
+                    len(before) != 1
+                    or len(self.consumers.get(before[0], ())) != 1
+                    or self.producer[out].task is not None
+                ):
+                    break
+                (out,) = before
+        open_nodes = [
+            n for n in self.flat.nodes if n not in self.at and n not in self.small and not n.layout_follows_loop
+        ]
+        # Results that the caller wants somewhere decide first, then what is already placed, then readers.
+        while open_nodes:
+            rest = self._sweep(open_nodes, lambda n: self._vote_inputs(n, {}), "reads")
+            if len(rest) == len(open_nodes):
+                # A weight's cast or transpose inside a loop or a backward pass goes with what reads it: the weight
+                # itself then crosses once a call, not its copy once a microbatch.
+                rest = self._sweep(
+                    open_nodes, lambda n: None if self._repeats(n) else self._vote_inputs(n, home), "state"
+                )
+            if len(rest) == len(open_nodes):
+                rest = self._sweep(open_nodes[::-1], self._vote_outputs, "read by")[::-1]
+            if len(rest) == len(open_nodes):
+                rest = self._sweep(open_nodes, lambda n: self._vote_inputs(n, home), "state")
+            if len(rest) == len(open_nodes):
+                for n in rest:
+                    self.at[n], self.reason[n] = 0, "default"
+                rest = []
+            open_nodes = rest
+        return self._finish(home)
+
+    def _sweep(self, nodes: list[Node], vote: Callable[[Node], int | None], reason: str) -> list[Node]:
+        rest = []
+        for n in nodes:
+            choice = vote(n)
+            if choice is None:
+                rest.append(n)
+            else:
+                self.at[n], self.reason[n] = choice, reason
+        return rest
+
+    def _place_of(self, v: Var, seen: int = 0) -> int | None:
+        """Where a variable is made, looking through the links of loops."""
+        node = self.producer.get(v)
+        if node is not None:
+            return self.at.get(node)
+        if seen < 4 and v in self.index.comes_from:
+            return self._place_of(self.index.comes_from[v], seen + 1)
+        return self.pinned.get(v)
+
+    def _vote_inputs(self, n: Node, home: dict[Var, int]) -> int | None:
+        wanted = [self.wanted[v] for v in n.outputs if v in self.wanted]
+        if wanted:
+            return wanted[0]
+        votes: dict[int, int] = defaultdict(int)
+        for v in dict.fromkeys(n.inputs):
+            at = self._place_of(v)
+            if at is None:
+                at = home.get(v)
+            if at is not None:
+                votes[at] += nbytes(v.aval) + 1
+        ties = [k for k in votes if votes[k] == max(votes.values())]
+        if len(ties) > 1 and not n.backward and not any(v in self.index.comes_from for v in n.inputs):
+            # A skip connection meets a task's result: the forward pass goes on from the later of the two.
+            made = [(self.position[self.producer[v]], v) for v in n.inputs if v in self.producer]
+            late = [at for _, v in sorted(made, key=lambda p: -p[0]) if (at := self._place_of(v)) in ties]
+            return late[0] if late else min(ties)
+        return _winner(votes)
+
+    @staticmethod
+    def _repeats(n: Node) -> bool:
+        return n.backward or n.loop is not None
+
+    def _vote_outputs(self, n: Node) -> int | None:
+        votes: dict[int, int] = defaultdict(int)
+        for v in n.outputs:
+            for at in self._readers(v):
+                votes[at] += nbytes(v.aval) + 1
+        return _winner(votes)
+
+    def _readers(self, v: Var, depth: int = 0) -> list[int]:
+        found = [self.at[c] for c in self.consumers.get(v, ()) if c in self.at]
+        if v in self.wanted:
+            found.append(self.wanted[v])
+        if depth < 8:
+            for c in self.consumers.get(v, ()):
+                if c.layout_follows_loop or c.unstacks or c in self.small:
+                    for out in c.outputs:
+                        found += self._readers(out, depth + 1)
+            for linked in self.index.continues_as.get(v, ()):
+                found += self._readers(linked, depth + 1)
+        return found
+
+    def _input_homes(self) -> dict[Var, int]:
+        """Homes of inputs: given, else where the tasks that read them run (the first of equals)."""
+        home = {}
+        for v in self.flat.invars:
+            if v in self.pinned:
+                home[v] = self.pinned[v]
+                continue
+            votes: dict[int, int] = defaultdict(int)
+            for at in self._readers(v):
+                votes[at] += 1
+            choice = _winner(votes)
+            if choice is not None:
+                home[v] = choice
+        return home
+
+    def _finish(self, home: dict[Var, int]) -> Placement:
+        places: dict[Node, tuple[int, ...]] = {}
+        reason = dict(self.reason)
+        needed: dict[Var, set[int]] = defaultdict(set)
+        for v, at in self.wanted.items():
+            needed[v].add(at)
+        for n in reversed(self.flat.nodes):
+            if n in self.at:
+                places[n] = (self.at[n],)
+            else:
+                places[n] = tuple(sorted(set().union(*(self._needs(v, needed) for v in n.outputs)))) or (0,)
+                reason[n] = "cloned"
+            for v in n.inputs:
+                needed[v].update(places[n])
+        result = {v: home[v] if v in home else min(self._needs(v, needed), default=0) for v in self.flat.invars}
+        for n in self.flat.nodes:
+            result.update(dict.fromkeys(n.outputs, places[n][0]))
+        for loop in self.flat.loops:
+            for c in loop.carries:
+                result[c.inner] = result[c.final] = result.get(c.out, 0)
+            for p in loop.ys:
+                result.update({v: result.get(p.inner, 0) for v in p.outer if _compat.is_var(v)})
+        return Placement(tuple(self.submeshes), places, result, reason)
+
+    def _needs(self, v: Var, needed: dict[Var, set[int]]) -> set[int]:
+        found = set(needed.get(v, ()))
+        for linked in self.index.continues_as.get(v, ()):
+            if linked in needed:
+                found |= needed[linked]
+            else:
+                at = self._place_of(linked)
+                found |= {at} if at is not None else set()
+        return found
+
+
+def _winner(votes: dict[int, int]) -> int | None:
+    return min(votes, key=lambda k: (-votes[k], k)) if votes else None
+
+
+def _small_nodes(flat: FlatProgram) -> set[Node]:
+    """Unmarked equations that are cheap enough to compute wherever they are read."""
+    inner = {c.inner for loop in flat.loops for c in loop.carries}
+    index = flat.index
+    small: set[Node] = set()
+
+    def is_small_input(v: Var) -> bool:
+        if v in index.producer:
+            return index.producer[v] in small
+        return v not in inner and v not in index.made_by_loop and nbytes(v.aval) <= SMALL
+
+    for n in flat.nodes:
+        if n.task is not None or n.eqn.effects or flat.submesh_of(n) is not None:
+            continue
+        is_small = sum(nbytes(v.aval) for v in n.outputs) <= SMALL and all(is_small_input(v) for v in n.inputs)
+        if not n.inputs or is_small:
+            small.add(n)
+    return small
+
+
+def _check_submeshes(meshes: Sequence[Mesh]) -> None:
+    backends = {m.devices.flat[0].platform: [d.id for d in m.devices.flat] for m in reversed(meshes)}
+    if len(backends) > 1:
+        (one, ids), (two, others), *_ = sorted(backends.items())
+        raise MeshError(
+            f"tasks run on devices of several backends, {one} (ids {ids}) and {two} (ids {others}); put every task on "
+            "devices of one backend, such as jax.devices()"
+        )

@@ -1,0 +1,364 @@
+"""What a forward pass keeps for its backward pass, in the fewest bytes.
+
+Differentiation keeps whatever the backward pass reads: for one activation function five arrays of the size of the
+activation, where one would do, from which the others are a multiplication away. Inside one executable XLA sorts this
+out; between two executables nobody does, and a pipeline holds it all for every microbatch in flight.
+
+So each task keeps the smallest set of values from which the backward pass can have the rest by cheap arithmetic, which
+XLA fuses into whatever reads it. The set is a minimum cut: sources are what is expensive to compute (a matrix product,
+an exponential, a sum), the sink is what the backward pass reads, and to keep a value costs its bytes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .. import _compat
+from .._compat import AbstractJaxpr, AbstractValue, Atom, Eqn, OpenJaxpr, Var
+from .._mark import constraint_p
+from .._program._calls import inlined
+from .._program._flat import FlatProgram
+from .._program._nodes import Node, nbytes
+from .._program._rewrite import substitute, with_atoms
+
+# Elementwise, without a function that takes more than a few instructions; and what only moves or names elements.
+_CHEAP = {
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "eq", "expand_dims",
+    "ge", "gt", "iota", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "reshape", "reshard",
+    "select_n", "sharding_constraint", "sign", "square", "squeeze", "sub", "transpose", "xor", constraint_p.name,
+}  # fmt: skip
+_SMALL_POWER = 4
+
+_BEYOND = float("inf")
+
+
+def minimise_residuals(flat: FlatProgram) -> FlatProgram:
+    """Lets every task keep the fewest bytes for its backward pass. Tasks without a submesh stay as they are."""
+    worker = _Minimiser(flat)
+    for n in flat.nodes:
+        if n.task is not None and flat.tasks[n.task].mesh is not None:
+            worker.task(n)
+    if not worker.now:
+        return flat
+    return replace(flat, nodes=tuple(worker.now.get(n, n) for n in flat.nodes), placement=None)
+
+
+Place = tuple[str, int]  # where an operand comes from, and its position there
+
+
+@dataclass(eq=False)
+class _Consumer:
+    """How a backward task changes: its jaxpr, and where its operands come from.
+
+    An operand is ``("own", k)``, one it had, ``("kept", k)``, a result of the forward task, or ``("read", k)``, an
+    operand of the forward task.
+    """
+
+    jaxpr: AbstractJaxpr
+    operands: list[Place]
+
+
+@dataclass(eq=False)
+class _Rewrite:
+    """How a task and those that read what it keeps change; the same for all equal layers.
+
+    ``results`` are positions among the results that the task had; a None is a value that it did not keep before,
+    whose abstract value is in ``new``. ``used`` are the positions of the operands that it still needs.
+    """
+
+    jaxpr: AbstractJaxpr
+    used: list[int]
+    results: list[int | None]
+    new: list[AbstractValue]
+    consumers: list[_Consumer]
+    alive: tuple[AbstractJaxpr, ...]  # the jaxprs whose ids are the key
+
+
+class _Minimiser:
+    """Goes through the tasks of a program; ``now`` has the nodes that changed.
+
+    A task may keep values for a node that changed before, so that every node is looked at as it is now.
+    """
+
+    def __init__(self, flat: FlatProgram) -> None:
+        self.index = flat.index
+        self.now: dict[Node, Node] = {}
+        self.readers = {v: list(nodes) for v, nodes in flat.index.readers.items()}  # the nodes as they were
+        self.rewritten: dict[Hashable, _Rewrite] = {}
+
+    def task(self, n: Node) -> None:
+        """Lets one task keep less, if it keeps something that is cheap to have again."""
+        eqn = self.now.get(n, n).eqn
+        outs = eqn.outvars
+        kept = [k for k, v in enumerate(outs) if _compat.is_var(v) and self._is_residual(v, n)]
+        if not kept:
+            return
+        consumers = list(dict.fromkeys(r for k in kept for r in self.readers[outs[k]]))
+        eqns = [self.now.get(c, c).eqn for c in consumers]
+        read = {v for e in eqns for v in e.invars if _compat.is_var(v)}
+        # What the consumers hold anyway, and what outlives the microbatch anyway, costs nothing.
+        free_in = tuple(not _compat.is_var(v) or v in read or not self._is_in_scope(v, n) for v in eqn.invars)
+        free_out = tuple(k not in kept and _compat.is_var(v) and v in read for k, v in enumerate(outs))
+        wiring = tuple(tuple(_positions(e.invars, outs, eqn.invars)) for e in eqns)
+        jaxprs = (eqn.params["jaxpr"], *(e.params["jaxpr"] for e in eqns))
+        dropped = tuple(not _compat.is_var(v) for v in outs)
+        key = (tuple(map(id, jaxprs)), tuple(kept), free_in, free_out, wiring, dropped)
+        if key not in self.rewritten:
+            self.rewritten[key] = _rewrite(eqn, kept, free_in, free_out, eqns, jaxprs)
+        how = self.rewritten[key]
+        if not how.consumers:
+            return
+        new = iter([_compat.new_var(aval) for aval in how.new])
+        results = [next(new) if k is None else outs[k] for k in how.results]
+        self._change(n, _with_body(eqn, how.jaxpr, [eqn.invars[k] for k in how.used], results))
+        for c, e, change in zip(consumers, eqns, how.consumers, strict=True):
+            sources: dict[str, Sequence[Atom]] = {"own": e.invars, "kept": results, "read": eqn.invars}
+            self._change(c, _with_body(e, change.jaxpr, [sources[kind][k] for kind, k in change.operands], e.outvars))
+
+    def _is_residual(self, v: Var, n: Node) -> bool:
+        """Whether only the later phases of the task itself read one of its results."""
+        readers = self.readers.get(v)
+        return (
+            bool(readers)
+            and v not in self.index.leaving
+            and all(r.task == n.task and r.loop == n.loop and r.phase > n.phase for r in readers or ())
+        )
+
+    def _is_in_scope(self, v: Var, n: Node) -> bool:
+        """Whether a value is made anew in every run of the scope that a node is in."""
+        if n.loop is None:
+            return v in self.index.producer and v not in self.index.scope
+        return self.index.scope.get(v) == n.loop
+
+    def _change(self, n: Node, eqn: Eqn) -> None:
+        before = self.now.get(n, n)
+        self.now[n] = after = replace(before, eqn=eqn)
+        for v in dict.fromkeys(before.inputs):
+            self.readers[v].remove(n)
+        for v in dict.fromkeys(after.inputs):
+            self.readers.setdefault(v, []).append(n)
+
+
+def _with_body(eqn: Eqn, jaxpr: AbstractJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]) -> Eqn:
+    new = _compat.call_eqn(eqn.params["name"], jaxpr, invars, outvars)
+    changed: Eqn = new.replace(source_info=eqn.source_info)
+    return changed
+
+
+def _positions(atoms: Sequence[Atom], outs: Sequence[Atom], ins: Sequence[Atom]) -> list[Place | str | None]:
+    """Where each operand of a consumer is among the results and operands of the producer."""
+    found: dict[Var, Place] = {v: ("in", k) for k, v in enumerate(ins) if _compat.is_var(v)}
+    found |= {v: ("out", k) for k, v in enumerate(outs) if _compat.is_var(v)}
+    return [found.get(v) if _compat.is_var(v) else "literal" for v in atoms]
+
+
+def _rewrite(
+    task: Eqn,
+    kept: list[int],
+    free_in: tuple[bool, ...],
+    free_out: tuple[bool, ...],
+    consumers: list[Eqn],
+    jaxprs: tuple[AbstractJaxpr, ...],
+) -> _Rewrite:
+    same = _Rewrite(jaxprs[0], [], [], [], [], jaxprs)
+    parts = _compat.open_jaxpr(jaxprs[0])
+    if parts.consts or any(_compat.open_jaxpr(j).consts for j in jaxprs[1:]):
+        return same
+    eqns, env = inlined(parts.eqns)
+    outs = [env.get(v, v) if _compat.is_var(v) else v for v in parts.outvars]
+    producer = {v: e for e in eqns for v in e.outvars if _compat.is_var(v)}
+    wanted = list(dict.fromkeys(v for k in kept if _compat.is_var(v := outs[k]) and v in producer))
+    cost: dict[Var, float] = {v: 0 for v, free in zip(parts.invars, free_in, strict=True) if free}
+    cost |= {v: 0 for v, free in zip(outs, free_out, strict=True) if free and _compat.is_var(v)}
+    saved = _cheapest(wanted, producer, cost)
+    if saved.issuperset(wanted):
+        return same
+    return _Assembly(task, kept, consumers, parts, eqns, outs, producer, saved, jaxprs).result()
+
+
+def _is_cheap(eqn: Eqn) -> bool:
+    if eqn.primitive.name == "integer_pow":
+        return bool(abs(eqn.params["y"]) <= _SMALL_POWER and eqn.params["y"] > 0)
+    constant = not any(_compat.is_var(v) for v in eqn.invars)
+    return (constant or eqn.primitive.name in _CHEAP) and not eqn.effects
+
+
+def _cheapest(wanted: Sequence[Var], producer: Mapping[Var, Eqn], cost: Mapping[Var, float]) -> set[Var]:
+    """The values to keep: the minimum cut between what is expensive to compute and what is wanted.
+
+    Among cuts of equal cost the one closest to what is wanted, which computes least again.
+    """
+    network = _Network()
+    source, sink = object(), object()
+    stack, seen = list(wanted), set(wanted)
+    while stack:
+        v = stack.pop()
+        network.add((v, "in"), (v, "out"), cost.get(v, nbytes(v.aval)))
+        eqn = producer.get(v)
+        if eqn is None or not _is_cheap(eqn):
+            network.add(source, (v, "in"), _BEYOND)
+            continue
+        for operand in eqn.invars:
+            if _compat.is_var(operand):
+                network.add((operand, "out"), (v, "in"), _BEYOND)
+                if operand not in seen:
+                    seen.add(operand)
+                    stack.append(operand)
+    for v in wanted:
+        network.add((v, "out"), sink, _BEYOND)
+    behind = network.behind_minimum_cut(source, sink)
+    return {v for v in seen if (v, "out") in behind and (v, "in") not in behind}
+
+
+class _Network:
+    """A flow network, for its minimum cut (Dinic's algorithm)."""
+
+    def __init__(self) -> None:
+        self.edges: dict[Hashable, dict[Hashable, float]] = defaultdict(
+            dict
+        )  # node -> neighbour -> what can still flow there
+
+    def add(self, a: Hashable, b: Hashable, capacity: float) -> None:
+        self.edges[a][b] = capacity
+        self.edges[b].setdefault(a, 0)
+
+    def behind_minimum_cut(self, source: Hashable, sink: Hashable) -> set[Hashable]:
+        """The nodes from which the sink can be reached once the flow is maximal."""
+        while (level := self._levels(source, sink)) is not None:
+            untried = {node: list(neighbours) for node, neighbours in self.edges.items()}
+            while self._augment(source, sink, level, untried):
+                pass
+        behind, queue = {sink}, deque([sink])
+        while queue:
+            node = queue.popleft()
+            for other in self.edges[node]:
+                if other not in behind and self.edges[other][node] > 0:
+                    behind.add(other)
+                    queue.append(other)
+        return behind
+
+    def _levels(self, source: Hashable, sink: Hashable) -> dict[Hashable, int] | None:
+        level, queue = {source: 0}, deque([source])
+        while queue:
+            node = queue.popleft()
+            for other, left in self.edges[node].items():
+                if left > 0 and other not in level:
+                    level[other] = level[node] + 1
+                    queue.append(other)
+        return level if sink in level else None
+
+    def _augment(
+        self, source: Hashable, sink: Hashable, level: dict[Hashable, int], untried: dict[Hashable, list[Hashable]]
+    ) -> bool:
+        """Sends flow along one path that goes up a level with each edge; whether there was one."""
+        path = [source]
+        while path[-1] is not sink:
+            node, others = path[-1], untried[path[-1]]
+            while others and not (self.edges[node][others[-1]] > 0 and level.get(others[-1]) == level[node] + 1):
+                others.pop()
+            if others:
+                path.append(others[-1])
+                continue
+            path.pop()
+            if not path:
+                return False
+            untried[path[-1]].pop()  # it leads nowhere
+        flow = min(self.edges[a][b] for a, b in zip(path, path[1:], strict=False))
+        for a, b in zip(path, path[1:], strict=False):
+            self.edges[a][b] -= flow
+            self.edges[b][a] += flow
+        return True
+
+
+class _Assembly:
+    """Builds the jaxprs of a task and its consumers from the values to keep."""
+
+    def __init__(
+        self,
+        task: Eqn,
+        kept: list[int],
+        consumers: list[Eqn],
+        parts: OpenJaxpr,
+        eqns: list[Eqn],
+        outs: list[Atom],
+        producer: Mapping[Var, Eqn],
+        saved: Collection[Var],
+        jaxprs: tuple[AbstractJaxpr, ...],
+    ) -> None:
+        self.task, self.kept, self.consumers = task, kept, consumers
+        self.parts, self.eqns, self.outs, self.producer = parts, eqns, outs, producer
+        self.saved, self.jaxprs = saved, jaxprs
+        self.input = {v: k for k, v in enumerate(parts.invars)}
+
+    def result(self) -> _Rewrite:
+        stay = [k for k, v in enumerate(self.task.outvars) if _compat.is_var(v) and k not in self.kept]
+        named = [(v, k) for k, v in enumerate(self.outs) if _compat.is_var(self.task.outvars[k]) and _compat.is_var(v)]
+        first = dict(reversed(named))
+        # What a consumer reads and cannot compute (it is handed through, or a literal) stays as it is.
+        stay += [k for k in self.kept if not (_compat.is_var(v := self.outs[k]) and v in self.producer)]
+        values = [v for v in dict.fromkeys(v for e in self.eqns for v in e.outvars) if v in self.saved]
+        results: list[int | None] = list(stay)
+        place: dict[Var, int] = {}  # saved value -> its position among the new results
+        new: list[AbstractValue] = []
+        for v in values:
+            known = first.get(v)
+            if known in stay:
+                place[v] = results.index(known)
+                continue
+            place[v] = len(results)
+            results.append(known)
+            if known is None:
+                new.append(v.aval)
+        atoms = [self.outs[k] for k in stay]
+        atoms += [v for v in values if first.get(v) not in stay]
+        trimmed, used = _compat.dce(_compat.new_jaxpr(self.parts.invars, atoms, self.eqns), [True] * len(atoms))
+        changes = [self._consumer(c, results, place) for c in self.consumers]
+        return _Rewrite(
+            _compat.close(trimmed), [k for k, u in enumerate(used) if u], results, new, changes, self.jaxprs
+        )
+
+    def _consumer(self, c: Eqn, results: list[int | None], place: Mapping[Var, int]) -> _Consumer:
+        inner = _compat.open_jaxpr(c.params["jaxpr"])
+        at = {v: k for k, v in enumerate(self.task.outvars) if _compat.is_var(v)}
+        operands: list[Place] = []
+        invars: list[Var] = []
+        env: dict[Var, Atom] = {}  # variable of the producer -> variable here
+        again: list[Eqn] = []  # equations computed again
+        alias: dict[Var, Atom] = {}
+
+        def take(kind: str, k: int, aval: AbstractValue) -> Var:
+            invars.append(_compat.new_var(aval))
+            operands.append((kind, k))
+            return invars[-1]
+
+        def value(result: Atom) -> Atom:
+            """A variable of the producer, made available here."""
+            stack: list[Atom] = [result]  # no recursion: a chain of cheap equations may be as long as the task
+            while stack:
+                v = stack[-1]
+                if not _compat.is_var(v) or v in env:
+                    stack.pop()
+                elif v in place:
+                    env[v] = take("kept", place[v], v.aval)
+                elif v in self.input:
+                    env[v] = take("read", self.input[v], v.aval)
+                else:
+                    eqn = self.producer[v]
+                    missing = [o for o in eqn.invars if _compat.is_var(o) and o not in env]
+                    stack += missing
+                    if not missing:
+                        again.append(substitute(eqn, env))
+            return env.get(result, result) if _compat.is_var(result) else result
+
+        for k, (outer, v) in enumerate(zip(c.invars, inner.invars, strict=True)):
+            position = at.get(outer) if _compat.is_var(outer) else None
+            if position is None or position not in self.kept or position in results:
+                invars.append(v)
+                operands.append(("own", k))
+            else:
+                alias[v] = value(self.outs[position])
+        eqns = [with_atoms(e, alias) for e in inner.eqns]
+        outs = [alias.get(o, o) if _compat.is_var(o) else o for o in inner.outvars]
+        return _Consumer(_compat.close(_compat.new_jaxpr(invars, outs, again + eqns)), operands)

@@ -1,0 +1,117 @@
+"""The passes in order, and the loop that runs them.
+
+A pass is a function from a flat program to a flat program. It says which facts it needs, and which of them no longer
+hold once it changed something; whatever it needs and does not hold is made to hold first. A pass that changes nothing
+returns the program that it was given, the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from .._program._flat import FlatProgram
+from ._dead import remove_dead
+from ._hoist import hoist_loop_invariants
+from ._mark_scopes import mark_scopes
+from ._place import place
+from ._residuals import minimise_residuals
+from ._split import split_weights
+from ._spread import spread_conditionals
+from ._stacks import accumulate_each_layer
+from ._sums import regroup_sums
+from ._unreduced._defer import leave_unreduced
+
+
+class Fact(Enum):
+    """Something that is known of a program."""
+
+    NO_DEAD_CODE = "no dead code"
+    PLACEMENT = "placement"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A step from a flat program to a better one.
+
+    Attributes:
+      name: its name.
+      run: what it does.
+      needs: facts that have to hold when it starts.
+      makes_stale: facts that do not hold any more once it changed something.
+      repeats: whether it is run until it changes nothing.
+    """
+
+    name: str
+    run: Callable[[FlatProgram], FlatProgram]
+    needs: frozenset[Fact] = frozenset()
+    makes_stale: frozenset[Fact] = frozenset()
+    repeats: bool = False
+
+
+ALL = frozenset(Fact)
+_DEAD, _PLACED = frozenset({Fact.NO_DEAD_CODE}), frozenset({Fact.PLACEMENT})
+
+# What makes a fact hold. Dead code is removed first: it would have its say in where things are.
+PROVIDERS: Mapping[Fact, Pass] = {
+    Fact.NO_DEAD_CODE: Pass("remove_dead", remove_dead, makes_stale=_PLACED),
+    Fact.PLACEMENT: Pass("place", place, needs=_DEAD),
+}
+
+PASSES: tuple[Pass, ...] = (
+    Pass("mark_scopes", mark_scopes, needs=_DEAD, makes_stale=ALL),
+    Pass("accumulate_each_layer", accumulate_each_layer, needs=_DEAD, makes_stale=ALL),
+    Pass("split_weights", split_weights, needs=_DEAD, makes_stale=_PLACED),
+    Pass("minimise_residuals", minimise_residuals, makes_stale=ALL),
+    Pass("hoist_loop_invariants", hoist_loop_invariants, needs=_DEAD, makes_stale=_PLACED),
+    Pass("spread_conditionals", spread_conditionals, needs=ALL, makes_stale=ALL, repeats=True),
+    Pass("regroup_sums", regroup_sums, needs=ALL, makes_stale=ALL),
+    Pass("leave_unreduced", leave_unreduced, needs=ALL, makes_stale=ALL),
+)
+
+Between = Callable[[str, FlatProgram], None]
+
+
+def run_passes(
+    flat: FlatProgram,
+    passes: Sequence[Pass] = PASSES,
+    *,
+    then: frozenset[Fact] = ALL,
+    between: Between | None = None,
+) -> FlatProgram:
+    """Runs passes in order, each with the facts that it needs.
+
+    Args:
+      flat: the program.
+      passes: what to run.
+      then: facts that have to hold in the end.
+      between: called with the name of each pass that ran and the program that it left.
+
+    Raises:
+      NothingPlacedError: placement is needed, and nothing says where anything runs.
+    """
+    holds: set[Fact] = set()
+
+    def apply(step: Pass, before: FlatProgram) -> FlatProgram:
+        while True:
+            before = provide(step.needs, before)
+            after = step.run(before)
+            if between is not None:
+                between(step.name, after)
+            if after is not before:
+                holds.difference_update(step.makes_stale)
+            if after is before or not step.repeats:
+                return after
+            before = after
+
+    def provide(needed: frozenset[Fact], program: FlatProgram) -> FlatProgram:
+        for fact, provider in PROVIDERS.items():
+            if fact in needed and fact not in holds:
+                program = apply(provider, program)
+                holds.add(fact)
+        return program
+
+    for step in passes:
+        flat = apply(step, flat)
+    return provide(then, flat)

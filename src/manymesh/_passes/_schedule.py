@@ -1,0 +1,135 @@
+"""Bringing a loop and its schedule together: stages, statements about them, rows written by the user."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .. import schedules
+from .._errors import ScheduleError
+from .._microbatch import LoopSpec
+from ._cluster import Cluster
+from ._stages import number_stages
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A loop's stages, and the schedule that runs them.
+
+    Attributes:
+      stage: stage of each cluster of the body.
+      placement: submesh of each stage.
+      in_order: whether a schedule applies at all; if not, microbatches run one after the other.
+      schedule: the schedule object.
+    """
+
+    stage: dict[Cluster, int]
+    placement: tuple[int, ...]
+    in_order: bool
+    schedule: schedules.AbstractSchedule
+
+
+def fit_schedule(
+    spec: LoopSpec, order: list[Cluster], preds: dict[Cluster, set[Cluster]], name: Callable[[Cluster], str | None]
+) -> Fit:
+    """Numbers the stages of a loop so that its schedule can run them.
+
+    A stage is all that a submesh does between two crossings. Where the schedule, or ``num_stages``, needs more
+    stages than that, every task becomes a stage of its own.
+
+    Args:
+      spec: what `microbatch` said.
+      order: clusters of the body, topological.
+      preds: what each depends on.
+      name: name of a cluster's task.
+
+    Raises:
+      ScheduleError: the schedule cannot run this program, or the program contradicts ``num_stages``,
+        ``interleave`` or the rows of a custom schedule.
+    """
+    coarse = number_stages(order, preds)
+    fine = number_stages(order, preds, each_task=True)
+    backward = any(c.backward for c in order) and any(not c.backward for c in order)
+    custom = spec.custom_schedule
+    failed: ScheduleError | None = None
+    for stage, placement, in_order in (coarse, fine):
+        if spec.num_stages is not None and len(placement) != spec.num_stages:
+            continue
+        schedule = spec.schedule
+        if custom is not None:
+            schedule = schedules.Custom(tuple(_translate(spec, custom, order, stage, name)))
+        try:
+            if isinstance(schedule, schedules.Custom):
+                _check_rows(spec, schedule, placement, backward, {stage[c]: name(c) for c in order if name(c)})
+            elif in_order:
+                schedule.order(placement, spec.num_microbatches, backward=backward)
+        except ScheduleError as error:
+            failed = failed or error
+            continue
+        _check_interleave(spec, placement)
+        return Fit(stage, placement, in_order, schedule)
+    if failed is not None:
+        raise ScheduleError(f"microbatch({spec.name}): {failed}")
+    raise ScheduleError(
+        f"microbatch({spec.name}): num_stages={spec.num_stages}, but the program has {len(coarse[1])} stages on submeshes "
+        f"{coarse[1]} ({len(fine[1])} if every task counts); correct num_stages or leave it out"
+    )
+
+
+def _check_rows(
+    spec: LoopSpec, custom: schedules.Custom, placement: tuple[int, ...], backward: bool, names: dict[int, str | None]
+) -> None:
+    """Checks rows that the user wrote, naming tasks as the user does."""
+    order = schedules.Order(placement, spec.num_microbatches, custom.rows, custom.splits_backward, backward)
+    schedules.check(
+        order, labels=lambda a: f"{names.get(a.stage, a.stage)}:{a.kind}{a.microbatch}", accumulates=spec.accumulates
+    )
+
+
+def _check_interleave(spec: LoopSpec, placement: tuple[int, ...]) -> None:
+    if spec.interleave is None:
+        return
+    counts = Counter(placement)
+    if any(c != spec.interleave for c in counts.values()):
+        found = ", ".join(f"submesh {s}: {c}" for s, c in sorted(counts.items()))
+        raise ScheduleError(
+            f"microbatch({spec.name}): interleave={spec.interleave} says how many stages each submesh has, but the "
+            f"program has {found}; correct interleave or leave it out"
+        )
+
+
+def _translate(
+    spec: LoopSpec,
+    rows: Sequence[Sequence[str | tuple[int, str]]],
+    order: list[Cluster],
+    stage: dict[Cluster, int],
+    name: Callable[[Cluster], str | None],
+) -> list[tuple[schedules.Action, ...]]:
+    """Rows of task names, or (microbatch, task name), as rows of actions."""
+    known: dict[str, tuple[schedules.Kind, int]] = {}
+    kinds: tuple[tuple[schedules.Kind, str], ...] = (("F", ""), ("B", "_bwd"), ("W", "_wgt"))
+    for c in order:
+        if (task := name(c)) is not None:
+            kind, suffix = kinds[c.phase]
+            known[f"{task}{suffix}"] = (kind, stage[c])
+    out = []
+    for r, row in enumerate(rows):
+        seen: Counter[str] = Counter()
+        actions: list[schedules.Action] = []
+        for entry in row:
+            microbatch, label = entry if isinstance(entry, tuple) else (seen[entry], entry)
+            seen[label] += 1
+            if label not in known:
+                near = difflib.get_close_matches(str(label), known, 1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ScheduleError(
+                    f"microbatch({spec.name}): row {r} of custom_schedule names {label!r}; {hint}The tasks are {sorted(known)}"
+                )
+            kind, number = known[label]
+            action = schedules.Action(kind, number, microbatch)
+            if action not in actions:  # tasks of one stage run together, where the first of them is named
+                actions.append(action)
+        out.append(tuple(actions))
+    return out

@@ -1,0 +1,90 @@
+"""What sums over the batch, and what is linear in such a sum."""
+
+from __future__ import annotations
+
+from ... import _compat
+from ..._compat import Atom, Eqn
+from ..._program._nodes import shape_and_dtype
+from ._dims import Frame
+from ._links import shape_of, updated_dims
+
+# Linear in these operands together (None: in all); the others are no part of the sum.
+TOGETHER: dict[str, tuple[int, ...] | None] = {
+    "add": None,
+    "add_any": None,
+    "sub": None,
+    "concatenate": None,
+    "pad": (0, 1),
+    "dynamic_update_slice": (0, 1),
+    "scatter-add": (0, 2),
+    "scatter_add": (0, 2),
+}
+# Linear in the first operand.
+FIRST = frozenset(
+    (
+        "neg", "copy", "copy_p", "convert_element_type", "transpose", "reshape", "squeeze", "expand_dims",
+        "broadcast_in_dim", "reduce_sum", "slice", "rev", "cumsum", "real", "imag", "reduce_precision", "div",
+        "dynamic_slice", "gather", "split", "sharding_constraint", "manymesh_constraint",
+    )
+)  # fmt: skip
+# Linear in one of two operands.
+EITHER = frozenset(("mul", "dot_general", "conv_general_dilated"))
+
+
+def linear_operands(eqn: Eqn) -> tuple[int, ...]:
+    """The operands in which an equation is linear together; empty if that holds for one operand at most."""
+    if eqn.primitive.name == "select_n":
+        return tuple(range(1, len(eqn.invars)))
+    linear = TOGETHER.get(eqn.primitive.name, ())
+    return tuple(range(len(eqn.invars))) if linear is None else linear
+
+
+def summed_dims(eqn: Eqn) -> list[list[tuple[int, int]]]:
+    """Groups of (operand, dimension) that run together and are summed over; empty if nothing is."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (left, right), _ = eqn.params["dimension_numbers"]
+        return [[(0, a), (1, b)] for a, b in zip(left, right, strict=True)]
+    if name == "reduce_sum":
+        return [[(0, d)] for d in eqn.params["axes"]]
+    if name in ("scatter-add", "scatter_add"):
+        batched = eqn.params["dimension_numbers"].scatter_indices_batching_dims
+        return [[(1, i), (2, d)] for i, d in enumerate(updated_dims(eqn)) if i not in batched]
+    if name == "conv_general_dilated" and eqn.params["feature_group_count"] == 1:
+        numbers = eqn.params["dimension_numbers"]
+        return [[(0, numbers.lhs_spec[1]), (1, numbers.rhs_spec[1])]]
+    return []
+
+
+def is_linear_in_first(eqn: Eqn) -> bool:
+    """Whether an equation, applied to the terms of a sum in its first operand, gives terms of its result, up to rounding."""
+    name = eqn.primitive.name
+    old, wholes, floats = shape_and_dtype(eqn.invars[0])[1].kind, ("i", "u"), ("f", "V", "c")
+    if name == "convert_element_type":
+        new = eqn.params["new_dtype"].kind
+        return (old in wholes and new in (*wholes, *floats)) or (old in floats and new in floats)
+    if name == "div":  # of integers it rounds
+        return old in floats
+    if name == "gather" and "FILL" in str(eqn.params["mode"]):  # each term would bring the filling
+        fill = eqn.params["fill_value"]
+        return fill == 0 if fill is not None else old in floats
+    return name in FIRST
+
+
+def is_zero(frame: Frame, v: Atom) -> bool:
+    """Whether a value is known to be all zeros, also where a call hands it in or makes it."""
+    while _compat.is_var(v):
+        i = frame.producer.get(v)
+        if i is None:
+            if frame.up is None or v not in frame.invars or frame.up[0].eqns[frame.up[1]].primitive.name == "scan":
+                return False
+            k = frame.invars.index(v)
+            frame, at = frame.up
+            v = frame.eqns[at].invars[k]
+        elif i in frame.inner and frame.eqns[i].primitive.name != "scan":
+            v, frame = frame.inner[i].outvars[frame.eqns[i].outvars.index(v)], frame.inner[i]
+        elif frame.eqns[i].primitive.name in ("broadcast_in_dim", "convert_element_type", "copy"):
+            v = frame.eqns[i].invars[0]
+        else:
+            return False
+    return isinstance(v, _compat.Literal) and not shape_of(v) and bool(v.val == 0)

@@ -1,0 +1,91 @@
+"""Which primitives are calls: the one table.
+
+A call has a jaxpr whose operands and results are those of the equation. Control flow (``scan``, ``while``, ``cond``)
+and ``shard_map``, whose body sees other shapes, are none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import _compat
+from .._compat import AbstractJaxpr, Atom, Eqn, Var
+from ._rewrite import substitute
+
+
+@dataclass(frozen=True)
+class Call:
+    """What may be done with a call.
+
+    Attributes:
+      body: names of the parameter that holds its jaxpr; the first that is there counts.
+      transparent: whether it means no more than its body once everything is traced. A jitted update of all parameters,
+        such as Optax has, would otherwise pull them all to one submesh. Not so rematerialisation, which keeps XLA from
+        undoing it.
+      rewritable: whether its body can be replaced by another one. A call that carries rules for its derivatives
+        would then no longer fit them.
+    """
+
+    body: tuple[str, ...]
+    transparent: bool = True
+    rewritable: bool = True
+
+
+CALLS = {
+    "jit": Call(("jaxpr",)),
+    "pjit": Call(("jaxpr",)),
+    "closed_call": Call(("call_jaxpr",)),
+    "core_call": Call(("call_jaxpr",)),
+    "checkpoint": Call(("jaxpr",), transparent=False),
+    "remat": Call(("jaxpr",), transparent=False),
+    "remat2": Call(("jaxpr",), transparent=False),
+    "custom_jvp_call": Call(("call_jaxpr",), rewritable=False),
+    "custom_vjp_call": Call(("call_jaxpr", "fun_jaxpr"), rewritable=False),
+}
+
+
+def call_body(eqn: Eqn) -> AbstractJaxpr | None:
+    """The jaxpr of a call; None for an equation that is no call."""
+    call = CALLS.get(eqn.primitive.name)
+    if call is None:
+        return None
+    return next((eqn.params[k] for k in call.body if _compat.is_jaxpr(eqn.params.get(k))), None)
+
+
+def is_transparent(eqn: Eqn) -> bool:
+    """Whether an equation is a call that means no more than its body."""
+    call = CALLS.get(eqn.primitive.name)
+    return call is not None and call.transparent
+
+
+def is_rewritable(eqn: Eqn) -> bool:
+    """Whether an equation is a call whose body can be replaced by another one."""
+    call = CALLS.get(eqn.primitive.name)
+    return call is not None and call.rewritable
+
+
+def inlined(eqns: list[Eqn]) -> tuple[list[Eqn], dict[Var, Atom]]:
+    """Equations with all calls opened, so that what is inside can be told apart. Derivatives have to be taken already.
+
+    Returns:
+      The equations, and for each variable that is now called otherwise the one that stands for it.
+    """
+    env: dict[Var, Atom] = {}
+    out: list[Eqn] = []
+
+    def walk(inner: list[Eqn], sub: dict[Var, Atom]) -> None:
+        for e in inner:
+            body = call_body(e)
+            parts = _compat.open_jaxpr(body) if body is not None else None
+            if parts is None or parts.consts:
+                out.append(substitute(e, sub))
+                continue
+            operands = [sub.get(v, v) if _compat.is_var(v) else v for v in e.invars]
+            deeper: dict[Var, Atom] = dict(zip(parts.invars, operands, strict=True))
+            walk(parts.eqns, deeper)
+            for outer, result in zip(e.outvars, parts.outvars, strict=True):
+                if _compat.is_var(outer):
+                    sub[outer] = deeper.get(result, result) if _compat.is_var(result) else result
+
+    walk(eqns, env)
+    return out, env

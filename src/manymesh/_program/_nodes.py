@@ -1,0 +1,133 @@
+"""What a flat program is made of: nodes, which are equations with what they stand for, and microbatch loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from .. import _compat
+from .._compat import AbstractValue, Atom, Eqn, Var
+from .._microbatch import LoopSpec
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Node:
+    """One equation of the flat program. Two nodes are equal only if they are the same object.
+
+    Attributes:
+      eqn: the equation, its variables those of the flat program.
+      task: mark of the task it is, or None for an unmarked equation.
+      backward: whether it belongs to a backward pass.
+      loop: index of the loop whose body it is in (into `FlatProgram.loops`), or None.
+      layout_follows_loop: whether it only prepares what a loop takes in (a piece of a batch, a zero accumulator); its
+        sharding is then the one that the loop wants.
+      unstacks: whether it takes a stacked value apart, layer by layer. It stays out of the layers' fragments, which
+        would otherwise differ by their index.
+      colocated_with: mark of the task on whose submesh it runs, though it is no part of it.
+      stack: its name stack: the scopes it was traced in. Empty for equations that a pass made.
+      weight: whether it is the half of a backward task that only makes weight gradients.
+      mesh: the submesh of an unmarked equation that names axes of it; None where placement is free.
+      inputs: the variables that the equation reads; literals are left out.
+      outputs: the variables that the equation makes and somebody may read.
+    """
+
+    eqn: Eqn
+    task: str | None = None
+    backward: bool = False
+    loop: int | None = None
+    layout_follows_loop: bool = False
+    weight: bool = False
+    unstacks: bool = False
+    colocated_with: str | None = None
+    stack: str = ""
+    mesh: Mesh | None = None
+    inputs: tuple[Var, ...] = field(init=False, repr=False)
+    outputs: tuple[Var, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inputs", tuple(v for v in self.eqn.invars if _compat.is_var(v)))
+        object.__setattr__(self, "outputs", tuple(v for v in self.eqn.outvars if _compat.is_var(v)))
+
+    @property
+    def phase(self) -> int:
+        """0 forward, 1 backward, 2 the weight-gradient half of a split backward."""
+        return 2 if self.weight else int(self.backward)
+
+    @property
+    def primitive(self) -> str:
+        """Name of the primitive."""
+        return str(self.eqn.primitive.name)
+
+    def __repr__(self) -> str:
+        what = self.task or self.primitive
+        return f"Node({what}, {len(self.inputs)} -> {len(self.outputs)})"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Carry:
+    """A value that one microbatch hands to the next.
+
+    Attributes:
+      inner: what the body reads.
+      out: what the body leaves for the next microbatch.
+      init: what the first microbatch reads.
+      final: what the last microbatch left, read after the loop.
+    """
+
+    inner: Var
+    out: Var
+    init: Atom
+    final: Var
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pieces:
+    """A value of the body that is another one for each microbatch.
+
+    Attributes:
+      inner: the variable of the body.
+      outer: for each microbatch, in the order in which they run, the variable outside the loop.
+    """
+
+    inner: Var
+    outer: tuple[Atom, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Loop:
+    """A microbatch loop: its body is in the flat program once, its nodes tagged with the loop's index.
+
+    Attributes:
+      spec: what `microbatch` said (name, number of microbatches, schedule).
+      carries: values handed from one microbatch to the next.
+      xs: values that enter the body piece by piece.
+      ys: values that leave the body piece by piece; their outer variables are made by the loop.
+    """
+
+    spec: LoopSpec
+    carries: tuple[Carry, ...] = ()
+    xs: tuple[Pieces, ...] = ()
+    ys: tuple[Pieces, ...] = ()
+
+
+def nbytes(aval: AbstractValue) -> int:
+    """Bytes of a value; a typed random key counts as its raw words."""
+    dtype, shape = getattr(aval, "dtype"), getattr(aval, "shape")  # noqa: B009 (the base class declares neither)
+    width: int = 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else int(np.dtype(dtype).itemsize)
+    return int(math.prod(shape)) * width
+
+
+def nodes_where(nodes: Iterable[Node], changed: Mapping[Node, Iterable[Node]]) -> tuple[Node, ...]:
+    """The nodes in order, those in ``changed`` replaced by what it says."""
+    return tuple(m for n in nodes for m in changed.get(n, (n,)))
+
+
+def shape_and_dtype(atom: Atom) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and dtype of a variable or literal."""
+    return getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", np.dtype(np.float32))

@@ -1,0 +1,56 @@
+"""What users say of values between tasks means what it says: where they go, and how they lie there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import manymesh as mm
+from stages import assert_same, microbatched, parameters, reference, rows
+
+FIRST, SECOND = (Mesh(np.array(jax.devices()[i : i + 2]), ("data",)) for i in (0, 2))
+first = mm.task(lambda w, x: jnp.tanh(x @ w), "first", mesh=FIRST)
+second = mm.task(lambda w, x: jnp.tanh(x @ w), "second", mesh=SECOND)
+
+
+def put(x, mesh, *spec):
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def constrain(x, mesh, *spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+
+@pytest.mark.parametrize("say", [put, constrain])
+def test_a_value_on_its_way_to_the_next_task(say):
+    """It arrives there as was said, forward and backward, in a loop too; the values are those of the plain function."""
+
+    def loss(p, x):
+        return jnp.mean(second(p["back"], say(first(p["front"], x), SECOND, "data")) ** 2)
+
+    compiled = mm.jit(lambda p, x: second(p["back"], say(first(p["front"], x), SECOND, "data")))
+    y = compiled(parameters(), rows())
+    assert y.sharding.device_set == set(SECOND.devices.flat) and y.sharding.spec[0] == "data"
+    step = microbatched(jax.value_and_grad(loss), num_microbatches=2)
+    plain = microbatched(
+        jax.value_and_grad(lambda p, x: jnp.mean(second(p["back"], first(p["front"], x)) ** 2)), num_microbatches=2
+    )
+    assert_same(mm.jit(step)(parameters(), rows()), reference(jax.jit(plain), parameters(), rows()))
+
+
+def test_a_result_that_is_put_somewhere():
+    """On another submesh, in a layout, or on one device of no task."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    def step(p, x):
+        y = first(p["front"], x)
+        return put(y, mesh, None, "data"), put(second(p["back"], y), FIRST), y + 0
+
+    results = mm.jit(step)(parameters(), rows())
+    assert results[0].sharding == NamedSharding(mesh, P(None, "data"))
+    assert results[1].sharding.device_set == set(FIRST.devices.flat)
+    assert_same(
+        results, mm.jit(lambda p, x: (y := first(p["front"], x), second(p["back"], y), y))(parameters(), rows())
+    )

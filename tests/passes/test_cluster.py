@@ -1,0 +1,101 @@
+"""Which equations become one fragment, and which stage of its loop it is."""
+
+import pytest
+
+from flat import program, run
+from manymesh._passes._cluster import cluster
+from manymesh._passes._fragments import cut
+from manymesh._passes._run import run_passes
+from manymesh._passes._stages import number_stages
+
+
+def clusters(source, scope=None):
+    """For each cluster in order, what it holds."""
+    flat = run("place", program(source))
+    order, _ = cluster(flat, scope)
+    by_position = flat.index.position.__getitem__
+    return [[n.task or n.primitive for n in sorted(c.nodes, key=by_position)] for c in order]
+
+
+def test_what_one_task_alone_reads_or_feeds_joins_it():
+    """A cast before, a loss after."""
+    assert clusters("""
+        tasks: one 0, two 1
+        inputs: x f32[512]
+        a = lax.exp(x)
+        b = one: a + 1.0
+        c = two: b + 1.0
+        d = lax.sin(c)
+        e = lax.cos(d)
+        results: e
+    """) == [["exp", "one"], ["two", "sin", "cos"]]
+
+
+def test_two_tasks_never_merge():
+    """Equal layers then stay equal."""
+    assert clusters("""
+        tasks: one 0
+        inputs: x f32[512]
+        a = one: x + 1.0
+        b = one: a + 1.0
+        results: b
+    """) == [["one"], ["one"]]
+
+
+def test_a_path_through_another_submesh_is_no_cycle():
+    """What is before the other task and what is after it are two fragments."""
+    assert clusters("""
+        tasks: one 0, two 1
+        inputs: x f32[512]
+        a = one: x + 1.0
+        b = lax.sin(a)
+        c = two: b * 2.0
+        d = b * c
+        e = one: d + 1.0
+        results: e
+    """) == [["one", "sin"], ["two", "mul"], ["one"]]
+
+
+@pytest.mark.parametrize(
+    "tasks, stages, in_order",
+    [("one, two", (0, 1), True), ("one, two, one", (0, 1, 0), True), ("one, one", (0,), True)],
+)
+def test_a_stage_is_what_a_submesh_does_between_two_crossings(tasks, stages, in_order):
+    """Two tasks of one submesh after each other are one stage."""
+    body = "\n".join(f"0: h{i + 1} = {name}: h{i} * 2.0" for i, name in enumerate(tasks.split(", ")))
+    last = len(tasks.split(", "))
+    flat = run(
+        "place",
+        program(f"""
+tasks: one 0, two 1
+inputs: x f32[512]
+loop 0: 2 microbatches, gpipe
+carry h0 f32[512] = x, then h{last}, at last total
+{body}
+results: total
+"""),
+    )
+    order, preds = cluster(flat, 0)
+    number, placement, applies = number_stages(order, preds)
+    assert (placement, applies) == (stages, in_order)
+    assert [placement[number[c]] for c in order] == [c.submesh for c in order]
+
+
+def test_fragments_are_called_after_their_tasks():
+    """With their phase, which is that of what they depend on if that is later."""
+    built = cut(
+        run_passes(
+            program("""
+        tasks: one 0, two 1
+        inputs: x f32[512]
+        a = one: x + 1.0
+        b = two: a + 1.0
+        c = two_bwd: b + 2.0
+        d = one: c + 1.0
+        results: d
+    """)
+        )
+    )
+    assert [f.name for f in built.fragments] == ["one", "two", "two_bwd", "one_bwd"]
+    assert [(e.source, e.target, e.loop, e.nbytes) for e in built.edges] == [(0, 1, None, 2048), (1, 0, None, 2048)]
+    assert [f.kind for f in built.fragments] == ["F", "F", "B", "B"]

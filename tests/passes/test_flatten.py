@@ -1,0 +1,77 @@
+"""From a traced step to the flat program."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import manymesh as mm
+from flat import lines, text
+from manymesh._passes._flatten import flatten
+from manymesh._program._check import check
+
+layer = mm.task(lambda w, x: x @ w, "layer", devices=[0])
+
+
+def flat(fun, *args):
+    """The flat program of a step; the checker has looked at it."""
+    traced = mm.jit(fun).trace(*args)
+    result = flatten(traced.jaxpr, traced._record)
+    check(result)
+    return result
+
+
+def test_calls_are_opened_and_tasks_stay():
+    """Also those of jit and remat around a task; what is in a task stays in it."""
+    fun = jax.jit(jax.checkpoint(lambda w, x: layer(w, jnp.sin(x))))
+    assert lines(flat(fun, jnp.ones((2, 2)), jnp.ones((2, 2)))) == text("""
+        inputs: a f32[2,2], b f32[2,2]
+        c f32[2,2] = sin(b)
+        d f32[2,2] = task layer(a, c)
+        results: d
+    """)
+
+
+def test_a_scan_that_holds_a_task_is_unrolled():
+    """The stack of weights is taken apart, and the stack of results made."""
+    found = flat(
+        lambda ws, x: lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0], jnp.ones((2, 2, 2)), jnp.ones((2, 2))
+    )
+    words = [line.split(" = ")[1].split("(")[0] for line in lines(found).splitlines()[1:-1]]
+    assert words.count("task layer") == 2
+    assert sum("[unstacks]" in line for line in lines(found).splitlines()) >= 2
+
+
+def test_a_scan_without_a_task_stays_one_equation():
+    """XLA loops better than we do."""
+    found = flat(
+        lambda w, x: layer(w, lax.scan(lambda c, _: (c * 2.0, None), x, None, length=3)[0]),
+        jnp.ones((2, 2)),
+        jnp.ones((2, 2)),
+    )
+    assert [n.primitive for n in found.nodes][0] == "scan"
+
+
+def test_a_microbatch_loop_is_there_once():
+    """Its batch in pieces, its accumulator as a carry, and what no microbatch changes read from outside."""
+    fun = mm.microbatch(lambda w, x: jnp.sum(layer(w, x)), argnum=1, num_microbatches=2)
+    found = lines(flat(fun, jnp.ones((2, 2)), jnp.ones((4, 2)))).splitlines()
+    assert found[1].endswith(": 2 microbatches")
+    assert [line.split()[0] for line in found[2:4]] == ["xs", "carry"]
+    assert [line for line in found if "task" in line and line.startswith("0: ")]
+    assert sum("[layout follows loop, unstacks]" in line for line in found) >= 2
+
+
+def test_an_unchanged_carry_is_read_from_outside():
+    """A value that every microbatch hands on as it came is no carry."""
+    (loop,) = flat(
+        mm.microbatch(lambda w, x: (jnp.sum(layer(w, x)), w), argnum=1, num_microbatches=2, reduce=("sum", "last")),
+        jnp.ones((2, 2)),
+        jnp.ones((4, 2)),
+    ).loops
+    assert len(loop.carries) == 1
+
+
+def test_a_conditional_that_holds_a_task_becomes_a_selection():
+    """Which submesh has work never depends on data."""
+    found = flat(lambda w, x: lax.cond(x[0, 0] > 0, lambda: layer(w, x), lambda: x), jnp.ones((2, 2)), jnp.ones((2, 2)))
+    assert "cond" not in lines(found) and "select_n(" in lines(found)

@@ -1,0 +1,64 @@
+"""Where unmarked equations run."""
+
+import pytest
+
+from flat import node, placed, program, run
+from manymesh._passes._place import NothingPlacedError
+
+
+def test_equations_follow_the_bytes():
+    """What reads a task's result, what a task reads, what replaces a state, and what is small."""
+    flat = program(
+        """
+        tasks: one 0, two 1
+        inputs: x f32[512], y f32[512], k f32[]
+        s = lax.exp(k)
+        a = one: x + s
+        b = two: y + s
+        c = a * 2.0
+        d = lax.sin(y)
+        e = two: d + b
+        f = y * 3.0
+        results: c, e, f
+        """,
+        states=[("x", 2)],
+    )
+    after = run("place", flat)
+    assert placed(after) == [("exp", 0, 1), ("one", 0), ("two", 1), ("mul", 0), ("sin", 1), ("two", 1), ("mul", 0)]
+    reasons = after.placement.reason
+    assert [reasons[n] for n in after.nodes if n.task is None] == ["cloned", "reads", "state", "reads"]
+
+
+def test_small_values_that_a_loop_starts_from_take_its_layout():
+    """The only change that placement makes to a program."""
+    flat = program("""
+        tasks: one 0
+        inputs: x f32[4]
+        loop 0: 2 microbatches, gpipe
+        carry z f32[4] = zero, then t, at last total
+        zero = lax.full((4,), 0.0)
+        0: t = one: x + z
+        results: total
+    """)
+    after = run("place", flat)
+    assert not node(flat, "broadcast_in_dim").layout_follows_loop
+    assert node(after, "broadcast_in_dim").layout_follows_loop
+
+
+def test_an_equation_beside_a_task_is_on_its_submesh():
+    """Whatever it reads."""
+    flat = program("""
+        tasks: one 0, two 1
+        inputs: x f32[512]
+        a = one: x + 1.0
+        b = a * 2.0 [with two]
+        c = two: b * 3.0
+        results: c
+    """)
+    assert placed(run("place", flat)) == [("one", 0), ("mul", 1), ("two", 1)]
+
+
+def test_a_program_without_a_place():
+    """It says so."""
+    with pytest.raises(NothingPlacedError):
+        run("place", program("inputs: x f32[4]\na = lax.sin(x)\nresults: a"))
