@@ -55,7 +55,7 @@ def microbatch(
       ...     def __call__(self, x):
       ...         self.calls[...] += 1
       ...         return jnp.sum(x) * self.calls[...]
-      >>> model = Count()
+      >>> model = mm.nnx.task(Count(), devices=[1])
       >>> step = mm.nnx.jit(mm.nnx.microbatch(lambda model, x: model(x), argnum=1, num_microbatches=4))
       >>> float(step(model, jnp.ones(4))), int(model.calls[...])
       (10.0, 4)
