@@ -179,10 +179,14 @@ def _run(program: Program, schedule: str | None) -> _Run:
 
 
 def _layout_before(compiled: Any) -> None:
-    """The place for the law that the layout printed before compilation is what the arrays have.
-
-    `lowered.layout` with its ``sharding(variable, submesh)`` is compared here with the executables' own shardings.
-    """
+    """The layout that was there before compilation is what XLA takes and gives, value by value."""
+    lowered = compiled._lowered
+    for f, executable in zip(lowered.program.fragments, lowered.executables, strict=True):
+        shardings = (*executable.input_shardings[0], *executable.output_shardings)
+        for v, sharding in zip((*f.invars, *f.outvars), shardings, strict=True):
+            decided = lowered.layout.decisions[v, f.submesh]
+            if not sharding.is_equivalent_to(lowered.layout.sharding(v, f.submesh), len(v.aval.shape)):
+                raise LawBroken(f"{v.aval.str_short()} in {f.name} lies as {sharding}, the layout says {decided}")
 
 
 def _layouts(program: Program, compiled: Any, state: Any) -> None:
