@@ -1,6 +1,7 @@
 # Needs only make and python3 (3.11 to 3.13). Another interpreter: make PYTHON=python3.12 VENV=.venv312 test
 PYTHON ?= python3
 VENV ?= .venv
+EXTRAS ?= dev
 JOBS ?= 2
 # Extra words for demo, test, bench and fuzz: make test ARGS="-k schedules"
 ARGS ?=
@@ -10,17 +11,17 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench fuzz clean
+.PHONY: help setup demo test check format bench fuzz realworld clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create or update the virtual environment
 
 # The stamp is written last: an installation that broke off is done again.
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 
 demo: $(STAMP) ## train a small transformer as a pipeline on simulated devices
@@ -42,8 +43,13 @@ format: $(STAMP) ## fix what ruff can fix
 bench: $(STAMP) ## run the benchmarks
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-fuzz: $(STAMP) ## check the laws on thousands of generated programs; keeps what breaks one
+fuzz: $(STAMP) ## check the laws on thousands of generated programs (docs/generated.md)
 	$(BIN)/python tests/fuzz.py --jobs $(JOBS) $(ARGS)
+
+# Its own environment: these libraries hold back what they need, and only Python 3.11 has all of them.
+realworld: ## train unmodified models of other libraries (Python 3.11)
+	$(MAKE) VENV=$(VENV)-realworld PYTHON=$(PYTHON) EXTRAS=dev,realworld setup
+	$(VENV)-realworld/bin/python -m pytest -q tests/realworld $(ARGS)
 
 clean: ## remove environments, caches and build outputs
 	rm -rf .venv* build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -33,6 +33,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "one_core": (("--rounds", "12"), ("--rounds", "3", "--milliseconds", "5")),
     "peers": (("--seconds", "40"), ("--quick", "--rounds", "5")),
     "dispatch": ((), ("--rounds", "5", "--tasks", "16")),
+    "importing": ((), ("--rounds", "2")),
     "planning": ((), ("--stages", "8", "--microbatches", "16")),
     "compile": (("--rounds", "5"), ("--layers", "4", "--rounds", "1")),
     "memory": ((), ("--stages", "2")),

@@ -1,13 +1,13 @@
 """`make fuzz`: the laws on thousands of generated programs; what breaks one is kept as a test.
 
-    python tests/fuzz.py --examples 5000 --jobs 2
+    python tests/fuzz.py --examples 5000 --jobs 2 --page docs/generated.md
 
-Each batch of examples runs in a process of its own, because JAX keeps what it compiles. A program that
-breaks a law is written, as small as Hypothesis got it, to tests/regressions/, which test_laws.py runs.
+Programs have numbers, drawn one by one. Batches of them run in processes of their own, because JAX keeps what it
+compiles, and because the compiler ends the process on some programs: the next process goes on after it. Of programs
+that fail alike, the first is made smaller and written to tests/regressions/, which test_laws.py runs. At the end stands
+which primitives and constructs were drawn how often, and, with ``--page``, in the documentation.
 
-Nearly all the time goes into compiling, and what is compiled runs on a few numbers once. So XLA generates
-code without optimizing it; test_laws.py runs its programs with XLA as users have it. JAX's cache on disk is
-not used: with it no executable is loaded again for another submesh, which is to be tested too.
+JAX's cache on disk is not used: with it no executable is loaded again for another submesh, which is to be tested too.
 """
 
 from __future__ import annotations
@@ -18,113 +18,166 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
+import traceback
+from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).parent
 REGRESSIONS = HERE / "regressions"
-BATCH = 100
-# They concern the code of a kernel only: how a program is partitioned over devices is decided before.
-CHEAP_COMPILATION = (
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_parallel_codegen_split_count=1",
-    "--xla_cpu_use_fusion_emitters=false",  # saves the most; gone from the newest XLA
-)
+BATCH = 50
+TRIES = 40  # to make a failing program smaller
 
 
-def run_batch(first_seed: int, examples: int) -> None:
-    """Runs one batch in this process and prints what came of it as one line of JSON."""
+def run_batch(first: int, count: int, simplify: bool, trace: bool) -> None:
+    """Runs programs in this process; prints a line of JSON before and after each."""
     sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent), str(HERE)]  # this tree, not an installed one
     import conftest  # noqa: F401  # devices and profiles, before JAX is imported
-    from hypothesis import Phase, given, seed, settings
 
-    from programs import graphs
-    from test_laws import COUNTS, REDUCTIONS, check_laws
+    from generated.coverage import constructs
+    from generated.draw import drawn
+    from generated.laws import check, traced
+    from generated.simplify import simplest
 
-    ran, broken = 0, {}
-
-    @seed(first_seed)
-    @settings(max_examples=examples, database=None, derandomize=False, phases=[Phase.generate, Phase.shrink])
-    @given(graph=graphs(), microbatches=COUNTS, reduce=REDUCTIONS)
-    def check(graph, microbatches, reduce):
-        nonlocal ran
-        ran += not broken  # what Hypothesis tries in order to make a broken program smaller is no new example
+    seen: set[str] = set()
+    for number in range(first, first + count):
+        program = drawn(number)
+        print(json.dumps({"begins": number, "program": json.loads(program.to_json())}), flush=True)
+        found = {"constructs": sorted(constructs(program))}
         try:
-            check_laws(graph, microbatches, reduce)
+            outcome = traced(program) if trace else check(program)
+            found.update(primitives=outcome.primitives, remarks=outcome.remarks)
         except Exception as error:
-            case = {"graph": json.loads(graph.to_json()), "microbatches": microbatches, "reduce": reduce}
-            broken.update(case=case, error=f"{type(error).__name__}: {error}"[:2000])
-            raise
+            kind = _kind(error)
+            found.update(error=f"{type(error).__name__}: {error}"[:2000], kind=kind)
+            if simplify and kind not in seen:
+                seen.add(kind)
+                small = simplest(program, lambda p, kind=kind: _breaks(check, p) == kind, TRIES)
+                found["program"] = json.loads(small.to_json())
+        print(json.dumps({"ended": number, **found}), flush=True)
 
+
+def _breaks(check, program) -> str | None:
     try:
-        check()
+        check(program)
     except Exception as error:
-        broken.setdefault("error", repr(error))
-    print(json.dumps({"ran": ran, **broken}))
+        return _kind(error)
+    return None
+
+
+def _kind(error: Exception) -> str:
+    """What failures of one cause have in common: the class, the words without numbers, the line of this package."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/src/manymesh/" in f.filename]
+    at = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    words = re.sub(r"\d+|'[^']*'|\[[^\]]*\]|\([^)]*\)|\{[^}]*\}", "_", str(error))
+    return f"{type(error).__name__}: {words[:70]} {at}"
+
+
+class Tally:
+    """What came of all programs."""
+
+    def __init__(self) -> None:
+        self.ran = 0
+        self.broken: dict[str, list[dict]] = {}
+        self.primitives: Counter[str] = Counter()
+        self.constructs: Counter[str] = Counter()
+        self.remarks: Counter[str] = Counter()
+
+    def add(self, found: dict) -> None:
+        self.ran += 1
+        self.constructs.update(found["constructs"])
+        self.primitives.update(found.get("primitives", {}).keys())
+        self.remarks.update(found.get("remarks", ()))
+        if "error" in found:
+            self.broken.setdefault(found["kind"], []).append(found)
 
 
 def main() -> int:
-    """Runs all batches and says how many examples ran and which were kept."""
+    """Runs all batches and says how many programs ran, what broke, and what was covered."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=5000)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="of the first batch")
-    parser.add_argument("--batch", type=int, nargs=2, metavar=("SEED", "EXAMPLES"), help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="number of the first program")
+    parser.add_argument("--page", type=Path, help="write the coverage into this page of the documentation")
+    parser.add_argument("--keep", type=Path, default=REGRESSIONS, help="where failing programs are written")
+    parser.add_argument("--as-drawn", action="store_true", help="do not make failing programs smaller")
+    parser.add_argument("--trace-only", action="store_true", help="coverage of what would be drawn; nothing is checked")
+    parser.add_argument("--with", dest="known", default="", help="entries of generated/known.py to draw all the same")
+    parser.add_argument("--batch", type=int, nargs=2, metavar=("FIRST", "COUNT"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.batch:
-        run_batch(*given.batch)
+        run_batch(*given.batch, not given.as_drawn, given.trace_only)
         return 0
-    sizes = [min(BATCH, given.examples - done) for done in range(0, given.examples, BATCH)]
-    ran, kept, start = 0, [], time.monotonic()
+    os.environ["MANYMESH_GENERATED_WITH"] = given.known
+    firsts = range(given.seed, given.seed + given.examples, BATCH)
+    options = ["--as-drawn"] * given.as_drawn + ["--trace-only"] * given.trace_only
+    tally, start = Tally(), time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
-        environment = cheap_environment()
-        print(f"XLA_FLAGS={environment['XLA_FLAGS']}", flush=True)
-        futures = [pool.submit(in_a_process, given.seed + k, size, environment) for k, size in enumerate(sizes)]
+        ends = given.seed + given.examples
+        futures = [pool.submit(in_processes, k, min(BATCH, ends - k), options) for k in firsts]
         for k, future in enumerate(concurrent.futures.as_completed(futures)):
-            result = future.result()
-            ran += result["ran"]
-            if "error" in result:
-                kept.append(keep(result))
-                print(f"broken: {kept[-1]}: {result['error']}", flush=True)
-            print(f"{k + 1} of {len(sizes)} batches, {ran} examples, {len(kept)} broken", flush=True)
-    minutes = (time.monotonic() - start) / 60
-    print(f"{ran} examples ran in {minutes:.1f} minutes from seed {given.seed}; {len(kept)} broke a law")
-    return 1 if kept else 0
+            for found in future.result():
+                new = found.get("kind") is not None and found["kind"] not in tally.broken
+                tally.add(found)
+                if new:
+                    print(f"broken: {keep(found, given.keep)}: {found['error'][:500]}", flush=True)
+            broken = sum(map(len, tally.broken.values()))
+            print(f"{k + 1} of {len(firsts)} batches, {tally.ran} programs, {broken} broken", flush=True)
+    finish(tally, given.seed, (time.monotonic() - start) / 60, given)
+    return 1 if tally.broken else 0
 
 
-def cheap_environment() -> dict[str, str]:
-    """This process's environment with what makes compilation cheap; flags that are already set win."""
-    flags = [flag for flag in CHEAP_COMPILATION if is_known(flag)]
-    return {**os.environ, "XLA_FLAGS": " ".join([*flags, os.environ.get("XLA_FLAGS", "")]).strip()}
+def finish(tally: Tally, seed: int, minutes: float, given: argparse.Namespace) -> None:
+    """Prints the result and the coverage; writes the page."""
+    sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent), str(HERE)]
+    import conftest  # noqa: F401
+
+    from generated.coverage import table, write_page
+
+    text = table(tally.primitives, tally.constructs, tally.ran)
+    print(text)
+    for kind, all_of_it in sorted(tally.broken.items(), key=lambda item: -len(item[1])):
+        print(f"{len(all_of_it)} programs: {kind}")
+    broken = sum(map(len, tally.broken.values()))
+    print(f"Remarks: {dict(tally.remarks)}")
+    print(f"{tally.ran} programs ran in {minutes:.1f} minutes from seed {seed}; {broken} broke a law")
+    if given.page is not None:
+        import jax
+
+        result = "drawn and traced, not run" if given.trace_only else f"{minutes:.0f} minutes, {broken} broke a law"
+        write_page(given.page, text, f"JAX {jax.__version__}, programs from number {seed} on: {result}.")
 
 
-def is_known(flag: str) -> bool:
-    """Whether XLA has a flag. It ends the process where it does not, so another process asks."""
-    environment = {**os.environ, "XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", "import jax; jax.devices()"]
-    return subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
+def in_processes(first: int, count: int, options: list[str]) -> list[dict]:
+    """The results of a batch, in one process, or in one more for each that the compiler ended."""
+    out, last = [], first + count
+    while first < last:
+        command = [sys.executable, __file__, "--batch", str(first), str(last - first), *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+        out += [{"seed": f["ended"], **f} for f in lines if "ended" in f]
+        begun = [f for f in lines if "begins" in f]
+        if not begun:
+            raise RuntimeError(f"no program began: {done.stderr[-2000:]}")
+        if "ended" not in lines[-1]:
+            reason = next((x for x in done.stderr.splitlines() if "Check failed" in x), done.stderr[-500:])
+            kind = f"process ended with {done.returncode}: {re.sub('[0-9]+', '_', reason.split(' ', 3)[-1])[:80]}"
+            out.append({"constructs": [], "kind": kind, "error": f"{kind}: {reason}", **begun[-1]})
+        first = begun[-1]["begins"] + 1
+    return out
 
 
-def in_a_process(seed: int, examples: int, environment: dict[str, str]) -> dict:
-    """The result of a batch; one that died is a failure too."""
-    command = [sys.executable, __file__, "--batch", str(seed), str(examples)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    try:
-        return json.loads(done.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        return {"ran": 0, "error": f"the process of seed {seed} ended with {done.returncode}: {done.stderr[-2000:]}"}
-
-
-def keep(result: dict) -> str:
+def keep(found: dict, folder: Path) -> str:
     """Writes a program that broke a law where the tests find it; returns its name."""
-    if "case" not in result:
-        return "no program"
-    text = json.dumps(result["case"], indent=1) + "\n"
+    if "program" not in found:
+        return f"program {found.get('seed')}"
+    text = json.dumps(found["program"], indent=1) + "\n"
     name = hashlib.sha256(text.encode()).hexdigest()[:12]
-    REGRESSIONS.mkdir(exist_ok=True)
-    (REGRESSIONS / f"{name}.json").write_text(text, "utf-8")
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(text, "utf-8")
     return name
 
 

@@ -22,7 +22,9 @@ def benchmark(monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", ["compile", "dispatch", "memory", "one_core", "peers", "pipeline", "planning", "run"])
+@pytest.mark.parametrize(
+    "name", ["compile", "dispatch", "importing", "memory", "one_core", "peers", "pipeline", "planning", "run"]
+)
 def test_a_benchmark_can_be_imported(benchmark, name):
     assert callable(benchmark(name).main)
 

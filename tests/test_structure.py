@@ -18,6 +18,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 
 # A module imports only from layers above its own line, or from its own layer without a circle.
 LAYERS = (
+    "_publish",
     "_errors",
     "errors",
     "_compat",
@@ -43,28 +44,32 @@ LAYERS = (
     "_progress",
     "_compiled",
     "_api",
+    "_table",
+    "_wrapping",
     "__init__",  # the face, `import manymesh`
-    "_flax_meta",
-    "_flax_axes",
-    "_flax_task",
-    "_flax_table",
-    "_flax_step",
+    "_flax",
     "flax",
+    "_nnx",
     "nnx",
+    "_equinox",
+    "equinox",
     "distributed",
     "checkpoint",
     "inspect",
     "__main__",
 )
 
+# The face names these for type checkers; when a program runs, they are imported on first use.
+ADAPTERS = frozenset({"equinox", "flax", "nnx"})
+
 # Packages besides the standard library that a layer may import at the head of a file.
 THIRD_PARTY: Mapping[str, frozenset[str]] = {
     "schedules": frozenset(),
     **dict.fromkeys(
-        ("_flax_meta", "_flax_axes", "_flax_task", "_flax_table", "_flax_step", "flax"),
+        ("_flax", "flax", "_nnx", "nnx"),
         frozenset({"jax", "numpy", "rich", "flax", "optax"}),
     ),
-    "nnx": frozenset({"jax", "numpy", "rich", "flax", "optax"}),
+    **dict.fromkeys(("_equinox", "equinox"), frozenset({"jax", "numpy", "rich", "equinox"})),
 }
 THIRD_PARTY_ELSEWHERE = frozenset({"jax", "numpy", "rich"})
 # These layers may not import anything else inside functions either.
@@ -150,6 +155,14 @@ def target_layer(imported: Import) -> str:
 # --- rules: source text and module name in, complaints out -----------------------------------------------
 
 
+def typing_lines(source: str) -> set[int]:
+    """The lines under `if TYPE_CHECKING`, which only type checkers read."""
+    blocks = [
+        n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)
+    ]
+    return {node.lineno for block in blocks for node in block.body}
+
+
 def check_layers(source: str, module: str) -> list[str]:
     """A module imports only from layers above its own, and some layers from fewer."""
     layer = layer_of(module)
@@ -163,6 +176,8 @@ def check_layers(source: str, module: str) -> list[str]:
             continue
         target = target_layer(imported)
         where = f"{module}:{imported.line} imports {imported.path}"
+        if imported.line in typing_lines(source) and target in ADAPTERS:
+            continue
         if target not in LAYERS:
             complaints.append(f"{where}: {target!r} is no layer; add it to LAYERS in tests/test_structure.py")
         elif layer in NARROW and target not in NARROW[layer]:
@@ -412,6 +427,12 @@ BAD = [
     (check_layers, "manymesh.meta.__init__", "from .._topology import submeshes", "below layer 'meta'"),
     (check_layers, "manymesh._api", "def f():\n    from .flax import task", "below layer '_api'"),
     (check_layers, "manymesh.__init__", "from . import flax as flax", "below layer '__init__'"),
+    (
+        check_layers,
+        "manymesh.__init__",
+        "if TYPE_CHECKING:\n    from . import _flax as _flax",
+        "below layer '__init__'",
+    ),
     (check_layers, "manymesh._novel", "", "add '_novel' to LAYERS"),
     (check_layers, "manymesh._api", "from ._novel import x", "'_novel' is no layer"),
     (check_layers, "manymesh.schedules._gpipe", "from .._task import Task", "imports only _errors, schedules"),
@@ -448,6 +469,7 @@ BAD = [
 GOOD = [
     (check_layers, "manymesh._api", "from ._task import Task\nfrom . import _mark"),
     (check_layers, "manymesh.meta._logical", "from ._boxes import Partitioned\nfrom .._errors import AxisError"),
+    (check_layers, "manymesh.__init__", "if TYPE_CHECKING:\n    from . import flax as flax"),
     (check_layers, "manymesh.flax", "import manymesh as mm\nfrom . import meta"),
     (check_layers, "manymesh.schedules._gpipe", "from .._errors import ScheduleError\nfrom . import _order"),
     (check_private_jax, "manymesh._compat", "from jax._src import core"),

@@ -5,11 +5,21 @@ See the README for an example, and `jit`, `task` and `microbatch` to begin with.
 
 from __future__ import annotations
 
+import contextlib as _contextlib
+import importlib as _importlib
+import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+from . import _mark
 from . import errors as errors
 from . import meta as meta
 from . import schedules as schedules
+from ._api._jit import Jitted as Jitted
 from ._api._jit import jit as jit
+from ._api._lowered import Lowered as Lowered
 from ._api._parallelize import parallelize as parallelize
+from ._api._traced import Traced as Traced
 from ._compiled import Compiled as Compiled
 from ._implicit import clear_tasks as clear_tasks
 from ._implicit import register_task as register_task
@@ -18,14 +28,23 @@ from ._mark import task as task
 from ._mark import with_sharding_constraint as with_sharding_constraint
 from ._microbatch import WeightedMean as WeightedMean
 from ._microbatch import microbatch as microbatch
+from ._program._fragments import Program as Program
+from ._publish import publish as _publish
+from ._report import Report as Report
 from ._task import Task as Task
 from ._topology import planned_devices as planned_devices
 from ._topology import submeshes as submeshes
 
 __all__ = [
     "Compiled",
+    "Jitted",
+    "Lowered",
+    "Program",
+    "Report",
     "Task",
+    "Traced",
     "WeightedMean",
+    "__version__",
     "clear_tasks",
     "errors",
     "ignore_transforms",
@@ -40,3 +59,41 @@ __all__ = [
     "task",
     "with_sharding_constraint",
 ]
+
+# Each needs its framework, which is loaded when the adapter is.
+_ADAPTERS = ("equinox", "flax", "nnx")
+
+__version__: str
+
+if _TYPE_CHECKING:
+    from . import equinox as equinox
+    from . import flax as flax
+    from . import nnx as nnx
+
+
+if not _TYPE_CHECKING:
+
+    def __getattr__(name: str) -> _Any:
+        if name in _ADAPTERS:
+            return _importlib.import_module(f"{__name__}.{name}")
+        if name == "__version__":  # looking it up takes longer than importing a module
+            return _importlib.import_module("importlib.metadata").version(__name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_ADAPTERS})
+
+
+def _nnx_scopes() -> _contextlib.AbstractContextManager[None]:
+    """Modules of NNX open scopes with their paths, where the program may have such modules."""
+    if "flax.nnx" not in _sys.modules:
+        return _contextlib.nullcontext()
+    naming: _contextlib.AbstractContextManager[None] = _importlib.import_module(f"{__name__}._nnx._names").naming()
+    return naming
+
+
+_mark.scope_makers.append(_nnx_scopes)
+
+for _face in (f"{__name__}.errors", f"{__name__}.meta", f"{__name__}.schedules", __name__):
+    _publish(_face)

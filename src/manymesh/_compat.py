@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -24,7 +24,6 @@ from jax._src.interpreters.batching import BatchTrace
 from jax._src.lax import lax as lax_internals
 from jax._src.lib.mlir import ir, passmanager  # type: ignore[attr-defined]  # JAX re-exports these without saying so
 from jax.experimental import serialize_executable
-from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -34,12 +33,16 @@ try:
 except ImportError:  # a jaxlib built without Shardy
     sdy = None  # type: ignore[assignment]  # a module, or nothing
 
-Var = jex.Var
-Literal = jex.Literal
-Eqn = jex.JaxprEqn
-Jaxpr = jex.Jaxpr
-ClosedJaxpr = jex.ClosedJaxpr
-DropVar = jex.DropVar
+# As in `jax.extend.core`, whose package brings Pallas with it: a tenth of the time that importing JAX takes.
+Var = core.Var
+Literal = core.Literal
+Eqn = core.JaxprEqn
+Jaxpr = core.Jaxpr
+if TYPE_CHECKING:
+    ClosedJaxpr = core.ClosedJaxpr
+else:
+    ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)  # 0.12 has one class for both
+DropVar = core.DropVar
 Atom = Var | Literal  # what an equation reads
 AbstractJaxpr = Jaxpr | ClosedJaxpr  # 0.12 has one class for both
 AbstractValue = jax.core.AbstractValue
@@ -349,7 +352,7 @@ def linear_identity(
       batch: the parameters under ``vmap``, from those without and the position of the new dimension.
       keeps_mesh: whether the result is traced on the mesh of the operand; if not, on none.
     """
-    prim = jex.Primitive(name)
+    prim = core.Primitive(name)
 
     def batched(args: Any, dims: Any, **params: Any) -> Any:
         return prim.bind(*args, **batch(params, dims[0])), dims[0]
@@ -388,13 +391,20 @@ def users_frame(error: BaseException) -> str:
     return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2]})" if own else ""
 
 
+_last_settings: list[tuple[Any, tuple[Any, ...]]] = [(None, ())]
+
+
 def trace_settings() -> tuple[Any, ...]:
     """The settings and surroundings by which JAX itself tells traces apart, and those that `jax.jit` adds; hashable.
 
     An ambient mesh counts for nothing, for it is hidden while a step is traced.
     """
-    context = tuple(None if isinstance(x, (Mesh, AbstractMesh)) else x for x in config.trace_context())
-    return (*context, default_key_kind(), config.debug_nans.value, config.debug_infs.value)
+    raw = (config.trace_context(), default_key_kind(), config.debug_nans.value, config.debug_infs.value)
+    last, settings = _last_settings[0]
+    if raw != last:  # which is seldom, and every call of a step asks
+        settings = (*(None if isinstance(x, (Mesh, AbstractMesh)) else x for x in raw[0]), *raw[1:])
+        _last_settings[0] = raw, settings
+    return settings
 
 
 def default_key_kind() -> str:

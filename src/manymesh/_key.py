@@ -99,7 +99,9 @@ def _aval(aval: Any) -> Any:
 
 def _content(value: Any) -> Any:
     if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return ("key", str(value.dtype), _content(jax.random.key_data(value)))
+        with jax.ensure_compile_time_eval():  # also while something is traced
+            words = jax.random.key_data(value)
+        return ("key", str(value.dtype), _content(words))
     array = np.asarray(value)
     if array.dtype == object:
         return Kept(value)

@@ -75,14 +75,20 @@ def current_recording() -> Recording | None:
     return None if _ignored.get() else _recording.get()
 
 
+# Each gives a context in which modules of a framework open scopes with their names; entered where names mean tasks.
+scope_makers: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
+
+
 @contextlib.contextmanager
 def recording(record: Recording) -> Iterator[None]:
     """Traces the block as a program: tasks and loops leave marks in ``record``."""
     token = _recording.set(record)
     try:
-        carrier = carry_box_names if record.implicit else None
-        with _compat.separate_jit_caches(record.token), enter_scope(None), carrying(carrier):
-            yield
+        with contextlib.ExitStack() as stack:
+            for name in scope_makers if record.implicit else ():
+                stack.enter_context(name())
+            with _compat.separate_jit_caches(record.token), enter_scope(None), carrying(carry_box_names):
+                yield
     finally:
         _recording.reset(token)
         record.keys.clear()

@@ -101,6 +101,7 @@ def microbatch(
     arg_shardings: Any = None,
     custom_schedule: Any = None,
     rng_argnum: int | None = None,
+    state_argnum: int | None = None,
 ) -> Callable[P, R]:
     """Runs a function on pieces of a batch and combines the results.
 
@@ -121,6 +122,8 @@ def microbatch(
       arg_shardings: pytree prefix of the batch (of each, for several ``argnum``) with the sharding of a piece.
       custom_schedule: rows for the schedule ``"custom"``, one a submesh, of task names or (microbatch, task name).
       rng_argnum: argument whose random keys become ``jax.random.fold_in(key, i)`` for microbatch ``i``.
+      state_argnum: argument that goes from one microbatch to the next, such as the statistics of a batch
+        normalisation: ``fun`` returns ``(result, next state)``. Results are reduced, the state is not.
 
     Returns:
       A function with the signature of ``fun``.
@@ -147,13 +150,10 @@ def microbatch(
     @functools.wraps(fun)
     def over_microbatches(*args: P.args, **kwargs: P.kwargs) -> Any:
         count = _count(name, args, argnums, dim, size, num_microbatches)
-        if rng_argnum is not None and not -len(args) <= rng_argnum < len(args):
-            raise MicrobatchError(
-                f"microbatch({name}): rng_argnum {rng_argnum} names the random keys, but the call has {len(args)} "
-                "positional arguments; pass the keys by position"
-            )
+        _check_position(name, "rng_argnum", rng_argnum, "random keys", len(args))
+        _check_position(name, "state_argnum", state_argnum, "state", len(args))
         record = current_recording()
-        call = _Call(fun, args, kwargs, argnums, dim, count, reduce, arg_shardings, rng_argnum)
+        call = _Call(fun, args, kwargs, argnums, dim, count, reduce, arg_shardings, rng_argnum, state_argnum)
         if record is None:
             return call.reference()
         if count == 1:
@@ -197,13 +197,23 @@ def _chosen_schedule(name: str, schedule: Any, custom_schedule: Any) -> Any:
     return schedules.get("1f1b" if schedule is None else schedule)
 
 
+def _check_position(name: str, label: str, argnum: int | None, what: str, count: int) -> None:
+    if argnum is not None and not -count <= argnum < count:
+        raise MicrobatchError(
+            f"microbatch({name}): {label} {argnum} names the {what}, but the call has {count} positional arguments; "
+            f"pass the {what} by position"
+        )
+
+
 def _suspect_batch(name: str, fun: Any, argnums: tuple[int, ...], count: int) -> list[str]:
     """Sentences about arguments that are cut and differentiated: often parameters, as argnum was forgotten."""
+    both = _compat.differentiated(fun) or ()
+    if not set(both) <= set(argnums):  # something else is differentiated too, and that is the parameters
+        return []
     return [
         f"microbatch({name}): argnum={k} is the batch, which is cut into {count} pieces, and {name} differentiates the same "
         f"argument; if that is the parameters, write argnum={1 - k if k in (0, 1) else 0}, or whichever is the batch"
-        for k in argnums
-        if k in (_compat.differentiated(fun) or ())
+        for k in both
     ]
 
 
@@ -298,17 +308,26 @@ class _Call:
     reduce: Any
     arg_shardings: Any
     rng_argnum: int | None
+    state_argnum: int | None
 
     def reference(self) -> Any:
         """The definition: a Python loop, reduced in microbatch order."""
         outs = []
+        args = list(self.args)
+        state = None if self.state_argnum is None else args[self.state_argnum]
+        structure = jax.tree.structure(state)
         for i in range(self.count):
             args = list(self.args)
+            if self.state_argnum is not None:
+                args[self.state_argnum] = state
             for n, k in enumerate(self.argnums):
                 args[k] = self._constrained(n, jax.tree.map(functools.partial(self._piece, i=i), args[k]))
             if self.rng_argnum is not None:
                 args[self.rng_argnum] = jax.tree.map(functools.partial(_fold_in, i=i), args[self.rng_argnum])
-            outs.append(self.fun(*args, **self.kwargs))
+            out = self.fun(*args, **self.kwargs)
+            if self.state_argnum is not None:
+                out, state = self._state_of(out, structure)
+            outs.append(out)
         words = _words(self.reduce, outs[0])
         leaves = [jax.tree.leaves(o) for o in outs]
         reduced = [_reduce_reference(w, [row[j] for row in leaves]) for j, w in enumerate(words.per_leaf)]
@@ -319,7 +338,17 @@ class _Call:
                 if w == "weighted":
                     parts = [row[j] * c.astype(row[j].dtype) for row, c in zip(leaves, counts, strict=True)]
                     reduced[j] = functools.reduce(jnp.add, parts) / total.astype(parts[0].dtype)
-        return jax.tree.unflatten(jax.tree.structure(outs[0]), reduced)
+        result = jax.tree.unflatten(jax.tree.structure(outs[0]), reduced)
+        return result if self.state_argnum is None else (result, state)
+
+    def _state_of(self, out: Any, structure: Any) -> tuple[Any, Any]:
+        """What ``fun`` returned as result and next state."""
+        if not isinstance(out, tuple) or len(out) != 2 or jax.tree.structure(out[1]) != structure:
+            raise MicrobatchError(
+                f"microbatch: with state_argnum={self.state_argnum}, the function has to return (result, next state), "
+                f"the state in the structure in which it came, {structure}; it returned {jax.tree.structure(out)}"
+            )
+        return out
 
     def _constrained(self, n: int, piece: Any) -> Any:
         """A piece of the n-th batch argument with the sharding that the caller asked for."""
@@ -359,17 +388,26 @@ class _Call:
         if self.rng_argnum is not None:
             keys = jax.tree.map(functools.partial(_folded, count=self.count), args[self.rng_argnum])
 
+        state = [] if self.state_argnum is None else jax.tree.leaves(args[self.state_argnum])
+        structure = None if self.state_argnum is None else jax.tree.structure(args[self.state_argnum])
+
         @jax.jit
-        def one(pieces: Any, key: Any) -> Any:
+        def one(pieces: Any, key: Any, state: list[Any]) -> Any:
+            """The result, and the next values of the parts of the state that change, by position."""
             full = list(args)
             for n, (k, piece) in enumerate(zip(self.argnums, pieces, strict=True)):
                 full[k] = self._constrained(n, piece)
             if self.rng_argnum is not None:
                 full[self.rng_argnum] = key
-            return self.fun(*full, **kwargs)
+            if self.state_argnum is None:
+                return self.fun(*full, **kwargs), {}
+            full[self.state_argnum] = jax.tree.unflatten(structure, state)
+            out, following = self._state_of(self.fun(*full, **kwargs), structure)
+            pairs = enumerate(zip(state, jax.tree.leaves(following), strict=True))
+            return out, {i: new for i, (old, new) in pairs if new is not old}
 
-        first = jax.tree.map(_first, (stacked, keys))
-        shape = jax.eval_shape(one, *first)
+        first = (*jax.tree.map(_first, (stacked, keys)), state)
+        shape, changing = jax.eval_shape(one, *first)
         avals = jax.tree.leaves(shape)
         words = _words(self.reduce, shape)
         first_word = words.per_leaf[0] if words.per_leaf else None
@@ -379,10 +417,13 @@ class _Call:
                 f"microbatch({name}): reduce='sum' adds up {self.count} losses each of which is a mean, so that the loss "
                 f"and its gradients are {self.count} times those of the whole batch; write reduce='mean'"
             ] = MicrobatchError
-        out_tree.append((jax.tree.structure(shape), words.per_leaf))
+        left = shape if structure is None else (shape, args[self.state_argnum])
+        out_tree.append((jax.tree.structure(left), [*words.per_leaf, *("last" for _ in changing)]))
 
-        def body(carry: list[Any], xs: Any) -> tuple[list[Any], list[Any]]:
-            out = jax.tree.leaves(one(*xs))
+        def body(carry: Any, xs: Any) -> tuple[Any, list[Any]]:
+            summed, moving = carry
+            found, moved = one(*xs, [moving.get(i, x) for i, x in enumerate(state)])
+            out = jax.tree.leaves(found)
             if words.count is not None:
                 weight = out[words.count]
                 out = [
@@ -390,13 +431,14 @@ class _Call:
                     for o, w in zip(out, words.per_leaf, strict=True)
                 ]
             out = [_in_bytes(w, o) for w, o in zip(words.per_leaf, out, strict=True)]
-            kept = iter(carry)
+            kept = iter(summed)
             new = [_ACCUMULATE[w](next(kept), o) for w, o in zip(words.per_leaf, out, strict=True) if w in _ACCUMULATE]
             ys = [o for w, o in zip(words.per_leaf, out, strict=True) if w in ("stack", "concat")]
-            return new, ys
+            return (new, moved), ys
 
         start = [_initial(w, a) for w, a in zip(words.per_leaf, avals, strict=True) if w in _ACCUMULATE]
-        carry, ys = jax.lax.scan(body, start, (stacked, keys), length=self.count)
+        moving = {i: state[i] if state[i].dtype == a.dtype else state[i].astype(a.dtype) for i, a in changing.items()}
+        (carry, moving), ys = jax.lax.scan(body, (start, moving), (stacked, keys), length=self.count)
         carried, collected = iter(carry), iter(ys)
         result = [
             next(carried) if w in _ACCUMULATE else np.zeros(a.shape, a.dtype) if w == "float0" else next(collected)
@@ -404,7 +446,8 @@ class _Call:
         ]
         total = result[words.count] if words.count is not None else None
         finished = [self._finish(w, r, total) for w, r in zip(words.per_leaf, result, strict=True)]
-        return [_dtype_as_reference(w, r, a) for w, r, a in zip(words.per_leaf, finished, avals, strict=True)]
+        final = [moving.get(i, x) for i, x in enumerate(state)]
+        return [_dtype_as_reference(w, r, a) for w, r, a in zip(words.per_leaf, finished, avals, strict=True)] + final
 
     def _finish(self, word: str, value: Any, total: Any) -> Any:
         if word == "mean":

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 import manymesh as mm
 from linen_models import plain
-from manymesh import _flax_step, errors, meta
+from manymesh import errors, meta
+from manymesh._flax import _step
 from manymesh._runtime._observe import Observer
 from manymesh.flax import TrainStep, parallelize_step, shard_axes, task
 from stages import assert_same, reference
@@ -87,7 +88,7 @@ def made():
         return jitted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_flax_step, "jit", spy)
+        patch.setattr(_step, "jit", spy)
         step, state, found, prepare = parallelize_step(
             Halves(), OPTIMIZER, mesh(), local_batch=batch(), num_microbatches=4
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from manymesh import meta
-from manymesh._flax_meta import from_flax, register_serialization, register_with_flax, to_flax
+from manymesh._flax._meta import from_flax, to_flax
 from manymesh.errors import AxisError, MetadataError
+from manymesh.meta._at_home import register_serialization
 
 RULES = [("embed", None), ("hidden", "model"), ("layers", None)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> Iterator[None]:
-    register_with_flax()
-    register_with_flax()  # again is no harm
-    yield
 
 
 def mesh_of(kind: AxisType = AxisType.Auto) -> Mesh:
@@ -451,7 +444,7 @@ def test_a_box_of_ones_own_can_be_registered() -> None:
         def remove_axis(self, index: int, params: Any) -> Own:
             return self
 
-    register_serialization(Own)
+    register_serialization(flax.serialization, Own)
     state = flax.serialization.to_state_dict({"w": Own(np.arange(2))})
     assert flax.serialization.from_state_dict({"w": Own(np.zeros(2))}, state)["w"].inside[1] == 1
     assert isinstance(Own(1), flax_meta.AxisMetadata)

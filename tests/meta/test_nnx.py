@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from manymesh import meta
-from manymesh._flax_meta import register_with_flax
 from manymesh.errors import AxisError
 from manymesh.meta._axes import make_axes
 
@@ -26,8 +25,7 @@ RULES = [("hidden", "model"), ("embed", None)]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def registered() -> Iterator[None]:
-    register_with_flax()
+def no_mesh_yet() -> Iterator[None]:
     with nnx.use_eager_sharding(False):
         yield
 

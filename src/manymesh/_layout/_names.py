@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from .._compat import AbstractJaxpr, Eqn
-from .._mark import constraint_p
+from .._mark import box_constraint_p, constraint_p
 from .._passes._scopes import jaxprs_of
 from .._program import Fragment, Program
 from .._program._rewrite import trace_eqns
@@ -25,7 +25,7 @@ from .._task import AxisRule, Task, check_divides
 from ..meta._rules import parts_of, resolve
 
 _FREE = PartitionSpec.UNCONSTRAINED
-_WHERE = "with_sharding_constraint outside every task"
+_NAMING = frozenset({constraint_p, box_constraint_p})
 
 
 def resolve_constraints(program: Program, tasks: Mapping[str, Task]) -> tuple[Program, tuple[str, ...]]:
@@ -70,7 +70,7 @@ class _Resolver:
     def _has_names(self, jaxpr: AbstractJaxpr) -> bool:
         if id(jaxpr) not in self._holds:
             found = any(
-                e.primitive is constraint_p or any(map(self._has_names, jaxprs_of(e)))
+                e.primitive in _NAMING or any(map(self._has_names, jaxprs_of(e)))
                 for e in _compat.open_jaxpr(jaxpr).eqns
             )
             self._holds[id(jaxpr)] = jaxpr, found
@@ -81,9 +81,11 @@ class _Resolver:
         return _compat.with_eqns(jaxpr, eqns)
 
     def _equation(self, eqn: Eqn, mesh: Mesh, rules: tuple[AxisRule, ...]) -> Eqn:
-        if eqn.primitive is constraint_p:
-            (operand,) = eqn.invars
-            return constraint_eqn(eqn, mesh, self.spec(eqn.params["names"], _compat.shape(operand), mesh, rules))
+        if eqn.primitive in _NAMING:
+            names, context = eqn.params["names"], eqn.params.get("where", "with_sharding_constraint")
+            rules = (*rules, *_on_submesh(eqn.params.get("rules", ()), mesh))  # those of a box, if it is one's
+            spec = self.spec(f"{context} outside every task", names, _compat.shape(eqn.invars[0]), mesh, rules)
+            return constraint_eqn(eqn, mesh, spec)
         if not any(map(self._has_names, jaxprs_of(eqn))):
             return eqn
 
@@ -98,9 +100,12 @@ class _Resolver:
         return new
 
     def spec(
-        self, names: tuple[Any, ...], shape: Sequence[int], mesh: Mesh, rules: tuple[AxisRule, ...]
+        self, context: str, names: tuple[Any, ...], shape: Sequence[int], mesh: Mesh, rules: tuple[AxisRule, ...]
     ) -> PartitionSpec:
         """What names mean on a submesh; a dimension whose name nobody knows stays free."""
+        here = [task for task in self.tasks.values() if task.mesh == mesh]
+        if mesh.size == 1 or (here and not any(task.has_named_axes for task in here)):
+            return PartitionSpec(*[_FREE] * len(shape))  # there is nothing that a name could mean
         axes = tuple(mesh.axis_names)
         found = resolve(names, rules, axes)
         unknown = set(found.unknown)
@@ -113,11 +118,20 @@ class _Resolver:
             near = difflib.get_close_matches(name, [*known, *axes], 1)
             correct = f"did you mean {near[0]!r}?" if near else "correct the name"
             self.findings[
-                f"{_WHERE}: axis name {name!r} of {names} is in no rule of the tasks on this submesh (they know {known}) and "
+                f"{context}: axis name {name!r} of {names} is in no rule of the tasks on this submesh (they know {known}) and "
                 f"is no device axis {axes}, so XLA chooses how that dimension is sharded; add a rule to the task, or {correct}"
             ] = None
-        check_divides(_WHERE, names, entries, tuple(shape), dict(mesh.shape))
+        check_divides(context, names, entries, tuple(shape), dict(mesh.shape))
         return PartitionSpec(*entries)
+
+
+def _on_submesh(rules: Sequence[tuple[str, Any]], mesh: Mesh) -> list[AxisRule]:
+    """Rules that were written for the whole mesh: an axis that the submesh lacks means replication there."""
+    fitting: list[AxisRule] = []
+    for name, target in rules:
+        axes = tuple(axis for axis in parts_of(target) if axis in mesh.axis_names)
+        fitting.append((name, axes if isinstance(target, tuple) and axes else axes[0] if axes else None))
+    return fitting
 
 
 def constraint_eqn(eqn: Eqn, mesh: Mesh, spec: PartitionSpec) -> Eqn:

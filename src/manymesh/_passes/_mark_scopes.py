@@ -91,8 +91,8 @@ def _match(flat: FlatProgram) -> Matches:
 def attach_box_constraints(flat: FlatProgram, matches: Matches) -> tuple[FlatProgram, Matches]:
     """Gives what the box of an argument says to the tasks that read the argument or make its gradient.
 
-    A box around an argument is opened before any task is known, so its constraint belongs to no scope. One that no
-    task wants is dropped.
+    A box around an argument is opened before any task is known, so its constraint belongs to no scope. What reads the
+    argument outside these tasks goes on reading the constrained one.
 
     Returns:
       The program, and the task of each of its equations that has one.
@@ -103,6 +103,7 @@ def attach_box_constraints(flat: FlatProgram, matches: Matches) -> tuple[FlatPro
     matches = dict(matches)
     index = flat.index
     alias: dict[Var, Atom] = {}
+    kept: set[Node] = set()
     moved: dict[Node, Node] = {}
     clones: dict[Node, list[Node]] = defaultdict(list)
     reads: dict[Node, dict[Var, Atom]] = defaultdict(dict)
@@ -114,21 +115,29 @@ def attach_box_constraints(flat: FlatProgram, matches: Matches) -> tuple[FlatPro
             moved[box] = replace(box, stack=maker.stack, loop=maker.loop)
             matches[moved[box]] = matches[maker]
             continue
-        alias[result] = alias.get(operand, operand) if _compat.is_var(operand) else operand
+        origin = alias.get(operand, operand) if _compat.is_var(operand) else operand
+        readers = index.readers.get(result, ())
+        wanted = result in index.leaving or any(
+            r not in matches and r.eqn.primitive is not box_constraint_p for r in readers
+        )
+        if wanted:
+            kept.add(box)
+        else:
+            alias[result] = origin
         own: dict[Group, Var] = {}
-        for reader in index.readers.get(result, ()):
+        for reader in readers:
             at = matches.get(reader)
             if at is None or reader.eqn.primitive is box_constraint_p:
                 continue
             group = _group(reader, at)
             if group not in own:
                 own[group] = _compat.new_var(result.aval)
-                eqn = box.eqn.replace(invars=[alias[result]], outvars=[own[group]])
+                eqn = box.eqn.replace(invars=[origin], outvars=[own[group]])
                 clone = Node(eqn, None, reader.backward, reader.loop, stack=reader.stack)
                 matches[clone] = at
                 clones[reader].append(clone)
             reads[reader][result] = own[group]
-    changed: dict[Node, list[Node]] = {box: [moved[box]] if box in moved else [] for box in boxes}
+    changed: dict[Node, list[Node]] = {box: [moved[box]] if box in moved else [] for box in boxes if box not in kept}
     for reader, env in reads.items():
         new = reading(reader, env)
         matches[new] = matches.pop(reader)

@@ -17,6 +17,7 @@ from ._dead import remove_dead
 from ._hoist import hoist_loop_invariants
 from ._mark_scopes import mark_scopes
 from ._place import place
+from ._repeat import repeat_constraints
 from ._residuals import minimise_residuals
 from ._split import split_weights
 from ._spread import spread_conditionals
@@ -62,6 +63,7 @@ PROVIDERS: Mapping[Fact, Pass] = {
 
 PASSES: tuple[Pass, ...] = (
     Pass("mark_scopes", mark_scopes, needs=_DEAD, makes_stale=ALL),
+    Pass("repeat_constraints", repeat_constraints, needs=_DEAD, makes_stale=_PLACED, repeats=True),
     Pass("accumulate_each_layer", accumulate_each_layer, needs=_DEAD, makes_stale=ALL),
     Pass("spread_stacks", spread_stacks, needs=_DEAD, makes_stale=ALL),
     Pass("split_weights", split_weights, needs=_DEAD, makes_stale=_PLACED),

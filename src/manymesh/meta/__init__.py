@@ -14,6 +14,7 @@ with the other; Flax itself is not needed, and its boxes are understood where th
 
 from __future__ import annotations
 
+from ._at_home import settle as _settle
 from ._axes import PARTITION_NAME as PARTITION_NAME
 from ._box import AxisMetadata as AxisMetadata
 from ._box import add_axis as add_axis
@@ -75,3 +76,5 @@ __all__ = [
     "with_logical_partitioning",
     "with_partitioning",
 ]
+
+_settle()

@@ -17,6 +17,7 @@ from ._named import choose_rules, leaves_of, parts_in, resolve_axes
 from ._paths import describe, nearest
 from ._report import Dimension, Explanation, Finding, FindingKind, LeafReport, format_bytes
 from ._rules import Resolution, Rules, RulesLike, as_rules, get_logical_axis_rules, parts_of
+from ._tasks import Tasks, TasksLike
 
 _METADATA_KINDS = {"too-many-names", "repeated-name"}
 
@@ -24,9 +25,10 @@ _METADATA_KINDS = {"too-many-names", "repeated-name"}
 @_compat.boundary
 def explain(
     tree: Any,
-    mesh: AnyMesh,
+    mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
     *,
+    tasks: TasksLike | None = None,
     strict: bool = False,
     large_bytes: int = 1 << 20,
 ) -> Explanation:
@@ -35,8 +37,11 @@ def explain(
     Args:
       tree: a pytree of arrays or of descriptions of them (`jax.eval_shape`), with boxes. A bare `PartitionSpec` counts
         as logical names of a value of unknown shape.
-      mesh: the mesh, concrete or abstract.
+      mesh: the mesh, concrete or abstract; may be left out where all leaves are in ``tasks``.
       rules: rules for logical names; by default each box's own, else those of the surroundings.
+      tasks: the `manymesh.Task` that the leaves are in, or a mapping from patterns of paths (``"front"``,
+        ``r"blocks/[01]"``: whole components) to tasks. Their names are then read by the rules of their task, on its
+        submesh, as they are when the step runs; bytes per device are those of the fullest submesh.
       strict: whether fatal findings are raised instead of returned.
       large_bytes: from how many bytes on a value that is replicated on every device is worth a finding.
 
@@ -63,20 +68,26 @@ def explain(
       params['w']: no rule knows the name 'hiden' of dimension 1, so it stays replicated; did you mean 'hidden'?
     """
     given, surrounding = as_rules(rules), get_logical_axis_rules()
+    placing = Tasks(tasks, mesh, "explain")
     leaves, _ = leaves_of(tree)
     parts = [part for path, node in leaves for part in parts_in(path, node)]
     reports: list[LeafReport] = []
     findings: list[Finding] = []
     known: dict[Rules, set[int]] = {}
+    held: dict[AnyMesh, int] = {}
     for part, names in zip(parts, fit_names([part.named for part in parts]), strict=True):
-        axes = part.axes
-        if part.shape is None and not axes.names:
+        if part.shape is None and not part.axes.names:
             continue
-        chosen = choose_rules(axes, given, surrounding) if axes.logical else ()
-        report, found = _explain_leaf(part.place, axes, names, part.shape, part.value, chosen, mesh, large_bytes)
+        chosen = choose_rules(part.axes, given, surrounding) if part.axes.logical else ()
+        place = placing.place((*part.path, *part.inside), part.axes, chosen)
+        read_by = chosen if place.rules is None else place.rules
+        report, found = _explain_leaf(
+            part.place, place.axes, names, part.shape, part.value, read_by, place.mesh, large_bytes
+        )
         reports.append(report)
         findings += found
-        if axes.logical:
+        held[place.mesh] = held.get(place.mesh, 0) + (report.bytes_per_device or 0)
+        if place.rules is None and place.axes.logical:
             used = known.setdefault(chosen, set())
             used.update(d.rule_index for d in report.dimensions if d.rule_index is not None)
     explained = given if given is not None else surrounding
@@ -91,9 +102,9 @@ def explain(
     return Explanation(
         tuple(reports),
         tuple(findings),
-        tuple(mesh.shape.items()),
+        tuple(placing.meshes[0].shape.items()) if placing.meshes else (),
         explained,
-        sum(leaf.bytes_per_device or 0 for leaf in reports),
+        max(held.values(), default=0),
         sum(leaf.bytes_total or 0 for leaf in reports),
     )
 

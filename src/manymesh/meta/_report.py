@@ -5,14 +5,15 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jax.sharding import PartitionSpec
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from ._rules import Rule, Rules, parts_of
+
+if TYPE_CHECKING:  # Rich is imported when something is printed: it takes as long as a third of JAX
+    from rich.console import RenderableType
+    from rich.table import Table
 
 FindingKind = Literal[
     "unknown-name",
@@ -124,6 +125,9 @@ class Explanation:
 
     def table(self) -> Table:
         """The leaves as a Rich table."""
+        from rich.table import Table
+        from rich.text import Text
+
         mesh = ", ".join(f"{name}: {size}" for name, size in self.mesh_shape)
         table = Table(title=f"mesh ({mesh})", title_justify="left", show_footer=True)
         table.add_column("path", "total", overflow="fold")
@@ -144,12 +148,17 @@ class Explanation:
         return table
 
     def __rich__(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
         lines = [
             Text(("! " if f.fatal else "- ") + f.message, style="red" if f.fatal else "yellow") for f in self.findings
         ]
         return Group(self.table(), *lines)
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         # As wide as it needs to be, wherever it is printed: a log must not depend on the terminal. Rich folds to fit.
         out = io.StringIO()
         Console(file=out, width=10_000, color_system=None).print(self)

@@ -19,6 +19,7 @@ from ._named import (
     axes_of,
     axes_of_box,
     axes_of_variable,
+    choose_rules,
     is_named_node,
     leaves_of,
     parts_in,
@@ -26,7 +27,8 @@ from ._named import (
     shape_of,
     spec_of,
 )
-from ._rules import Rules, RulesLike, as_rules, get_logical_axis_rules
+from ._rules import Rules, RulesLike, as_rules, get_logical_axis_rules, resolve
+from ._tasks import Tasks, TasksLike
 from ._walk import KINDS, LEAF, walk
 
 
@@ -97,13 +99,21 @@ def _in_own_names(axes: Axes, names: Names) -> PartitionSpec:
 
 
 @_compat.boundary
-def get_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None = None, *, strict: bool = False) -> Any:
+def get_sharding(
+    tree: Any,
+    mesh: AnyMesh | None = None,
+    rules: RulesLike | None = None,
+    *,
+    tasks: TasksLike | None = None,
+    strict: bool = False,
+) -> Any:
     """The shardings of a tree of boxes on a mesh.
 
     Args:
       tree: a pytree with boxes, as in `get_partition_spec`.
       mesh: the mesh, concrete or abstract.
       rules: rules for logical names; by default the box's own, else those of the surroundings.
+      tasks: as for `explain`: what is in a task gets its submesh, and its names are read by the rules of the task.
       strict: whether what `explain` finds suspicious is an error: a logical name that no rule knows, or a large
         value that stays replicated.
 
@@ -129,8 +139,38 @@ def get_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None = None, *, st
     """
     given = as_rules(rules)
     if strict:
-        explain(tree, mesh, given, strict=True)
+        explain(tree, mesh, given, tasks=tasks, strict=True)
+    placing = Tasks(tasks, mesh, "get_sharding")
+    if mesh is None or placing:
+        return _shard_in_tasks(tree, placing, given)
     return shard_tree(tree, mesh, given)
+
+
+def _shard_in_tasks(tree: Any, placing: Tasks, rules: Rules | None) -> Any:
+    """`get_sharding` where leaves are on the submeshes of their tasks."""
+    surrounding = get_logical_axis_rules()
+    leaves, structure = leaves_of(tree)
+    parts = [parts_in(path, node) for path, node in leaves]
+    fitted = iter(fit_names([part.named for each in parts for part in each]))
+    result = []
+    for (_, node), each in zip(leaves, parts, strict=True):
+        converted: list[Any] = []
+        for part, names in zip(each, fitted, strict=False):  # the names of this leaf's parts, and no more
+            if part.shape is None and not is_named_node(node):
+                converted.append(None)
+                continue
+            chosen = choose_rules(part.axes, rules, surrounding) if part.axes.logical else ()
+            place = placing.place((*part.path, *part.inside), part.axes, chosen)
+            known = place.axes.names if names is None else names
+            spec = (
+                resolve(known, place.rules).spec
+                if place.rules is not None
+                else spec_of(place.axes, known, rules, surrounding)
+            )
+            check_divides(part.place, part.shape if part.shape is not None else (0,) * len(spec), spec, place.mesh)
+            converted.append(NamedSharding(place.mesh, spec))
+        result.append(put_in(node, converted))
+    return structure.unflatten(result)
 
 
 def shard_tree(

@@ -13,30 +13,24 @@ import contextlib
 import copy
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
-import numpy as np
 from flax.core import Scope, lift
 from flax.core import meta as flax_meta
 from flax.core.scope import in_filter
 from flax.linen import transforms
 
-from . import _compat, meta
-from ._errors import TaskError
-from ._flax_meta import register_with_flax
-from ._mark import call_marked, current_recording, ignore_transforms
-from ._scope import enter_scope
-from ._task import Task
+from .. import _compat, meta
+from .._errors import TaskError
+from .._mark import call_marked, current_recording, ignore_transforms
+from .._scope import enter_scope
+from .._task import Task
+from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
 
 T = TypeVar("T")
-
-register_with_flax()  # Linen meets our boxes in every task
-
-_WRAPPER = re.compile(r"Task\[(.*)\]")
 
 
 @_compat.boundary
@@ -89,23 +83,8 @@ def task(
       >>> jax.tree.map(jnp.shape, nn.unbox(params))
       {'bias': (16,), 'kernel': (9, 16)}
     """
-    described = _describe(name, task, mesh, devices, device_axes, logical_axes)
+    described = describe_task("flax.task", name, task, mesh, devices, device_axes, logical_axes)
     return _wrap(model, described, tuple(methods))  # type: ignore[no-any-return]  # one kind in, the same kind out
-
-
-def _describe(name: str | None, task: Task | None, mesh: Any, devices: Any, axes: Any, logical_axes: Any) -> Task:
-    if task is None:
-        return Task(name, mesh=mesh, devices=devices, device_axes=axes, logical_axes=logical_axes)
-    if any(a is not None for a in (mesh, devices, axes, logical_axes)):
-        raise TaskError("flax.task: task= is a complete description; give it alone, or mesh=, devices=, ... without it")
-    return task if name is None else Task(name, **_placement(task))
-
-
-def _placement(described: Task) -> dict[str, Any]:
-    """The arguments that make a `Task` with the placement of this one."""
-    if described.mesh is None or described.has_named_axes:
-        return {"mesh": described.mesh, "logical_axes": described.logical_axes}
-    return {"devices": described.mesh.devices}
 
 
 def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
@@ -155,7 +134,7 @@ def _lift(method: Callable[..., Any], described: Task) -> Callable[..., Any]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if current_recording() is None or module.scope is None:
             return method(module, *args, **kwargs)
-        named = described.named(module.name or _plain_name(type(module).__name__))
+        named = described.named(module.name or plain_name(type(module).__name__))
         transform = functools.partial(_mark_scopes, named, module.is_initializing())
         return transforms.lift_transform(transform, method)(module, *args, **kwargs)
 
@@ -294,55 +273,18 @@ class _PlainNames(nn.Module):
         if not isinstance(parent, nn.Module | Scope | type(None)):  # not said: the module being called
             parent = nn.module._context.module_stack[-1]
         if isinstance(parent, nn.Module) and self.name is None and not parent._state.in_setup:
-            prefix = _plain_name(type(self).__name__)
+            prefix = plain_name(type(self).__name__)
             count = parent._state.autoname_cursor.get(prefix, 0)
             object.__setattr__(self, "name", f"{prefix}_{count}")
             parent._state.autoname_cursor[prefix] = count + 1
         super().__post_init__()
 
 
-def _plain_name(name: str) -> str:
-    """``CheckpointTask[Block]`` -> ``CheckpointBlock``."""
-    while (plain := _WRAPPER.sub(r"\1", name)) != name:
-        name = plain
-    return name
-
-
 def _wrap_class(model: type[nn.Module], described: Task, methods: tuple[str, ...]) -> type[nn.Module]:
-    # The same task of the same class is the same class: instances compare and hash equal, and a module that
-    # is a static argument of a jitted function does not make it compile again.
-    key = (described, methods)
-    for known in type.__subclasses__(model):
-        if known.__dict__.get("_manymesh_task") == key:
-            return known
-    missing = [m for m in methods if not callable(getattr(model, m, None))]
-    if missing:
-        raise TaskError(
-            f"flax.task: {model.__name__} has no method {missing[0]!r}; methods= names methods of the model"
-        )
-    body: dict[str, Any] = {m: _lift(getattr(model, m), described) for m in methods}
-    body |= {
-        "_manymesh_task": key,
-        "__module__": model.__module__,
-        "__qualname__": f"Task[{model.__qualname__}]",
-        "__doc__": model.__doc__,
-        "__reduce__": nn.nowrap(_reduce),
-    }
-    return type(f"Task[{model.__name__}]", (model, _PlainNames), body)
+    # Instances that are equal hash alike: a module that is a static argument of a jitted function does not make it
+    # compile again.
+    return wrap_class("flax.task", model, described, methods, _lift, (_PlainNames,), {"__reduce__": nn.nowrap(_reduce)})
 
 
 def _reduce(module: nn.Module) -> tuple[Any, ...]:
-    """Pickles by the plain class and the ids of the devices: neither a class made here nor a device pickles."""
-    described, methods = type(module).__dict__["_manymesh_task"]
-    placement = _placement(described)
-    if described.mesh is not None:
-        ids = np.array([d.id for d in described.mesh.devices.flat]).reshape(described.mesh.devices.shape)
-        axes = described.mesh.axis_names if described.has_named_axes else None
-        placement = {"devices": ids, "device_axes": axes, "logical_axes": described.logical_axes}
-    plain = type(module).__mro__[1]
-    return _restore, (plain, described.name, placement, methods), dict(module.__dict__)
-
-
-def _restore(plain: type[nn.Module], name: str | None, placement: dict[str, Any], methods: tuple[str, ...]) -> Any:
-    wrapped = _wrap_class(plain, Task(name, **placement), methods)
-    return wrapped.__new__(wrapped)
+    return reduce_wrapped(_wrap_class, module)

@@ -6,16 +6,20 @@ import io
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from flax.core import meta as flax_meta
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 
+from . import meta
 from ._errors import ArgumentError
+from .meta._named import axes_of, is_named_node, value_of
+from .meta._tasks import TasksLike
+
+if TYPE_CHECKING:  # imported when a table is printed
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class ParameterTable:
         yield table
 
     def _table(self, columns: tuple[str, ...]) -> Table:
+        from rich.table import Table
+
         count = sum(math.prod(row.shape) for row in self.rows)
         held = self.bytes_on
         most = f"max {format_bytes(max(held.values()))}" if held else ""
@@ -100,12 +106,21 @@ class ParameterTable:
         return table
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         out = io.StringIO()
         Console(file=out, width=120).print(self)
         return out.getvalue()
 
 
-def tabulate(tree: Any, boxed: Any = None, *, shardings: Any = None, title: str | None = None) -> ParameterTable:
+def tabulate(
+    tree: Any,
+    boxed: Any = None,
+    *,
+    shardings: Any = None,
+    tasks: TasksLike | None = None,
+    title: str | None = None,
+) -> ParameterTable:
     """Lists the parameters of a tree with their names, shardings and sizes.
 
     Args:
@@ -115,6 +130,7 @@ def tabulate(tree: Any, boxed: Any = None, *, shardings: Any = None, title: str 
         ``jax.eval_shape(model.init, ...)``.
       shardings: a tree of shardings for leaves that have none themselves, such as a part of
         ``compiled.input_shardings``.
+      tasks: instead of ``shardings``, the tasks that the leaves are in, as for `manymesh.meta.explain`.
       title: printed above the table.
 
     Returns:
@@ -134,23 +150,26 @@ def tabulate(tree: Any, boxed: Any = None, *, shardings: Any = None, title: str 
     leaves = _leaves(tree)
     named = leaves if boxed is None else _same_length("boxed", _leaves(boxed), leaves)
     given = None
+    if tasks is not None:
+        shardings = meta.get_sharding(tree if boxed is None else boxed, tasks=tasks)
     if shardings is not None:
-        flat = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=lambda x: isinstance(x, jax.sharding.Sharding))
+        is_sharding = lambda x: isinstance(value_of(x), jax.sharding.Sharding)  # noqa: E731
+        flat = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_sharding)
         given = _same_length("shardings", flat, leaves)
     rows = []
     for i, (path, leaf) in enumerate(leaves):
         names = _names(leaf)
         if names is None:
             names = _names(named[i][1])
-        sharding = getattr(_value(leaf), "sharding", None) if given is None else given[i][1]
-        if _value(leaf).shape or names is not None:
-            rows.append(_row(_join(path), _value(leaf), names, sharding))
+        sharding = getattr(value_of(leaf), "sharding", None) if given is None else value_of(given[i][1])
+        if value_of(leaf).shape or names is not None:
+            rows.append(_row(_join(path), value_of(leaf), names, sharding))
     return ParameterTable(tuple(rows), title)
 
 
 def _leaves(tree: Any) -> list[tuple[Any, Any]]:
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, flax_meta.AxisMetadata))
-    return [(path, leaf) for path, leaf in found if hasattr(_value(leaf), "shape")]
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named_node)
+    return [(path, leaf) for path, leaf in found if hasattr(value_of(leaf), "shape")]
 
 
 def _same_length(word: str, found: list[Any], leaves: list[Any]) -> list[Any]:
@@ -161,15 +180,9 @@ def _same_length(word: str, found: list[Any], leaves: list[Any]) -> list[Any]:
     return found
 
 
-def _value(leaf: Any) -> Any:
-    while isinstance(leaf, flax_meta.AxisMetadata) and hasattr(leaf, "value"):
-        leaf = leaf.value
-    return leaf
-
-
 def _names(leaf: Any) -> tuple[Any, ...] | None:
-    names = getattr(leaf, "names", None)
-    return tuple(names) if names is not None and isinstance(leaf, flax_meta.AxisMetadata) else None
+    names = axes_of(leaf).names if is_named_node(leaf) else ()
+    return tuple(names) or None
 
 
 def _row(path: str, value: Any, names: tuple[Any, ...] | None, sharding: Any) -> ParameterRow:

@@ -11,14 +11,14 @@ import optax  # type: ignore[import-untyped]  # it ships no types
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
-from ._api._jit import jit
-from ._compiled import Compiled
-from ._errors import ArgumentError, MeshError
-from ._flax_task import task
-from ._implicit import registered
-from ._mark import Recording, ignore_transforms, recording, transforms_ignored
-from ._microbatch import microbatch
-from ._task import mesh_devices
+from .._api._jit import jit
+from .._compiled import Compiled
+from .._errors import ArgumentError, MeshError
+from .._implicit import registered
+from .._mark import Recording, ignore_transforms, recording, transforms_ignored
+from .._microbatch import microbatch
+from .._task import mesh_devices
+from ._task import task
 
 
 class TrainStep:

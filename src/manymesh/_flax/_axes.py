@@ -9,11 +9,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from . import meta
-from ._errors import MetadataError
-from ._flax_meta import register_with_flax
-
-register_with_flax()
+from .. import meta
+from .._errors import MetadataError
 
 
 def shard_axes(*names: Any, init: Callable[..., Any] | None = None) -> Callable[..., Any]:

@@ -1,0 +1,1 @@
+"""The adapter for Equinox, in parts; `manymesh.equinox` is its face."""

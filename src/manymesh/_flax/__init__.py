@@ -1,0 +1,1 @@
+"""The adapter for Flax Linen, in parts; `manymesh.flax` is its face."""

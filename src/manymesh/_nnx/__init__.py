@@ -1,0 +1,1 @@
+"""The adapter for Flax NNX, in parts; `manymesh.nnx` is its face."""

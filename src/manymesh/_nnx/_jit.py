@@ -1,0 +1,172 @@
+"""`manymesh.nnx.jit`: a step over modules and optimizers, which it updates in place."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import jax
+
+from .._api._jit import Jitted as PlainJitted
+from .._api._jit import jit as plain_jit
+from .._api._lowered import Lowered
+from .._api._traced import Traced
+from .._mark import carry_box_names, current_recording
+from ..meta._axes import Axes
+from ..meta._rules import Rules
+from ._lift import PureResult, call_lifted, call_split, constrained, merge_result, pure
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Jitted(Generic[P, R]):
+    """What `jit` returns: called as the function it wraps, on the same modules."""
+
+    def __init__(self, fun: Callable[P, R], options: dict[str, Any]) -> None:
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        out_shardings = options.pop("out_shardings")
+        wanted = None if out_shardings is None else (None, out_shardings)
+        self._jitted: PlainJitted[..., PureResult] = plain_jit(_carried(pure(fun)), out_shardings=wanted, **options)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs the step and updates the modules among its arguments."""
+        if current_recording() is not None:
+            return self.fun(*args, **kwargs)  # a step inside a step is part of it
+        result: R = call_lifted(self._jitted, args, kwargs)
+        return result
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method of a class, the step takes the instance as its first argument."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
+        """Traces the step; the modules stay as they are."""
+        return call_split(self._jitted.trace, args, kwargs)
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
+        """Traces the step and splits it over its submeshes; the modules stay as they are."""
+        return self.trace(*args, **kwargs).lower()
+
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Shapes and dtypes of the result; nothing is compiled."""
+        return merge_result(self.trace(*args, **kwargs).out_info[1])
+
+    def clear_cache(self) -> None:
+        """Forgets every program and executable made by this function."""
+        self._jitted.clear_cache()
+
+
+@overload
+def jit(fun: Callable[P, R], /) -> Jitted[P, R]: ...
+@overload
+def jit(
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    compiler_options: dict[str, Any] | None = None,
+    strict: bool = False,
+) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
+@overload
+def jit(
+    fun: Callable[P, R],
+    /,
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    compiler_options: dict[str, Any] | None = None,
+    strict: bool = False,
+) -> Jitted[P, R]: ...
+def jit(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    compiler_options: dict[str, Any] | None = None,
+    strict: bool = False,
+) -> Any:
+    """Compiles a step over NNX modules for many submeshes; stands where ``nnx.jit`` stood.
+
+    Modules and optimizers among the arguments are updated in place, each variable on the submesh of the task that
+    uses it. Use `manymesh.nnx.microbatch` inside.
+
+    Args:
+      fun: a function of modules, optimizers and pytrees of arrays, with tasks in it. Without it, a decorator comes
+        back.
+      static_argnums, static_argnames: arguments that are part of the program; hashable.
+      donate_argnums, donate_argnames: arguments whose old buffers the step may reuse: usually the model and the
+        optimizer, which hold the new ones after the call.
+      in_shardings: pytree prefix of the arguments, with one sharding or None for a whole module.
+      out_shardings: pytree prefix of the result, likewise.
+      compiler_options, strict: as for `manymesh.jit`.
+
+    Returns:
+      A callable with ``trace``, ``lower`` and ``eval_shape``, which leave the modules as they are.
+
+    Raises:
+      ManyMeshError: as for `manymesh.jit`.
+
+    Example:
+      >>> import jax.numpy as jnp, manymesh as mm, optax
+      >>> from flax import nnx
+      >>> model = mm.nnx.task(nnx.Linear(4, 1, rngs=nnx.Rngs(0)), "model", devices=[1])
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.01), wrt=nnx.Param)
+      >>> @mm.nnx.jit(donate_argnums=(0, 1))
+      ... def train_step(model, optimizer, x):
+      ...     loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+      ...     optimizer.update(model, grads)
+      ...     return loss
+      >>> losses = [float(train_step(model, optimizer, jnp.ones((2, 4)))) for _ in range(3)]
+      >>> losses[2] < losses[1] < losses[0], int(optimizer.step[...])
+      (True, 3)
+    """
+    options: dict[str, Any] = {
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+        "in_shardings": in_shardings,
+        "out_shardings": out_shardings,
+        "compiler_options": compiler_options,
+        "strict": strict,
+    }
+    return (lambda fun: Jitted(fun, options)) if fun is None else Jitted(fun, options)
+
+
+def _carried(fun: Callable[..., PureResult]) -> Callable[..., PureResult]:
+    """Lets the names of variables travel to tasks that only names of scopes will make."""
+
+    @functools.wraps(fun)
+    def carried(*args: Any, **kwargs: Any) -> PureResult:
+        record = current_recording()
+        if record is None or not record.implicit:
+            return fun(*args, **kwargs)
+        before = jax.tree.leaves((args, kwargs))
+        args, kwargs = constrained((args, kwargs), _carry)
+        after = jax.tree.leaves((args, kwargs))
+        # A variable that the step leaves alone comes out as it went in, not as another value of the program.
+        original = {id(new): old for old, new in zip(before, after, strict=True)}
+        nodes, out = fun(*args, **kwargs)
+        return jax.tree.map(lambda x: original.get(id(x), x), nodes), out
+
+    return carried
+
+
+def _carry(value: Any, axes: Axes, rules: Rules) -> Any:
+    return carry_box_names(value, axes.names, rules, "nnx.Variable")

@@ -1,0 +1,128 @@
+"""`manymesh.nnx.microbatch`: a function of modules as a loop over pieces of a batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+from .._errors import MicrobatchError
+from .._mark import current_recording
+from .._microbatch import microbatch as plain_microbatch
+from ._lift import PureResult, call_lifted, has_nodes, is_split, pure
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def microbatch(
+    fun: Callable[P, R],
+    dim: int = 0,
+    size: int | None = None,
+    argnum: int | Sequence[int] = 0,
+    *,
+    num_microbatches: int | None = None,
+    schedule: Any = None,
+    reduce: Any = "sum",
+    rng_argnum: int | None = None,
+    **options: Any,
+) -> Callable[P, R]:
+    """Runs a function of NNX modules on pieces of a batch and combines the results.
+
+    As `manymesh.microbatch`, for functions that change their modules: statistics, counts of random keys and caches go
+    from one microbatch to the next, as in a Python loop, and are in the modules when the loop is over. So each
+    microbatch drops out other units.
+
+    Args:
+      fun: function of modules and arrays; commonly ``nnx.value_and_grad`` of a loss.
+      dim, size, argnum, num_microbatches, schedule, reduce, rng_argnum: as for `manymesh.microbatch`.
+      **options: its other arguments.
+
+    Returns:
+      A function with the signature of ``fun``.
+
+    Raises:
+      MicrobatchError: as for `manymesh.microbatch`; or ``fun`` adds variables to a module (``sow``, a new cache).
+
+    Example:
+      >>> import jax.numpy as jnp, manymesh as mm
+      >>> from flax import nnx
+      >>> class Count(nnx.Module):
+      ...     def __init__(self):
+      ...         self.calls = nnx.Variable(jnp.array(0))
+      ...     def __call__(self, x):
+      ...         self.calls[...] += 1
+      ...         return jnp.sum(x) * self.calls[...]
+      >>> model = mm.nnx.task(Count(), devices=[1])
+      >>> step = mm.nnx.jit(mm.nnx.microbatch(lambda model, x: model(x), argnum=1, num_microbatches=4))
+      >>> float(step(model, jnp.ones(4))), int(model.calls[...])
+      (10.0, 4)
+    """
+    loop: Callable[..., Callable[..., Any]] = functools.partial(
+        plain_microbatch, dim=dim, size=size, num_microbatches=num_microbatches, schedule=schedule, reduce=reduce,
+        **options,
+    )  # fmt: skip
+    reference = loop(fun, argnum=argnum, rng_argnum=rng_argnum)
+
+    @functools.wraps(fun)
+    def over_microbatches(*args: P.args, **kwargs: P.kwargs) -> R:
+        if current_recording() is None or not has_nodes((args, kwargs)):
+            return reference(*args, **kwargs)  # type: ignore[no-any-return]  # what fun returns, combined
+        count = len(args)
+        batches = [k % count for k in ((argnum,) if isinstance(argnum, int) else argnum) if -count <= k < count]
+        if any(has_nodes(args[k]) for k in batches):
+            raise MicrobatchError(
+                f"microbatch({fun.__name__}): argnum {argnum} is the batch, but there is a module in it; pass the modules "
+                "in other arguments"
+            )
+        keys = None if rng_argnum is None else rng_argnum % count
+        looped = functools.partial(loop, argnum=batches if batches else argnum, rng_argnum=keys, state_argnum=count)
+        result: R = call_lifted(_Loop(pure(fun), looped), args, kwargs)
+        return result
+
+    return over_microbatches
+
+
+class _Loop:
+    """A pure function as a loop over microbatches: the state of its modules is what goes from one to the next."""
+
+    def __init__(self, fun: Callable[..., PureResult], loop: Callable[..., Any]) -> None:
+        self._fun = fun
+        self._loop = loop
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PureResult:
+        parts, structure = jax.tree.flatten((args, kwargs), is_leaf=is_split)
+        state, state_structure = jax.tree.flatten([x for x in parts if is_split(x)])
+        # Modules are taken out of the arguments; None keeps their places.
+        args, kwargs = jax.tree.unflatten(structure, [None if is_split(x) else x for x in parts])
+        left: list[Any] = []
+
+        @functools.wraps(self._fun)
+        def one(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+            *args, state = args  # type: ignore[assignment]  # the last argument is ours
+            modules = iter(jax.tree.unflatten(state_structure, state))
+            plain = iter(jax.tree.leaves((tuple(args), kwargs)))
+            full = [next(modules) if is_split(x) else next(plain) for x in parts]
+            args, kwargs = jax.tree.unflatten(structure, full)
+            nodes, out = self._fun(*args, **kwargs)
+            following, following_structure = jax.tree.flatten(nodes)
+            self._check(nodes, (args, kwargs), len(following), len(state))
+            left.append(following_structure)
+            return out, following
+
+        out, state = self._loop(one)(*args, state, **kwargs)
+        return jax.tree.unflatten(left[-1], state), out
+
+    def _check(self, nodes: Any, given: Any, found: int, expected: int) -> None:
+        if found == expected:
+            return
+        known = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(given)}
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(nodes)]
+        new = [path for path in paths if path not in known]
+        raise MicrobatchError(
+            f"microbatch({getattr(self._fun, '__name__', 'function')}): in a microbatch the modules got {found} arrays, "
+            f"before they had {expected}{' (' + ', '.join(new[:3]) + ')' if new else ''}; a loop keeps one structure, so "
+            "make caches before it, and return what you would sow"
+        )

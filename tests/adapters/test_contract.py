@@ -1,0 +1,115 @@
+"""What every adapter keeps: one list of checks, run with Linen, NNX and Equinox."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import manymesh as mm
+
+sys.path.insert(0, str(Path(__file__).parent))
+from frameworks import FRAMEWORKS, Framework, Outcome, X  # noqa: E402  # beside this file
+
+each = pytest.mark.parametrize("name", FRAMEWORKS)
+
+
+@functools.cache
+def trained(name: str, tasks: bool) -> Outcome:
+    return FRAMEWORKS[name].trains(tasks)
+
+
+@functools.cache
+def stacked(name: str, tasks: bool) -> Outcome:
+    return FRAMEWORKS[name].stacks(tasks)
+
+
+def assert_equal(ours: Outcome, plain: Outcome) -> None:
+    np.testing.assert_allclose(ours.loss, plain.loss, rtol=1e-5)
+    for path, x in plain.arrays.items():
+        np.testing.assert_allclose(ours.arrays[path], x, rtol=1e-5, atol=1e-6, err_msg=path)
+
+
+def devices(x: Any) -> list[int]:
+    return sorted(d.id for d in x.devices())
+
+
+@each
+def test_values_are_those_of_the_framework_alone(name: str) -> None:
+    """Gradients, with dropout and running means that go from one microbatch to the next."""
+    assert_equal(trained(name, True), trained(name, False))
+
+
+@each
+def test_paths_of_parameters_are_those_of_the_plain_model(name: str) -> None:
+    assert list(trained(name, True).arrays) == list(trained(name, False).arrays)
+    assert FRAMEWORKS[name].paths <= set(trained(name, True).arrays)
+
+
+@each
+def test_what_a_task_uses_is_where_the_task_is(name: str) -> None:
+    found = {path: devices(x) for path, x in trained(name, True).arrays.items()}
+    assert {path: [0] for path in found if "front" in path} == {p: d for p, d in found.items() if "front" in p}
+    assert {path: [1] for path in found if "back" in path} == {p: d for p, d in found.items() if "back" in p}
+
+
+@each
+def test_state_that_changes_is_handed_back(name: str) -> None:
+    means = {path: np.asarray(x) for path, x in trained(name, True).arrays.items() if path.endswith("mean")}
+    assert len(means) == 2 and all(np.abs(x).min() > 0 for x in means.values())
+
+
+@each
+def test_dropout_drops(name: str) -> None:
+    """The same keys as in the framework alone, so the values above agree; here, that there is something dropped."""
+    grads = [
+        np.asarray(x) for p, x in trained(name, True).arrays.items() if p.startswith("grad/back") and p.endswith("bias")
+    ]
+    (bias,) = grads
+    assert np.isfinite(bias).all() and np.abs(bias).max() > 0
+    x = X.shape[0] * X.shape[1]
+    assert float(trained(name, True).loss) > 0 and x == 16
+
+
+@each
+def test_tasks_in_a_scan_and_in_a_checkpoint(name: str) -> None:
+    assert_equal(stacked(name, True), stacked(name, False))
+    assert {tuple(devices(x)) for x in stacked(name, True).arrays.values()} == {(1,)}
+
+
+@each
+def test_a_table_lists_the_parameters_and_where_they_are(name: str) -> None:
+    rows = {row.path: row for row in trained(name, True).table.rows}
+    assert FRAMEWORKS[name].paths <= set(rows)
+    for path in FRAMEWORKS[name].paths:
+        assert rows[path].devices == ((0,) if "front" in path else (1,))
+        assert rows[path].bytes_per_device == np.prod(rows[path].shape) * 4
+
+
+@each
+def test_errors_say_what_to_do(name: str) -> None:
+    framework: Framework = FRAMEWORKS[name]
+    where = framework.face.__name__.split(".")[1]
+    with pytest.raises(mm.errors.TaskError, match=rf"^{where}.task: expected an? .*module.*, found 42 of type int"):
+        framework.face.task(42, devices=[0])
+    with pytest.raises(
+        mm.errors.TaskError, match=rf"^{where}.task: \w+ has no method 'encode'; methods= names methods"
+    ):
+        framework.face.task(framework.module, devices=[0], methods=["encode"])
+    with pytest.raises(mm.errors.TaskError, match=rf"^{where}.task: task= is a complete description"):
+        framework.face.task(framework.module, task=mm.Task(devices=[0]), devices=[0])
+
+
+@each
+def test_one_task_of_one_class_is_one_class(name: str) -> None:
+    """So that modules of it compare equal, and nothing is compiled twice."""
+    framework = FRAMEWORKS[name]
+    first, second = (framework.face.task(framework.module, "a", devices=[0]) for _ in range(2))
+    assert first is second and issubclass(first, framework.module)
+    assert framework.face.task(framework.module, "a", devices=[1]) is not first
+    assert jax.devices()

@@ -1,0 +1,1 @@
+"""Generated programs: what users write, drawn by Hypothesis, and the laws that hold for all of it."""

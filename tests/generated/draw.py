@@ -1,0 +1,211 @@
+"""Hypothesis strategies for whole programs."""
+
+from __future__ import annotations
+
+import hypothesis
+from hypothesis import strategies as st
+
+from .known import works
+from .operations import OPERATIONS
+from .optimizers import OPTIMIZERS
+from .program import Layer, Program
+from .wraps import INNER, VMAPPED, WRAPS
+
+APART = (
+    ((0, 1, 1), (1, 1, 1)),
+    ((0, 2, 2), (4, 2, 2)),
+    ((0, 2, 2), (4, 2, 1), (6, 1, 2)),
+    ((0, 1, 2), (2, 1, 1), (4, 2, 2)),
+    ((0, 1, 1), (1, 1, 1), (2, 1, 1)),
+    ((0, 4, 1), (4, 1, 4)),
+    ((0, 1, 2), (2, 1, 2)),
+    ((0, 2, 1), (2, 1, 1)),
+)
+OVERLAPPING = (
+    ((0, 4, 2), (0, 2, 2), (4, 2, 2)),
+    ((0, 2, 1), (1, 2, 1)),
+    ((0, 2, 2), (0, 1, 1), (4, 2, 2)),
+)
+KERNEL_AXES = ((None, "hidden"), ("hidden", None), ("batch", "hidden"), ("embed", "hidden"), (None, None))
+ACTIVATIONS = (None, ("batch", None), ("batch", "hidden"), (None, "hidden"))
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1", "zero-bubble-h2", "wavefront")
+SPLIT = ("zero-bubble-h1", "zero-bubble-h2", "zbv")  # they cut the backward pass; bits are equal within a class
+LAYOUTS = ("chain", "chain", "free", "v", "cyclic")
+# Constructs that are drawn only once they work, by the flag that says so.
+WRAP_FLAGS = {
+    "observed_cond": "observed_branches",
+    "guarded_while": "guarded_while",
+    "empty_scan": "empty_scan_around",
+    "examples": "examples_under_vmap",
+    "returned_number": "returned_number",
+}
+
+
+def _operations(draw, size: int, random: bool, vmapped: bool, unequal: bool) -> tuple[str, ...]:
+    fit = _fitting(size == 1, random, vmapped, unequal)
+    return tuple(draw(st.lists(st.sampled_from(fit), min_size=1, max_size=2)))
+
+
+def _fitting(whole: bool, random: bool, vmapped: bool, unequal: bool) -> list[str]:
+    """Names of operations that can be where these things hold."""
+    if unequal and not works("unequal_sizes_under_grad"):
+        return list(WITHOUT_CONSTANTS)
+    return [
+        name
+        for name, op in OPERATIONS.items()
+        if (works("reductions_by_a_function") or name not in BY_A_FUNCTION)
+        and (whole or not op.unsharded)
+        and (random or not op.random)
+        and not (vmapped and op.alone)
+    ]
+
+
+BY_A_FUNCTION = ("window_of_products", "reduce_generic")
+# What can be drawn on submeshes of different sizes today, and in which constructs.
+WITHOUT_CONSTANTS = (
+    "matmul",
+    "tanh",
+    "sine",
+    "negative",
+    "transpose",
+    "reduce_max",
+    "take",
+    "bfloat16",
+    "cumsum",
+    "layer_norm",
+)
+CLEAR = ("plain", "keywords", "jit", "checkpoint", "policy", "python_loop", "scoped", "nested")
+
+
+@st.composite
+def programs(draw, small: bool = False) -> Program:
+    """Tasks on submeshes, what they are wrapped in, and the step around them; with one or two tasks if ``small``."""
+    choices = APART + OVERLAPPING if works("overlapping_submeshes") else APART
+    submeshes = draw(st.sampled_from([c for c in choices if len(c) == 2] if small else choices))
+    mode = draw(st.sampled_from(["train"] * 6 + (["forward"] * 12 if small else ["forward", "twice", "scanned"])))
+    unequal = len({a * b for _, a, b in submeshes}) > 1 and mode != "forward"
+    key, raw = draw(st.sampled_from([None, None, "threefry2x32", "rbg", "unsafe_rbg"])), draw(st.booleans())
+    order = "chain" if small else draw(st.sampled_from(LAYOUTS))
+    count = {"v": 2 * len(submeshes), "cyclic": 2 * len(submeshes)}.get(order) or draw(
+        st.sampled_from([1, 1, 2] if small else [1, 2, 2, 3])
+    )
+    if count > 4:
+        order, count = "chain", 3
+    layers = tuple(_layer(draw, i, count, order, submeshes, key is not None, unequal) for i in range(count))
+    used = sorted({layer.parameter for layer in layers})
+    layers = tuple(_renamed(layer, used) for layer in layers)
+    microbatches = draw(st.sampled_from([1, 2] if small else [1, 2, 2, 2, 3]))
+    aux = draw(st.booleans())
+    reduces = ["mean", "mean", "sum"] + (["max", "last", "weighted", "stack"] if aux else [])
+    return Program(
+        submeshes,
+        layers,
+        mode=mode,
+        microbatches=microbatches,
+        reduce=draw(st.sampled_from(reduces)) if mode in ("train", "twice") else "mean",
+        schedules=_schedules(draw, order, layers, submeshes, microbatches, mode, small),
+        optimizer=draw(st.sampled_from(sorted(OPTIMIZERS) + ["sgd"] * (len(OPTIMIZERS) * 3 if small else 0)))
+        if mode != "forward"
+        else "sgd",
+        clipped=draw(st.sampled_from([False, False, True] if small else [False, True])),
+        ema=draw(st.sampled_from([False, False, True])),
+        state=draw(st.sampled_from(["dict", "tuple", "dataclass", "train_state"])),
+        donate=draw(st.booleans()),
+        aux=aux,
+        key=key,
+        raw_key=raw and key is not None and key == "threefry2x32",
+        key_from=_key_from(draw, key),
+        weak=draw(st.booleans()),
+        in_shardings=draw(st.sampled_from([False, False, False, True])),
+    )
+
+
+def _key_from(draw, key: str | None) -> str:
+    ways = ["argument"]
+    if key != "unsafe_rbg" or works("unsafe_rbg_folded"):
+        ways.append("folded")
+    ways.append("closed_over")
+    if works("constant_key"):
+        ways.append("constant")
+    return draw(st.sampled_from(ways)) if key is not None else "argument"
+
+
+def _layer(draw, i: int, count: int, order: str, submeshes, random: bool, unequal: bool) -> Layer:
+    n = len(submeshes)
+    submesh = {"chain": i * n // count, "v": min(i, 2 * n - 1 - i) % n, "cyclic": i % n}.get(order)
+    if submesh is None:
+        submesh = draw(st.integers(0, n - 1))
+    _, a, b = submeshes[submesh]
+    wraps = [w for w in WRAPS if works(WRAP_FLAGS.get(w, ""))]
+    if unequal and not works("unequal_sizes_under_grad"):
+        wraps = list(CLEAR)
+    wrap = draw(st.sampled_from(["plain"] * len(wraps) + wraps))
+    inner = draw(st.sampled_from(["plain"] * 4 + list(INNER)))
+    if unequal and not works("unequal_sizes_under_grad"):
+        inner = "plain"
+    reads = {i} if order != "free" else set(draw(st.lists(st.integers(0, i), max_size=1))) | {i}
+    annotated = draw(st.sampled_from(_annotations()))
+    vmapped = wrap in VMAPPED or inner == "rows"
+    activation = draw(st.sampled_from(ACTIVATIONS))
+    if wrap in VMAPPED:
+        activation = None if activation is None else (None, *activation[1:])
+    size = a * b if wrap not in ("layers", "stacked") else 2
+    between = draw(st.sampled_from([None, None, None, "draw"]))
+    return Layer(
+        submesh,
+        draw(st.sampled_from([i, i, max(i - 1, 0)])),
+        tuple(sorted(reads)),
+        _operations(draw, size, random, vmapped, unequal),
+        wrap,
+        inner,
+        draw(st.sampled_from(KERNEL_AXES)) if annotated != "never" else None,
+        annotated,
+        activation,
+        draw(st.sampled_from(["mm", "mm", "jax"])),
+        draw(st.sampled_from(_fitting(False, random, False, unequal))) if between else None,
+    )
+
+
+def _annotations() -> list[str]:
+    return ["never", "inside", "box"] + (["outside"] if works("constraint_outside") else [])
+
+
+def _renamed(layer: Layer, used: list[int]) -> Layer:
+    return Layer(**{**vars(layer), "parameter": used.index(layer.parameter)})
+
+
+def _schedules(draw, order, layers, submeshes, microbatches: int, mode: str, small: bool) -> tuple[str | None, ...]:
+    """One schedule, or two that give the same bits."""
+    if microbatches == 1 or mode == "scanned":
+        return (None,)
+    split_layers = any(layer.wrap in ("layers", "stacked") for layer in layers)
+    names = list(SCHEDULES)
+    if split_layers and not works("split_backward_of_split_layers"):
+        names = [n for n in names if n not in SPLIT]
+    plain = all(layer.wrap == "plain" for layer in layers)
+    if order == "v" and plain:
+        names += ["zbv"] * 4
+    if order == "cyclic" and plain and len(submeshes) == 2:
+        names += ["interleaved"] * 4
+    first = draw(st.sampled_from(names))
+    if not draw(st.sampled_from([False, False, not small])) or first in ("zbv", "interleaved"):
+        return (first,)
+    alike = [n for n in SCHEDULES if (n in SPLIT) == (first in SPLIT) and n != first]
+    return first, draw(st.sampled_from(alike))
+
+
+def drawn(number: int, small: bool = False) -> Program:
+    """The program of a number.
+
+    Each is drawn with a seed of its own: in one run, Hypothesis draws many programs that are alike.
+    """
+    found: list[Program] = []
+
+    @hypothesis.seed(number)
+    @hypothesis.settings(max_examples=2, database=None, derandomize=False, phases=[hypothesis.Phase.generate])
+    @hypothesis.given(program=programs(small))
+    def keep(program: Program) -> None:
+        found.append(program)
+
+    keep()
+    return found[-1]  # the first one is always the simplest

@@ -1,0 +1,350 @@
+"""What holds for every program: the values of plain JAX, the same bits, and states that stay where they are."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import manymesh as mm
+
+from .coverage import primitives
+from .known import works
+from .operations import OPERATIONS
+from .program import RULES, Program
+from .wraps import NOTES
+
+# Nearly all the time goes into compiling, and what is compiled runs on a few numbers twice.
+_CHEAP = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_cpu_use_fusion_emitters": False,  # saves the most; gone from the newest XLA
+}
+
+
+class LawBroken(AssertionError):
+    """A generated program did what plain JAX does not do."""
+
+
+@dataclass
+class Outcome:
+    """What came of one program.
+
+    Attributes:
+      primitives: how often each primitive is in the jaxpr of the step.
+      remarks: whether something kept a law from being checked, in a word each.
+    """
+
+    primitives: dict[str, int]
+    remarks: list[str] = field(default_factory=list)
+
+
+@functools.cache
+def cheap_options() -> dict[str, Any]:
+    """Those options of the compiler that this one knows."""
+    known = {}
+    for name, value in _CHEAP.items():
+        try:
+            jax.jit(lambda x: x + 1, compiler_options={name: value})(0)
+        except Exception:
+            continue
+        known[name] = value
+    return known
+
+
+def _step(state, batch, key, scale, program, schedule):
+    return program.step(state, batch, key, scale, schedule)
+
+
+# One step for all programs, which are static: a fragment that an earlier program had too is not compiled again, and
+# two fragments that are taken for equal and are not break a law.
+@functools.cache
+def _shared(donate: bool) -> Any:
+    return mm.jit(_step, static_argnums=(4, 5), donate_argnums=(0,) if donate else (), compiler_options=cheap_options())
+
+
+def _compiled(program: Program) -> Any:
+    if not program.in_shardings or program.state == "dict":
+        return _shared(program.donate)
+    return mm.jit(
+        _step,
+        static_argnums=(4, 5),
+        donate_argnums=(0,) if program.donate else (),
+        in_shardings=(_prefix(program), None, None, None),
+        compiler_options=cheap_options(),
+    )
+
+
+def _prefix(program: Program) -> Any:
+    """`in_shardings` of the state: kernels of single layers, and None for the rest."""
+    pinned, state = program.shardings(), program.init()
+    params = {name: {**dict.fromkeys(p), "kernel": pinned.get(name)} for name, p in state.params.items()}
+    empty = jax.tree.map(lambda _: None, state)
+    return empty.replace(params=params) if hasattr(empty, "replace") else _with_params(empty, params)
+
+
+def _with_params(state: Any, params: Any) -> Any:
+    if hasattr(state, "_replace"):
+        return state._replace(params=params)
+    return type(state)(**{**vars(state), "params": params})
+
+
+@dataclass
+class _Run:
+    """Two steps: the results, and what happened on the host."""
+
+    results: list[Any]
+    notes: set[str]
+
+
+def check(program: Program) -> Outcome:
+    """Runs two steps of a program and raises `LawBroken`, or an error, if anything differs from plain JAX."""
+    outcome = Outcome({})
+    expected = _reference(program, outcome)
+    if not all(np.isfinite(x.value).all() for x in jax.tree.leaves(expected.results) if x.value.dtype.kind in "fc"):
+        outcome.remarks.append("not finite")
+    first = None
+    for schedule in program.schedules:
+        try:
+            run = _run(program, schedule)
+        except mm.errors.ScheduleError:
+            outcome.remarks.append(f"refused by {schedule}")
+            continue
+        _same_values(program, run, expected, outcome)
+        if run.notes != expected.notes:
+            raise LawBroken(f"effects ran {sorted(run.notes)}, in plain JAX {sorted(expected.notes)}")
+        if first is not None:
+            _same_bits(run.results, first.results)
+        first = first or run
+    return outcome
+
+
+def traced(program: Program) -> Outcome:
+    """What plain JAX traces of a program; nothing is compiled or checked."""
+    with mm.ignore_transforms():
+        arguments = (program.init(), *_arguments(program), program, program.schedules[0])
+        return Outcome(primitives(jax.jit(_step, static_argnums=(4, 5)).trace(*arguments).jaxpr), ["traced only"])
+
+
+def _arguments(program: Program) -> tuple[Any, ...]:
+    scale = 0.5 if program.weak else None
+    return program.batch(), program.random_key(), scale
+
+
+def _reference(program: Program, outcome: Outcome, noise: int | None = None) -> _Run:
+    """The same two steps as plain JAX."""
+    state, rest, results = program.init(), _arguments(program), []
+    if noise is not None:
+        state, rest = _perturbed((state, rest), noise)
+    NOTES.clear()
+    with mm.ignore_transforms():
+        step = jax.jit(_step, static_argnums=(4, 5), compiler_options=cheap_options())
+        schedule = program.schedules[0]
+        if noise is None:
+            outcome.primitives = primitives(step.trace(state, *rest, program, schedule).jaxpr)
+        for _ in range(2):
+            state, metrics = step(state, *rest, program, schedule)
+            results.append(kept((state, metrics)))
+    jax.effects_barrier()
+    return _Run(results, set(NOTES))
+
+
+def _run(program: Program, schedule: str | None) -> _Run:
+    """Two steps under a schedule, with what has to hold of their layouts."""
+    step, state, rest, results = _compiled(program), program.init(), _arguments(program), []
+    NOTES.clear()
+    compiled = step.prepare(state, *rest, program, schedule)
+    _layout_before(compiled)
+    for number in range(2):
+        given = state
+        if step.prepare(state, *rest, program, schedule) is not compiled:
+            raise LawBroken("step 2 is traced and compiled anew")
+        with counted_compilations() as made:
+            state, metrics = step(state, *rest, program, schedule)
+        if number == 1 and made and works("relayouts_compiled_ahead"):
+            raise LawBroken(f"step 2 compiled {len(made)} programs")
+        _layouts(program, compiled, state)
+        if program.donate and program.mode != "forward" and number == 1 and works("donated_is_deleted"):
+            alive = [p for p, x in jax.tree_util.tree_leaves_with_path(given) if not x.is_deleted()]
+            if alive:
+                raise LawBroken(f"donated and not deleted: {[jax.tree_util.keystr(p) for p in alive]}")
+        results.append(kept((state, metrics)))
+    jax.effects_barrier()
+    return _Run(results, set(NOTES))
+
+
+def _layout_before(compiled: Any) -> None:
+    """The layout that was there before compilation is what XLA takes and gives, value by value."""
+    lowered = compiled._lowered
+    for f, executable in zip(lowered.program.fragments, lowered.executables, strict=True):
+        shardings = (*executable.input_shardings[0], *executable.output_shardings)
+        for v, sharding in zip((*f.invars, *f.outvars), shardings, strict=True):
+            decided = lowered.layout.decisions[v, f.submesh]
+            if not sharding.is_equivalent_to(lowered.layout.sharding(v, f.submesh), len(v.aval.shape)):
+                raise LawBroken(f"{v.aval.str_short()} in {f.name} lies as {sharding}, the layout says {decided}")
+
+
+def _layouts(program: Program, compiled: Any, state: Any) -> None:
+    """The next state lies where the step takes it, and moments lie as their parameters do."""
+    wanted = jax.tree.leaves(compiled.input_shardings[0][0])
+    with_paths = jax.tree_util.tree_leaves_with_path(state)
+    for (path, x), sharding in zip(with_paths, wanted, strict=True):
+        if not x.sharding.is_equivalent_to(sharding, x.ndim) and works("state_layouts"):
+            raise LawBroken(f"state{jax.tree_util.keystr(path)} lies as {x.sharding}, the step takes it as {sharding}")
+    _constrained_kernels(program, compiled)
+    if not works("mirrored_layouts"):
+        return
+    params = {path[1:]: x for path, x in with_paths if _name(path[0]) == "params"}
+    for path, x in with_paths:
+        for key, p in params.items():
+            mirrors = path[-len(key) :] == key and x.shape == p.shape and _name(path[0]) != "params"
+            if mirrors and not x.sharding.is_equivalent_to(p.sharding, x.ndim):
+                raise LawBroken(
+                    f"state{jax.tree_util.keystr(path)} lies as {x.sharding}, its parameter as {p.sharding}"
+                )
+
+
+def _constrained_kernels(program: Program, compiled: Any) -> None:
+    """A kernel that one task reads lies as the program says it does."""
+    state = compiled.input_shardings[0][0]
+    params = state["params"] if program.state == "dict" else state.params
+    for layer in program.layers:
+        alone = sum(other.parameter == layer.parameter for other in program.layers) == 1
+        if layer.annotated == "never" or not alone or layer.wrap != "plain" or layer.between or program.in_shardings:
+            continue
+        if layer.annotated == "outside" and not works("constraint_outside"):
+            continue
+        rules, mesh = dict(RULES), program.meshes()[layer.submesh]
+        wanted = NamedSharding(mesh, PartitionSpec(*(rules.get(n) for n in layer.kernel_axes)))
+        found = jax.tree.leaves(params[f"w{layer.parameter}"]["kernel"])[0]
+        if not found.is_equivalent_to(wanted, 2):
+            raise LawBroken(f"the kernel of layer {layer} lies as {found}, the program says {wanted}")
+
+
+def _name(entry: Any) -> str:
+    return str(getattr(entry, "name", getattr(entry, "key", entry)))
+
+
+class counted_compilations:
+    """Lists the compilations that happen in its block."""
+
+    def __enter__(self) -> list[str]:
+        self.made: list[str] = []
+        _LISTENING.append(self.made)
+        return self.made
+
+    def __exit__(self, *_: Any) -> None:
+        _LISTENING.remove(self.made)
+
+
+_LISTENING: list[list[str]] = []
+
+
+def _listen(event: str, duration: float, **_: Any) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        for made in _LISTENING:
+            made.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+# Comparing
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array of a result as it was before the next step took its buffer: its type, and its numbers."""
+
+    type: str
+    weak: bool
+    value: np.ndarray
+
+
+def kept(tree: Any) -> Any:
+    """A tree of `Leaf` in place of arrays."""
+
+    def leaf(x: Any) -> Leaf:
+        aval = jax.typeof(x)
+        return Leaf(f"{aval.dtype}{list(aval.shape)}", getattr(aval, "weak_type", False), _on_host(x))
+
+    return jax.tree.map(leaf, tree)
+
+
+def _on_host(x: Any) -> np.ndarray:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else None)
+
+
+def _coarse(program: Program) -> bool:
+    names = [n for layer in program.layers for n in (*layer.operations, layer.between) if n]
+    return any(OPERATIONS[n].coarse for n in names) or "bf16" in program.optimizer
+
+
+def _same_values(program: Program, run: _Run, expected: _Run, outcome: Outcome) -> None:
+    """Structures, shapes and dtypes are equal; numbers to within what the order of sums may change."""
+    tree, wanted = jax.tree.structure(run.results), jax.tree.structure(expected.results)
+    if tree != wanted:
+        raise LawBroken(f"the result has structure {tree}, in plain JAX {wanted}")
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(expected.results)]
+    pairs = list(zip(paths, jax.tree.leaves(run.results), jax.tree.leaves(expected.results), strict=True))
+    for path, a, e in pairs:
+        if a.type != e.type or (a.weak != e.weak and works("weak_types")):
+            raise LawBroken(f"result{path} is {a.type}, weak {a.weak}; in plain JAX {e.type}, weak {e.weak}")
+    tolerance = 5e-2 if _coarse(program) else 5e-5
+    off = [path for path, a, e in pairs if not _close(a.value, e.value, tolerance, 0.0)]
+    if not off:
+        return
+    # Where a little noise in the arguments moves plain JAX as far, the difference says nothing.
+    spread = _spread(program, expected)
+    really = [
+        f"result{path}: {a.value.ravel()[:4]}, in plain JAX {e.value.ravel()[:4]}"
+        for (path, a, e), s in zip(pairs, spread, strict=True)
+        if not _close(a.value, e.value, tolerance, s)
+    ]
+    if really:
+        raise LawBroken(f"{len(really)} of {len(pairs)} values differ: " + "; ".join(really[:4]))
+    outcome.remarks.append("badly conditioned")
+
+
+def _close(a: np.ndarray, e: np.ndarray, tolerance: float, spread: Any) -> bool:
+    if a.dtype.kind not in "fc":
+        return bool(np.all((a == e) | (np.asarray(spread) > 0)))
+    scale = max(1.0, float(np.max(np.abs(e), initial=0.0, where=np.isfinite(e))))
+    with np.errstate(invalid="ignore"):
+        near = np.abs(a - e) <= tolerance * scale + 30 * spread
+    return bool(np.all(near | (np.isnan(a) & np.isnan(e)) | (a == e)))
+
+
+def _spread(program: Program, expected: _Run) -> list[Any]:
+    """How far each value of plain JAX moves under noise of a millionth in the arguments."""
+    out = [np.zeros(x.value.shape) for x in jax.tree.leaves(expected.results)]
+    for seed in range(4):
+        moved = jax.tree.leaves(_reference(program, Outcome({}), noise=seed).results)
+        for i, (m, e) in enumerate(zip(moved, jax.tree.leaves(expected.results), strict=True)):
+            with np.errstate(invalid="ignore"):
+                out[i] = np.fmax(out[i], np.abs(m.value.astype(np.float64) - e.value.astype(np.float64)))
+    return out
+
+
+def _perturbed(tree: Any, seed: int) -> Any:
+    rng = np.random.default_rng(seed)
+
+    def moved(x):
+        if not isinstance(x, jax.Array) or x.dtype != jnp.float32:
+            return x
+        return x * jnp.asarray(1 + 1e-6 * rng.normal(size=x.shape), jnp.float32)
+
+    return jax.tree.map(moved, tree)
+
+
+def _same_bits(actual: Any, expected: Any) -> None:
+    for (path, a), e in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        if not np.array_equal(a.value, e.value, equal_nan=a.value.dtype.kind in "fc"):
+            raise LawBroken(f"result{jax.tree_util.keystr(path)} differs between schedules of one class")

@@ -1,0 +1,348 @@
+"""A generated program: data that can be kept as text, and the training step that it stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import manymesh as mm
+
+from . import operations_large  # noqa: F401  # registers its operations
+from .known import works
+from .operations import WIDTH, Surroundings, apply
+from .optimizers import optimizer
+from .wraps import call_wrapped, inner_wrapped
+
+RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
+TAKES_BOXES = ("plain", "keywords", "jit", "checkpoint", "policy", "python_loop", "scoped", "nested")
+STACK = 2  # layers in a stacked parameter
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One task.
+
+    Attributes:
+      submesh, parameter: which of the program's.
+      reads: earlier values that it adds up; 0 is the batch.
+      operations: names in the catalogue, one after the other, before the layer's own product.
+      wrap: what the task is called through.
+      inner: what the operations are wrapped in, inside of the task.
+      kernel_axes: names of the kernel's dimensions, or None for no constraint.
+      annotated: where the kernel is constrained: ``inside`` or ``outside`` of the task, ``box`` (opened in the task), ``never``.
+      activation: names of the result's dimensions, or None.
+      style: whose constraint it is, ``mm`` or ``jax``.
+      between: an operation on the layer's result, outside of tasks; or none.
+    """
+
+    submesh: int
+    parameter: int
+    reads: tuple[int, ...]
+    operations: tuple[str, ...]
+    wrap: str = "plain"
+    inner: str = "plain"
+    kernel_axes: tuple[str | None, ...] | None = None
+    annotated: str = "never"
+    activation: tuple[str | None, ...] | None = None
+    style: str = "mm"
+    between: str | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step. What a field means is said where `step` and `loss` read it.
+
+    Attributes:
+      submeshes: (first device, rows, columns) of each; rows are the axis ``data``, columns ``model``.
+    """
+
+    submeshes: tuple[tuple[int, int, int], ...]
+    layers: tuple[Layer, ...]
+    mode: str = "train"
+    microbatches: int = 2
+    reduce: str = "mean"
+    schedules: tuple[str | None, ...] = ("1f1b",)
+    optimizer: str = "sgd"
+    clipped: bool = False
+    ema: bool = False
+    state: str = "tuple"
+    donate: bool = False
+    aux: bool = False
+    key: str | None = None
+    raw_key: bool = False
+    key_from: str = "argument"
+    weak: bool = False
+    in_shardings: bool = False
+
+    def to_json(self) -> str:
+        """The program as text, to be kept when it breaks something."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Program:
+        """The program that `to_json` wrote."""
+        fields = json.loads(text)
+        layers = tuple(Layer(**{k: _frozen(v) for k, v in one.items()}) for one in fields.pop("layers"))
+        return cls(layers=layers, **{k: _frozen(v) for k, v in fields.items()})
+
+    def meshes(self) -> list[Mesh]:
+        devices = jax.devices()
+        return [Mesh(np.array(devices[s : s + a * b]).reshape(a, b), ("data", "model")) for s, a, b in self.submeshes]
+
+    def stacked(self) -> set[int]:
+        """Parameters that hold several layers."""
+        return {layer.parameter for layer in self.layers if layer.wrap == "stacked"}
+
+    def parameters(self) -> dict[str, Any]:
+        """Kernels and biases, kernels in boxes where a layer says so."""
+        rng, out = np.random.default_rng(0), {}
+        for i in range(1 + max(layer.parameter for layer in self.layers)):
+            lead = (STACK,) if i in self.stacked() else ()
+            kernel = jnp.asarray(rng.normal(size=(*lead, WIDTH, WIDTH)) * 0.5, jnp.float32)
+            bias = jnp.asarray(rng.normal(size=(*lead, WIDTH)) * 0.1, jnp.float32)
+            names = [la.kernel_axes for la in self.layers if la.parameter == i and la.annotated == "box"]
+            boxed = names and names[0] is not None
+            out[f"w{i}"] = {
+                "kernel": mm.meta.LogicallyPartitioned(kernel, (None,) * len(lead) + names[0]) if boxed else kernel,
+                "bias": bias,
+            }
+        return out
+
+    def batch(self) -> dict[str, Any]:
+        """Rows, token ids, and a leaf that is None."""
+        rng, rows = np.random.default_rng(1), 4 * self.microbatches
+        return {
+            "x": jnp.asarray(rng.normal(size=(rows, WIDTH)), jnp.float32),
+            "ids": jnp.asarray(rng.integers(0, 8, size=rows), jnp.int32),
+            "nothing": None,
+        }
+
+    def random_key(self) -> Any:
+        if self.key is None:
+            return None
+        key = jax.random.key(3, impl=self.key)
+        return jax.random.key_data(key) if self.raw_key else key
+
+    def init(self) -> Any:
+        """The first state, in the container that the program keeps it in."""
+        params = self.parameters()
+        made = optimizer(self.optimizer, self.clipped)
+        if self.state == "train_state":
+            state = TrainState.create(apply_fn=None, params=params, tx=made)
+            return state if works("python_step_count") else state.replace(step=jnp.zeros((), jnp.int32))
+        fields = {
+            "params": params,
+            "moments": jax.tree.map(jnp.copy, made.init(params)),  # some hold the parameters themselves
+            "average": jax.tree.map(jnp.copy, params) if self.ema else None,
+            "count": jnp.zeros((), jnp.int32),
+        }
+        return CONTAINERS[self.state](**fields)
+
+    # The step
+
+    def loss(self, params: Any, batch: Any, key: Any, scale: Any) -> Any:
+        """Mean of squares of what the last layer gives, and a little of every other value."""
+        meshes = self.meshes()
+        values, ids = [batch["x"]], batch["ids"]
+        for i, layer in enumerate(self.layers):
+            p = params[f"w{layer.parameter}"]
+            if layer.wrap != "stacked" and layer.parameter in self.stacked():
+                p = jax.tree.map(lambda v: v[0], p)
+            if layer.annotated != "box" or layer.wrap not in TAKES_BOXES:
+                p = mm.meta.unbox(p)
+            if layer.annotated == "outside":
+                names = (None,) * (p["kernel"].ndim - 2) + layer.kernel_axes
+                p = {**p, "kernel": mm.with_sharding_constraint(p["kernel"], names)}
+            x = sum((values[r] for r in layer.reads[1:]), values[layer.reads[0]])
+            own = None if key is None else jax.random.fold_in(key, i)
+            y = call_wrapped(layer.wrap, self.task(i, meshes, own), p, x, ids, own, f"t{i}")
+            if layer.between is not None:
+                kernel = mm.meta.unbox(p)["kernel"].reshape(-1, WIDTH, WIDTH)[
+                    0
+                ]  # of the first layer, where they are stacked
+                y = apply(layer.between, y, Surroundings(kernel, ids, own))
+            values.append(y)
+        value = jnp.mean(values[-1] ** 2) + sum(jnp.mean(v) for v in values[1:-1]) * 0.1
+        if scale is not None:
+            value = value * scale
+        if not self.aux:
+            return value
+        weak = jnp.asarray(0.5) * 3
+        return value, {"count": ids.sum(), "hidden": values[1][0], "weak": weak, "flag": ids[0] > 3, "nothing": None}
+
+    def task(self, i: int, meshes: list[Mesh], key: Any) -> Any:
+        """The i-th layer as ``(parameters, x, ids, key) -> rows``, on its submesh."""
+        layer = self.layers[i]
+
+        def body(p, x, ids, own):
+            if self.key_from == "closed_over":
+                own = key
+            elif self.key_from == "constant":
+                own = constant_key(self.key)
+            p = mm.meta.unbox(p)
+            kernel = p["kernel"]
+            if layer.annotated == "inside":
+                kernel = self._constrain(kernel, layer.kernel_axes, layer.style)
+
+            def operate(h, n):
+                # A loop of unknown length has no reverse mode.
+                around = Surroundings(jax.lax.stop_gradient(kernel) if layer.inner == "while" else kernel, n, own)
+                for name in layer.operations:
+                    h = apply(name, h, around)
+                return h
+
+            y = inner_wrapped(layer.inner, operate, x, ids) @ kernel + p["bias"]
+            y = y if layer.activation is None else self._constrain(y, layer.activation, layer.style)
+            return (y, 2) if layer.wrap == "returned_number" else y
+
+        mesh: Any = meshes[layer.submesh]
+        if layer.wrap in ("layers", "stacked"):
+            alike = [m for m in meshes if m.shape == mesh.shape]
+            mesh = [mesh, *(m for m in alike if m != mesh)][:STACK]
+        if layer.wrap == "nested":
+            body = mm.task(body, f"inner{i}", mesh=mesh, logical_axes=RULES)
+        return mm.task(body, f"t{i}", mesh=mesh, logical_axes=RULES)
+
+    @staticmethod
+    def _constrain(x: Any, names: Any, style: str) -> Any:
+        if style == "jax":
+            if jax.sharding.get_abstract_mesh().empty:  # in reference mode there is no mesh around
+                return x
+            rules = dict(RULES)
+            return jax.lax.with_sharding_constraint(x, PartitionSpec(*(rules.get(n) for n in names)))
+        return mm.with_sharding_constraint(x, names)
+
+    def looped(self, fun: Any, schedule: str | None, reduce: Any) -> Any:
+        """``fun(params, batch, key, scale)`` over microbatches, if the program has any."""
+        if schedule is None:
+            return fun
+        rows = None
+        if schedule == "custom":
+            rows = self.custom_rows()
+        return mm.microbatch(
+            fun,
+            argnum=1,
+            num_microbatches=self.microbatches,
+            schedule=schedule,
+            reduce=reduce,
+            rng_argnum=2 if self.key is not None and self.key_from == "folded" else None,
+            custom_schedule=rows,
+        )
+
+    def custom_rows(self) -> list[list[tuple[int, str]]]:
+        """GPipe, written by hand: every submesh has one layer."""
+        count = range(self.microbatches)
+        rows = []
+        for s in range(len(self.submeshes)):
+            names = [f"t{i}" for i, layer in enumerate(self.layers) if layer.submesh == s]
+            rows.append([(m, f"{n}{end}") for end in ("", "_bwd") for n in names for m in count])
+        return rows
+
+    def reduction(self) -> Any:
+        """One word for everything, or words for parts of the result."""
+        if self.reduce == "weighted":
+            return mm.WeightedMean("count")
+        if self.reduce in ("sum", "mean"):
+            return self.reduce
+        return (
+            ("mean", {"count": self.reduce, "hidden": self.reduce, "weak": "last", "flag": "last", "nothing": None}),
+            "mean",
+        )
+
+    def step(self, state: Any, batch: Any, key: Any, scale: Any, schedule: str | None) -> Any:
+        """The training step: gradients of the loss over microbatches, and an update."""
+        params = state.params if self.state != "dict" else state["params"]
+        if self.mode == "forward":
+            return state, self.looped(self.loss, schedule, "sum" if not self.aux else ("sum", "last"))(
+                params, batch, key, scale
+            )
+        grad = jax.value_and_grad(self.loss, has_aux=self.aux)
+        if self.mode == "scanned":
+            loss, grads = self._accumulated(grad, params, batch, key, scale)
+        else:
+            loss, grads = self.looped(grad, schedule, self.reduction())(params, batch, key, scale)
+        if self.reduce == "sum":
+            grads = jax.tree.map(lambda g: g / self.microbatches, grads)
+        new = self.updated(state, grads)
+        if self.mode == "twice":
+            after = new.params if self.state != "dict" else new["params"]
+            loss = loss, self.looped(self.loss, schedule, "last")(after, batch, key, scale)
+        return new, (loss, grads)
+
+    def _accumulated(self, grad: Any, params: Any, batch: Any, key: Any, scale: Any) -> Any:
+        """Gradients added up by a scan that the user wrote."""
+        pieces = jax.tree.map(lambda x: x.reshape(self.microbatches, -1, *x.shape[1:]), batch)
+
+        def body(total, piece):
+            value, grads = grad(params, piece, key, scale)
+            return jax.tree.map(jnp.add, total, grads), value
+
+        grads, values = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), pieces)
+        return values, jax.tree.map(lambda g: g / self.microbatches, grads)
+
+    def updated(self, state: Any, grads: Any) -> Any:
+        """The next state."""
+        if self.state == "train_state":
+            return state.apply_gradients(grads=grads)
+        fields = dict(state) if self.state == "dict" else {f: getattr(state, f) for f in FIELDS}
+        updates, moments = optimizer(self.optimizer, self.clipped).update(grads, fields["moments"], fields["params"])
+        params = optax.apply_updates(fields["params"], updates)
+        average = fields["average"]
+        if self.ema:
+            average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
+        new = {"params": params, "moments": moments, "average": average, "count": fields["count"] + 1}
+        return CONTAINERS[self.state](**new)
+
+    def shardings(self) -> Any:
+        """`in_shardings` of the step that say where the kernels of single layers arrive."""
+        meshes, used = self.meshes(), {}
+        for layer in self.layers:
+            used.setdefault(layer.parameter, []).append(layer)
+        return {
+            f"w{i}": NamedSharding(meshes[layers[0].submesh], PartitionSpec(None, "model"))
+            for i, layers in used.items()
+            if len(layers) == 1 and layers[0].wrap == "plain" and layers[0].annotated == "never"
+        }
+
+
+FIELDS = ("params", "moments", "average", "count")
+
+
+class Named(NamedTuple):
+    params: Any
+    moments: Any
+    average: Any
+    count: Any
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=FIELDS, meta_fields=())
+@dataclass
+class Fields:
+    params: Any
+    moments: Any
+    average: Any
+    count: Any
+
+
+CONTAINERS: dict[str, Any] = {"dict": dict, "tuple": Named, "dataclass": Fields}
+
+
+@functools.cache
+def constant_key(impl: str) -> Any:
+    """A key that a module would hold."""
+    with jax.ensure_compile_time_eval():
+        return jax.random.key(5, impl=impl)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,0 +1,140 @@
+"""Steps over NNX modules: what changes is changed in the caller's modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import manymesh as mm
+import manymesh.nnx
+from flax import nnx
+
+X = jax.random.normal(jax.random.key(0), (8, 4))
+
+
+class Count(nnx.Variable):
+    """A number of calls."""
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+        self.calls = Count(jnp.array(0))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls[...] += 1
+        return self.dense(x)
+
+    @mm.nnx.jit
+    def as_a_method(self, x: Any) -> Any:
+        return self(x)
+
+
+def placed() -> Any:
+    return mm.nnx.task(Model(nnx.Rngs(0)), "model", devices=[3])
+
+
+def test_statics_keywords_methods_and_the_cache() -> None:
+    model, traces = placed(), []
+
+    @mm.nnx.jit(static_argnames="power")
+    def step(model: Any, x: Any, *, power: int) -> Any:
+        traces.append(power)
+        return {"y": model(x) ** power}
+
+    for power in (1, 2, 1):
+        np.testing.assert_allclose(step(model, x=X, power=power)["y"], model.dense(X) ** power, rtol=1e-5)
+    assert traces == [1, 2] and int(model.calls[...]) == 3
+    assert sorted(d.id for d in model.dense.kernel.devices()) == [3]
+    model.as_a_method(X)
+    assert int(model.calls[...]) == 4 and step.__name__ == "step"
+
+
+def test_asking_changes_nothing() -> None:
+    model = placed()
+    step = mm.nnx.jit(lambda model, x: model(x))
+    assert step.eval_shape(model, X).shape == (8, 4)
+    assert "model" in str(step.lower(model, X).program) and step.trace(model, X).jaxpr.in_avals
+    assert step.lower(model, X).compile().report()
+    assert int(model.calls[...]) == 0 and sorted(d.id for d in model.dense.kernel.devices()) == [0]
+    with mm.ignore_transforms():
+        np.testing.assert_allclose(step(model, X), model.dense(X), rtol=1e-6)
+    assert int(model.calls[...]) == 1
+
+
+def test_what_a_step_adds_to_a_module_is_there_afterwards() -> None:
+    """And what it returns: new modules, and modules that are its arguments."""
+    model = placed()
+
+    def step(model: Any, x: Any) -> Any:
+        model.last = Count(model(x))
+        return model, nnx.Linear(4, 2, rngs=nnx.Rngs(1))
+
+    same, new = mm.nnx.jit(step)(model, X)
+    assert same is model and isinstance(new, nnx.Linear)
+    np.testing.assert_allclose(model.last[...], model.dense(X), rtol=1e-6)
+    np.testing.assert_allclose(new.kernel[...], nnx.Linear(4, 2, rngs=nnx.Rngs(1)).kernel[...], rtol=1e-6)
+
+
+def test_donation_takes_the_old_buffers_and_leaves_the_module_whole() -> None:
+    model = placed()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @mm.nnx.jit(donate_argnums=(0, 1))
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    step(model, optimizer, X)
+    old = model.dense.kernel.get_value()
+    first = float(step(model, optimizer, X))
+    assert old.is_deleted() and not model.dense.kernel.get_value().is_deleted()
+    assert float(step(model, optimizer, X)) < first and int(optimizer.step[...]) == 3
+
+
+def test_variables_that_stand_at_two_places_stay_one() -> None:
+    first, second = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
+    second.dense.kernel = first.dense.kernel
+    models = nnx.List([mm.nnx.task(first, "a", devices=[0]), mm.nnx.task(second, "b", devices=[1])])
+
+    @mm.nnx.jit
+    def step(models: Any, x: Any) -> Any:
+        grads = nnx.grad(lambda models: jnp.sum(models[1](models[0](x))))(models)
+        kernel = models[0].dense.kernel
+        kernel[...] = kernel[...] - 0.1 * jax.tree.leaves(grads[0]["dense"]["kernel"])[0]
+
+    step(models, X)
+    assert first.dense.kernel is second.dense.kernel and int(first.calls[...]) == 1
+    plain = Model(nnx.Rngs(0))
+    slope = jax.grad(lambda k: jnp.sum((X @ k) @ k))(plain.dense.kernel[...])
+    np.testing.assert_allclose(first.dense.kernel[...], plain.dense.kernel[...] - 0.1 * slope, rtol=1e-5)
+
+
+def test_a_loop_that_adds_variables_says_so() -> None:
+    model = placed()
+
+    def adds(model: Any, x: Any) -> Any:
+        model.last = Count(model(x))
+        return jnp.sum(model.last[...])
+
+    step = mm.nnx.jit(mm.nnx.microbatch(adds, argnum=1, num_microbatches=2))
+    with pytest.raises(
+        mm.errors.MicrobatchError, match=r"the modules got 4 arrays, before they had 3 .*last.*make caches"
+    ):
+        step(model, X)
+    swapped = mm.nnx.jit(mm.nnx.microbatch(lambda x, model: jnp.sum(model(x)), argnum=1, num_microbatches=2))
+    with pytest.raises(mm.errors.MicrobatchError, match="argnum 1 is the batch, but there is a module in it"):
+        swapped(X, model)
+
+
+def test_one_microbatch_is_the_plain_call() -> None:
+    model = placed()
+    step = mm.nnx.jit(mm.nnx.microbatch(lambda model, x: jnp.sum(model(x)), argnum=-1, num_microbatches=1))
+    np.testing.assert_allclose(step(model, X), jnp.sum(model.dense(X)), rtol=1e-5)
+    assert int(model.calls[...]) == 1

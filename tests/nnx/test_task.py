@@ -1,0 +1,191 @@
+"""NNX modules as tasks, in every form, and scopes by which patterns know them."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import manymesh as mm
+import manymesh.nnx
+from flax import nnx
+
+X = jax.random.normal(jax.random.key(0), (4, 4))
+
+
+class Inner(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.tanh(self.dense(x))
+
+    def twice(self, x: Any) -> Any:
+        return self(self(x))
+
+
+class Outer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks = nnx.List([Inner(rngs), Inner(rngs)])
+        self.head = Inner(rngs)
+
+    def __call__(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head.twice(x)
+
+
+def fragments(step: Any, *args: Any) -> list[tuple[str, int]]:
+    return [(f.name, f.submesh) for f in step.lower(*args).program.fragments]
+
+
+def test_every_form_of_a_model() -> None:
+    place = functools.partial(mm.nnx.task, name="there", devices=[1])
+    plain = Inner(nnx.Rngs(0))
+    wanted = plain(X)
+    step = mm.nnx.jit(lambda f, x: f(x), static_argnums=0)
+    for made in (
+        place(Inner)(nnx.Rngs(0)),
+        place(functools.partial(Inner, nnx.Rngs(0)))(),
+        place(plain),
+        place(plain.__call__),
+        functools.partial(place(lambda m, x: m(x)), plain),
+    ):
+        call = (lambda x, made=made: made(x)) if isinstance(made, nnx.Module) else made
+        out = step(call, X)
+        np.testing.assert_allclose(out, wanted, rtol=1e-6)
+        assert sorted(d.id for d in out.devices()) == [1]
+    wrapped = place(plain)
+    assert type(wrapped) is not type(plain) and wrapped.dense is plain.dense
+    np.testing.assert_allclose(wrapped(X), wanted)  # outside a step it is the plain one
+    assert jax.tree.structure(nnx.state(wrapped)) == jax.tree.structure(nnx.state(plain))
+    again = pickle.loads(pickle.dumps(mm.nnx.task(nnx.Dict, devices=[1])(a=1)))
+    assert type(again) is mm.nnx.task(nnx.Dict, devices=[1])
+
+
+class Counted(Inner):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs)
+        self.calls = nnx.Variable(jnp.array(0))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls[...] += 1
+        return super().__call__(x)
+
+
+def test_a_variable_that_is_only_read_is_no_result() -> None:
+    """Two tasks of one module: its count goes from one to the other, its parameters do not, though both constrain them."""
+    with nnx.use_eager_sharding(False):
+        shared = Counted(nnx.Rngs(0))
+        shared.dense.kernel = nnx.Param(shared.dense.kernel[...], out_sharding=(None, "model"))
+    meshes = [jax.make_mesh((2,), ("model",), devices=jax.devices()[i : i + 2]) for i in (0, 2)]
+    models = [mm.nnx.task(shared, name, mesh=mesh) for name, mesh in zip(("front", "back"), meshes, strict=True)]
+    step = mm.nnx.jit(lambda models, x: models[1](models[0](x[:2])))
+    program = step.lower(models, X).program
+    assert {e.var.aval.shape for e in program.edges} == {(2, 4), ()}
+    outs = {f.name: sorted(v.aval.shape for v in f.outvars) for f in program.fragments}
+    assert outs == {"front": [(), (2, 4)], "back": [(), (2, 4)]}
+    np.testing.assert_allclose(step(models, X), Inner(nnx.Rngs(0)).twice(X[:2]), rtol=1e-5)
+    assert int(shared.calls[...]) == 2
+
+
+def test_a_step_may_read_a_module_that_it_closes_over() -> None:
+    """As under `nnx.jit`; it cannot change one."""
+    model = mm.nnx.task(Inner(nnx.Rngs(0)), devices=[1])
+    np.testing.assert_allclose(mm.jit(lambda x: model(x))(X), Inner(nnx.Rngs(0))(X), rtol=1e-6)
+    counted = mm.nnx.task(Counted(nnx.Rngs(0)), devices=[1])
+    with pytest.raises(Exception, match="Cannot mutate"):
+        mm.jit(lambda x: counted(x))(X)
+
+
+def test_an_ensemble_in_a_task_under_vmap() -> None:
+    cls = mm.nnx.task(Counted, "ensemble", devices=[1])
+    ensemble = nnx.vmap(lambda rngs: cls(rngs))(nnx.Rngs(0).split(3))
+    step = mm.nnx.jit(lambda m, x: nnx.vmap(lambda m, x: m(x), in_axes=(0, None))(m, x))
+    out = step(ensemble, X)
+    assert out.shape == (3, 4, 4) and sorted(d.id for d in out.devices()) == [1]
+    np.testing.assert_allclose(out[2], jnp.tanh(X @ ensemble.dense.kernel[2] + ensemble.dense.bias[2]), rtol=1e-5)
+    assert ensemble.calls[...].tolist() == [1, 1, 1]
+
+
+def test_names_of_variables_become_constraints_by_the_rules_of_the_task() -> None:
+    mesh = jax.make_mesh((1, 2), ("data", "model"), devices=jax.devices()[2:4])
+    with nnx.use_eager_sharding(False):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "hidden"))
+        boxed = nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0))
+        rules = nnx.Param(jnp.ones((8, 4)), out_sharding=("wide", None), sharding_rules=(("wide", "model"),))
+    place = {"mesh": mesh, "logical_axes": [("hidden", "model"), ("embed", None)]}
+    model = mm.nnx.task(boxed, **place)
+    step = mm.nnx.jit(lambda model, rules, x: model(x) @ mm.nnx.task(lambda r: r[...], **place)(rules))
+    step(model, rules, X)
+    assert tuple(model.kernel.get_value().sharding.spec) == (None, "model")
+    assert tuple(rules.get_value().sharding.spec) == ("model",)
+    wrong = mm.nnx.task(boxed, "wrong", mesh=mesh, logical_axes=[("hiden", "model")])
+    with pytest.raises(mm.errors.AxisError, match="task 'wrong': axis name 'embed' .* is in no rule"):
+        mm.nnx.jit(lambda model, x: model(x), strict=True)(wrong, X)
+
+
+def test_patterns_know_modules_by_their_paths() -> None:
+    model = Outer(nnx.Rngs(0))
+    wanted = model(X)
+    step = mm.nnx.jit(lambda model, x: jnp.sum(model(x)))
+    grad = mm.nnx.jit(lambda model, x: nnx.value_and_grad(lambda m, x: jnp.sum(m(x)))(model, x))
+    place = lambda match, backward: mm.Task(f"block_{match[0]}", devices=[int(match[0])])  # noqa: E731
+    with mm.register_task("[01]", callback=place), mm.register_task(r"head\.twice", devices=[2], name="head"):
+        assert [name for name, _ in fragments(step, model, X)] == ["block_0", "block_1", "head"]
+        loss, grads = grad(model, X)
+        plain = mm.jit(lambda model, x: model(x))  # a module is a pytree, so this sees it too
+        assert [name for name, _ in fragments(plain, model, X)] == ["block_0", "block_1", "head"]
+    np.testing.assert_allclose(loss, jnp.sum(wanted), rtol=1e-5)
+    homes = [sorted(d.id for d in block.dense.kernel.devices()) for block in (*model.blocks, model.head)]
+    assert homes == [[0], [1], [2]]
+
+
+def test_names_of_variables_travel_to_tasks_of_patterns() -> None:
+    """And a variable that the step leaves alone is no result of any task."""
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[2:4])
+    with nnx.use_eager_sharding(False):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "hidden"))
+        model = nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0))
+    step = mm.nnx.jit(lambda model, x: model(x))
+    with mm.register_task("Linear", mesh=mesh, logical_axes=[("hidden", "model")]):
+        (fragment,) = step.lower(model, X).program.fragments
+        assert [v.aval.shape for v in fragment.outvars] == [(4, 8)]
+        step(model, X)
+        jaxpr = step.trace(model, X).jaxpr.jaxpr
+        assert [v in jaxpr.invars for v in jaxpr.outvars] == [
+            True,
+            True,
+            False,
+        ]  # bias and kernel come out as they came
+    assert tuple(model.kernel.get_value().sharding.spec) == (None, "model")
+
+
+def test_a_method_that_calls_the_one_it_overrides_opens_one_scope() -> None:
+    model = nnx.Dict(head=Counted(nnx.Rngs(0)))
+
+    class Root(nnx.Module):
+        def __init__(self) -> None:
+            self.head = model.head
+
+        def __call__(self, x: Any) -> Any:
+            return self.head(x)
+
+    with (
+        mm.register_task("Counted", devices=[1]),
+        mm.register_task("head", devices=[0]),
+        pytest.warns(UserWarning, match="'Counted'.* matches no scope"),
+    ):
+        assert [f.name for f in mm.nnx.jit(lambda m, x: m(x)).lower(Root(), X).program.fragments if f.tasks] == ["head"]
+
+
+def test_what_cannot_be_a_task() -> None:
+    import flax.linen as nn
+
+    with pytest.raises(mm.errors.TaskError, match=r"a Linen module takes manymesh\.flax\.task"):
+        mm.nnx.task(nn.Dense, devices=[0])

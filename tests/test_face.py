@@ -1,0 +1,53 @@
+"""The face of the package: what is public, how it is called, and what importing it costs."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+import manymesh as mm
+import manymesh.equinox
+import manymesh.flax
+import manymesh.nnx
+
+FACES = [mm, mm.errors, mm.meta, mm.schedules, mm.flax, mm.nnx, mm.equinox]
+
+
+@pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)
+def test_public_classes_print_as_they_are_imported(face) -> None:
+    classes = [vars(face)[name] for name in face.__all__ if isinstance(vars(face).get(name), type)]
+    for cls in classes:
+        home = cls.__module__
+        assert home == face.__name__ or home in [f.__name__ for f in FACES], (cls, home)
+        assert getattr(sys.modules[home], cls.__qualname__) is cls
+        assert pickle.loads(pickle.dumps(cls)) is cls
+    assert face is mm.schedules or classes
+
+
+def test_errors_print_with_the_name_that_one_catches() -> None:
+    code = "import manymesh as mm; mm.Task('a', devices=[0], mesh=1)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith("manymesh.errors.ArgumentError: task 'a': mesh has to be")
+
+
+def test_dir_and_version() -> None:
+    assert set(dir(mm)) == {*mm.__all__, "equinox", "flax", "nnx"}
+    assert mm.__version__ == version("manymesh")
+    with pytest.raises(AttributeError, match="module 'manymesh' has no attribute 'jitt'"):
+        mm.jitt  # noqa: B018  # asking for it is the test
+    for name in ("Jitted", "Traced", "Lowered", "Report", "Program"):
+        assert isinstance(getattr(mm, name), type)
+
+
+def test_importing_it_loads_neither_rich_nor_a_framework() -> None:
+    code = (
+        "import sys, manymesh as mm; slow = {'rich', 'flax', 'equinox', 'optax'}; "
+        "before = set(sys.modules); import jax; "
+        "print(sorted(slow & before)); mm.flax.task; print('flax' in sys.modules, 'equinox' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "True False"]
