@@ -23,7 +23,7 @@ ELEMENTWISE = frozenset(
         "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "manymesh_box",
         "manymesh_constraint", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "real",
         "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-        "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
+        "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
     )
 )  # fmt: skip
 
