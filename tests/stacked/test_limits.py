@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
+from manymesh._layout._solve import solve
 from stages import assert_agrees, assert_same, microbatched, reference
 
 WIDTH, ROWS = 16, 4
@@ -193,3 +194,14 @@ def test_planned_devices():
         jax.ShapeDtypeStruct((4, WIDTH, WIDTH), jnp.float32), batch()
     )
     assert "args[0] block 1" in str(lowered.layout)
+
+
+def test_blocks_lie_alike():
+    """What is decided of one block is decided of all, each on its submesh: outside they are one array."""
+    mesh = Mesh(DEVICES.reshape(2, 2), ("stage", "m"), axis_types=(AxisType.Auto,) * 2)
+    meshes = mm.submeshes(mesh, "stage")
+    program = mm.jit(lambda ws, x: update(loss_of(meshes), ws, x)).lower(weights(), batch()).program
+    asked = {len(program.consts) + 1: NamedSharding(meshes[1], P(None, None, "m"))}
+    layout = solve(program, asked=asked, arriving={}, wanted={}, states=[], names={})
+    blocks = [program.invars[len(program.consts) + i] for i in (0, 1)]
+    assert [layout.spec(v, program.home[v]) for v in blocks] == [P(None, None, "m")] * 2
