@@ -101,7 +101,7 @@ def test_a_linen_model_is_placed_with_no_edit(remat):
     program = jitted.lower(params, batch()).program
     assert program.loops[0].in_order
     for name in ("embed", "first", "second", "head"):  # both passes are of one task, so of one stage
-        assert len({m for f in program.fragments for m in re.findall(rf"name=({name}__mm\d+)", str(f.jaxpr))}) == 1
+        assert len({m for f in program.fragments for m in re.findall(rf"name=({name}__mm_?\d+)", str(f.jaxpr))}) == 1
 
 
 def test_parallelize_step_leaves_the_placement_to_registered_tasks():
@@ -155,6 +155,8 @@ class Stacked(nn.Module):
         return nn.Dense(1, name="head")(x)
 
 
+# What it costs that they do not divide is said once, as a warning.
+@pytest.mark.filterwarnings("ignore:.*are not used in equal blocks by 3 submeshes:UserWarning")
 def test_stacked_linen_layers_over_submeshes():
     """Five layers over three submeshes, which does not divide."""
     loss, params = training(Stacked())
