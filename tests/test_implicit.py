@@ -321,10 +321,10 @@ def test_wrong_answers_of_a_callback():
         pytest.raises(TypeError, match="returned str 'left'") as e,
     ):
         mm.jit(layers(["a"])).lower(weights(1), batch())
-    assert e.value.__notes__ == ["in the callback of register_task('a'), for the scope 'a'"]
+    assert e.value.__notes__[0] == "in the callback of register_task('a'), for the scope 'a'"
     with mm.register_task("a", callback=lambda match, _: {}["b"]), pytest.raises(KeyError) as e:
         mm.jit(layers(["a"])).lower(weights(1), batch())
-    assert e.value.__notes__ == ["in the callback of register_task('a'), for the scope 'a'"]
+    assert e.value.__notes__[0] == "in the callback of register_task('a'), for the scope 'a'"
 
 
 # The same program as with explicit tasks
@@ -485,6 +485,8 @@ def test_control_flow():
     assert_agrees(whole, w, x)
 
 
+# What it costs that five layers do not divide over three submeshes is said once, as a warning.
+@pytest.mark.filterwarnings("ignore:.*are not used in equal blocks by 3 submeshes:UserWarning")
 def test_layers_of_a_scan_by_index():
     """A scope directly in the body is also called by its iteration; the backward pass has the same numbers."""
 
@@ -576,7 +578,7 @@ def test_a_task_without_a_mesh_lets_constraints_travel():
     mm.register_task("a", name="somewhere")
     assert fragments(f, weights(1)[0], batch()) == [("somewhere", [2, 3]), ("b", [2, 3])]
     program = mm.jit(f).lower(weights(1)[0], batch()).program
-    assert "manymesh_constraint" in str(program.fragments[0].jaxpr)
+    assert "P(None, 'model')" in str(program.fragments[0].jaxpr)
     assert_agrees(f, weights(1)[0], batch())
 
 

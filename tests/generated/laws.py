@@ -197,7 +197,7 @@ def _layouts(program: Program, compiled: Any, state: Any) -> None:
         if not x.sharding.is_equivalent_to(sharding, x.ndim) and works("state_layouts"):
             raise LawBroken(f"state{jax.tree_util.keystr(path)} lies as {x.sharding}, the step takes it as {sharding}")
     _constrained_kernels(program, compiled)
-    if not works("mirrored_layouts"):
+    if not works("mirrored_layouts") or program.mode == "forward":  # no arithmetic ties what is only handed through
         return
     params = {path[1:]: x for path, x in with_paths if _name(path[0]) == "params"}
     for path, x in with_paths:
