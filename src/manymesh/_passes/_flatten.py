@@ -322,8 +322,7 @@ class _Flattener:
     def _whole(self, eqn: Eqn, stack: str, loop: int | None) -> str | None:
         """The mark of the task that a conditional or a loop becomes where one submesh has all tasks in it; else None."""
         marks = self._explicit(eqn)
-        registered = tasks_inside(eqn, stack, self.registered)
-        tasks = list(dict.fromkeys([self.tasks[mark] for mark in marks] + registered))
+        tasks = self._tasks_in(eqn, stack)
         conditional = eqn.primitive.name == "cond"
         if any(t.meshes for t in tasks) or len({t.mesh for t in tasks} - {None}) > 1:
             return None
@@ -333,9 +332,9 @@ class _Flattener:
         # In the body of a microbatch loop each task may be a stage. Tasks whose place is inferred may end up apart.
         if conditional and len(names) > 1 and (loop is not None or tasks[0].mesh is None):
             return None
-        if len(marks) == 1 and not registered:
+        if len(marks) == 1 and len(tasks) == 1:
             return marks[0]
-        key = (*marks, *registered)
+        key = (*marks, *tasks)
         if key not in self._wholes:
             first = next((t for t in tasks if t.mesh is not None), tasks[0])
             joined = first.joined(t for t in tasks if t is not first)
@@ -521,8 +520,10 @@ class _Flattener:
             return False
         return self._holds_mark(eqn) or bool(matched_inside(eqn, stack, self.registered))
 
-    def _tasks_in(self, eqn: Eqn, stack: str) -> list[str]:
-        return sorted({*(self.tasks[m].name or m.split(MARK)[0] for m in self._explicit(eqn)), *matched_inside(eqn, stack, self.registered)})
+    def _tasks_in(self, eqn: Eqn, stack: str) -> list[Task]:
+        """The tasks in an equation, marked or registered, each once."""
+        found = [self.tasks[mark].named(mark.split(MARK)[0]) for mark in self._explicit(eqn)]
+        return list(dict.fromkeys(found + tasks_inside(eqn, stack, self.registered)))
 
     def _explicit(self, eqn: Eqn) -> list[str]:
         """The marks of the tasks that an equation holds, each once, in order."""
@@ -562,12 +563,18 @@ def cheap_chain(result: Atom, producer: Mapping[Var, Eqn], actual: Mapping[Var, 
     return result, chain[::-1]
 
 
-def _control_flow_message(eqn: Eqn, tasks: list[str]) -> str:
+def _control_flow_message(eqn: Eqn, tasks: Sequence[Task]) -> str:
     kind = {"while": "lax.while_loop (or fori_loop with a traced bound)"}
     name = kind.get(eqn.primitive.name, eqn.primitive.name)
     remedy = {
-        "while": "use a loop of fixed length (lax.scan, a Python loop, mm.microbatch), or put the whole loop into one task",
+        "while": "use a loop of fixed length (lax.scan, a Python loop, mm.microbatch), or put all its tasks on one submesh",
     }.get(eqn.primitive.name, "put the whole construct into one task")
     line = _compat.source_line(eqn)
     at = f" ({line})" if line else ""
-    return f"{name}{at} holds the tasks {tasks}: which submesh runs when would depend on data; {remedy}"
+    where = ", ".join(sorted({f"{t.name!r}{_devices(t)}" for t in tasks}))
+    return f"{name}{at} holds the tasks {where}: which submesh runs when would depend on data; {remedy}"
+
+
+def _devices(task: Task) -> str:
+    meshes = task.meshes or (() if task.mesh is None else (task.mesh,))
+    return f" on devices {[d.id for m in meshes for d in m.devices.flat]}" if meshes else ""
