@@ -247,7 +247,7 @@ def test_a_loop_of_unknown_length_on_one_submesh():
 
     p, x = parameters(), rows()
     assert len(runs_as(f, p, x, 3)) == 3
-    assert names(f, p, x, 3) == ["other_front", "front", "back"]
+    assert names(f, p, x, 3) == ["front_other", "front", "back"]
 
 
 def test_a_loop_of_unknown_length_over_two_submeshes():
@@ -256,7 +256,9 @@ def test_a_loop_of_unknown_length_over_two_submeshes():
     def f(p, x):
         return lax.while_loop(lambda h: jnp.sum(h) > 1, lambda h: back(p["back"], front(p["front"], h)), x)
 
-    with pytest.raises(ValueError, match=r"while_loop.*test_branches.py.*'back' on devices \[1\], 'front' on devices \[0\]"):
+    with pytest.raises(
+        ValueError, match=r"while_loop.*test_branches.py.*'back' on devices \[1\], 'front' on devices \[0\]"
+    ):
         mm.jit(f)(parameters(), rows())
 
 

@@ -167,7 +167,9 @@ def test_a_task_in_a_while_loop():
     """The construct, its tasks on several submeshes, and what to do instead."""
 
     def step(x):
-        return jax.lax.while_loop(lambda v: jnp.sum(v) < 100, lambda v: back(jnp.eye(WIDTH), front(jnp.eye(WIDTH), v)) + 1, x)
+        return jax.lax.while_loop(
+            lambda v: jnp.sum(v) < 100, lambda v: back(jnp.eye(WIDTH), front(jnp.eye(WIDTH), v)) + 1, x
+        )
 
     with raises(ValueError, "lax.while_loop", "test_errors.py", "'front'", "fixed length"):
         mm.jit(step)(rows())

@@ -82,7 +82,11 @@ def test_a_conditional_over_submeshes_becomes_a_selection():
     """Which submesh has a fragment never depends on data; each task knows the branch that it is in."""
     other = mm.task(lambda w, x: x @ w, "other", devices=[1])
     found = lines(
-        flat(lambda w, x: lax.cond(x[0, 0] > 0, lambda: layer(w, x), lambda: other(w, x)), jnp.ones((2, 2)), jnp.ones((2, 2)))
+        flat(
+            lambda w, x: lax.cond(x[0, 0] > 0, lambda: layer(w, x), lambda: other(w, x)),
+            jnp.ones((2, 2)),
+            jnp.ones((2, 2)),
+        )
     )
     assert "cond" not in found and "select_n(" in found
     assert [line[-7:] for line in found.splitlines() if "task" in line] == ["f is 0]", "f is 1]"]

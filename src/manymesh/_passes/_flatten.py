@@ -143,8 +143,8 @@ class _Flattener:
                     self._loop(eqn, env, inner_stack, spec)
                 else:
                     self._unroll(eqn, env, inner_stack, loop)
-            elif eqn.primitive.name in ("cond", "while") and (mark := self._whole(eqn, inner_stack, loop)) is not None:
-                self._keep_whole(eqn, env, inner_stack, loop, mark)
+            elif eqn.primitive.name in ("cond", "while") and (whole := self._whole(eqn, inner_stack, loop)):
+                self._keep_whole(eqn, env, inner_stack, loop, whole)
             elif eqn.primitive.name == "cond":
                 self.select(eqn, env, inner_stack, loop)
             elif call_body(eqn) is not None:
@@ -345,7 +345,7 @@ class _Flattener:
     def _keep_whole(self, eqn: Eqn, env: Env, stack: str, loop: int | None, mark: str) -> None:
         """Makes one task of a conditional or a loop; the tasks in it are calls like any other."""
         inner: Env = {}
-        given = [v for v in dict.fromkeys(eqn.invars) if _compat.is_var(v)]
+        given = list(dict.fromkeys(v for v in eqn.invars if _compat.is_var(v)))
         inner.update({v: _compat.new_var(v.aval) for v in given})
         body = substitute(eqn, inner)
         outs = [v for v in eqn.outvars if _compat.is_var(v)]

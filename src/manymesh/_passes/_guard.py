@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -55,7 +56,7 @@ def _task(eqn: Eqn, guard: Guard) -> Eqn:
 def _conditional(eqns: Sequence[Eqn], guard: Guard) -> list[Eqn]:
     """Equations in their branch: the condition, and the conditional in their place."""
 
-    def taken(*indices: lax.Array) -> lax.Array:
+    def taken(*indices: jax.Array) -> jax.Array:
         found = jnp.asarray(True)
         for index, (_, number) in zip(indices, guard, strict=True):
             found = found & (index == number)
@@ -74,10 +75,7 @@ def _variables(many: Iterator[Sequence[Atom]] | Sequence[Sequence[Atom]]) -> Ite
 
 def _closed(eqns: Sequence[Eqn], reads: Sequence[Var], made: Sequence[Var]) -> Jaxpr:
     names: dict[Var, Var] = {v: _compat.new_var(v.aval) for v in (*reads, *made)}
-    inside = [
-        with_atoms(e, names, [names[v] if _compat.is_var(v) else v for v in e.outvars])  # type: ignore[misc]
-        for e in eqns
-    ]
+    inside = [with_atoms(e, names, [names[v] if _compat.is_var(v) else v for v in e.outvars]) for e in eqns]
     return _compat.new_jaxpr([names[v] for v in reads], [names[v] for v in made], inside)
 
 
