@@ -276,3 +276,15 @@ def test_a_scan_of_length_0(reverse):
 
     assert_same(*(g(parameters(), rows(), jnp.zeros((0, WIDTH))) for g in (mm.jit(f), lambda *a: reference(f, *a))))
     assert on_host(mm.jit(f)(parameters(), rows(), jnp.zeros((0, WIDTH)))[1][0]).shape == (0, 8, WIDTH)
+
+
+def test_a_branch_that_is_known():
+    """Only it is there."""
+
+    def f(p, x):
+        return lax.cond(
+            True, lambda: back(p["back"], front(p["front"], x)), lambda: front(p["front"], x) + note("no", x)
+        )
+
+    assert names(f, parameters(), rows()) == ["front", "back"]
+    assert not runs_as(f, parameters(), rows())

@@ -292,6 +292,10 @@ class _Flattener:
         of a branch that is not taken, it skips.
         """
         index, *operands = [_lookup(env, v) for v in eqn.invars]
+        if isinstance(index, _compat.Literal):
+            known = eqn.params["branches"]
+            taken = known[min(max(int(index.val), 0), len(known) - 1)]
+            return self._inline_jaxpr(taken, operands, eqn.outvars, env, stack, loop)
         around = self.guard
         branches = []
         for number, branch in enumerate(eqn.params["branches"]):
