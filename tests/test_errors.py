@@ -164,10 +164,12 @@ def test_errors_of_jax_pass_through():
 
 
 def test_a_task_in_a_while_loop():
-    """The construct, its tasks, and what to do instead."""
+    """The construct, its tasks on several submeshes, and what to do instead."""
 
     def step(x):
-        return jax.lax.while_loop(lambda v: jnp.sum(v) < 100, lambda v: front(jnp.eye(WIDTH), v) + 1, x)
+        return jax.lax.while_loop(
+            lambda v: jnp.sum(v) < 100, lambda v: back(jnp.eye(WIDTH), front(jnp.eye(WIDTH), v)) + 1, x
+        )
 
     with raises(ValueError, "lax.while_loop", "test_errors.py", "'front'", "fixed length"):
         mm.jit(step)(rows())

@@ -189,6 +189,22 @@ def call(name: str, jaxpr: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     return list(_call_template().primitive.bind(*operands, **params))
 
 
+_plain_cond: list[Any] = []
+
+
+def cond_eqn(index: Any, branches: Sequence[Jaxpr], operands: Sequence[Any], outvars: Sequence[Any]) -> Eqn:
+    """The equation that a conditional would have left, from the jaxprs of its branches; ``index`` is an int32."""
+    if not _plain_cond:
+        with without_mesh(), jax.disable_jit(False):
+            some = jax.make_jaxpr(lambda i, x: jax.lax.switch(i, [lambda x: x, lambda x: x + 1], x))(0, 1.0)
+            _plain_cond.append(next(e for e in open_jaxpr(some).eqns if e.primitive.name == "cond"))
+    template: Eqn = _plain_cond[0]
+    params = template.params | {"branches": tuple(map(close, branches))}
+    effects = set().union(*(b.effects for b in branches))
+    new: Eqn = template.replace(invars=[index, *operands], outvars=list(outvars), params=params, effects=effects)
+    return new
+
+
 def close(jaxpr: Jaxpr) -> ClosedJaxpr:
     """A jaxpr without constants as a closed one."""
     return ClosedJaxpr(jaxpr, [])

@@ -121,6 +121,13 @@ class Task:
             return self
         return self._replaced(name=name)
 
+    def joined(self, others: Iterable[Task]) -> Task:
+        """What is to be one task with others on its submesh: named after all of them, with the rules of all of them."""
+        tasks = (self, *others)
+        name = "_".join(dict.fromkeys(t.name or "task" for t in tasks))
+        rules = tuple(dict.fromkeys(r for t in tasks for r in t.logical_axes or ()))
+        return self._replaced(name=name, logical_axes=rules or None)
+
     def at(self, index: int, length: int) -> Task:
         """This task in iteration ``index`` of ``length``: on the mesh of its list that the iteration falls to."""
         count = len(self.meshes)

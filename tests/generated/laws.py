@@ -202,7 +202,9 @@ def _layouts(program: Program, compiled: Any, state: Any) -> None:
     params = {path[1:]: x for path, x in with_paths if _name(path[0]) == "params"}
     for path, x in with_paths:
         for key, p in params.items():
-            mirrors = path[-len(key) :] == key and x.shape == p.shape and _name(path[0]) != "params"
+            # A moment of a parameter that several submeshes use may be on another one of them than the parameter.
+            mirrors = path[-len(key) :] == key and x.shape == p.shape and x.sharding.device_set == p.sharding.device_set
+            mirrors = mirrors and _name(path[0]) != "params"
             if mirrors and not x.sharding.is_equivalent_to(p.sharding, x.ndim):
                 raise LawBroken(
                     f"state{jax.tree_util.keystr(path)} lies as {x.sharding}, its parameter as {p.sharding}"

@@ -71,7 +71,22 @@ def test_an_unchanged_carry_is_read_from_outside():
     assert len(loop.carries) == 1
 
 
-def test_a_conditional_that_holds_a_task_becomes_a_selection():
-    """Which submesh has work never depends on data."""
+def test_a_conditional_on_one_submesh_is_one_task():
+    """Its tasks are inside."""
     found = flat(lambda w, x: lax.cond(x[0, 0] > 0, lambda: layer(w, x), lambda: x), jnp.ones((2, 2)), jnp.ones((2, 2)))
-    assert "cond" not in lines(found) and "select_n(" in lines(found)
+    assert [n.task is not None for n in found.nodes if n.primitive == "jit"] == [True]
+    assert "select_n(" not in lines(found)
+
+
+def test_a_conditional_over_submeshes_becomes_a_selection():
+    """Which submesh has a fragment never depends on data; each task knows the branch that it is in."""
+    other = mm.task(lambda w, x: x @ w, "other", devices=[1])
+    found = lines(
+        flat(
+            lambda w, x: lax.cond(x[0, 0] > 0, lambda: layer(w, x), lambda: other(w, x)),
+            jnp.ones((2, 2)),
+            jnp.ones((2, 2)),
+        )
+    )
+    assert "cond" not in found and "select_n(" in found
+    assert [line[-7:] for line in found.splitlines() if "task" in line] == ["f is 0]", "f is 1]"]

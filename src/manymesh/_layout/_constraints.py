@@ -50,6 +50,11 @@ class Constraints:
                 for at, k in read:
                     if at in inner:
                         found.setdefault(k, inner[at])
+            elif eqn.primitive.name == "cond":
+                for branch in map(self.of, eqn.params["branches"]):
+                    for at, k in read:  # the first operand says which branch
+                        if at - 1 in branch:
+                            found.setdefault(k, branch[at - 1])
             elif eqn.primitive.name in _KEEPS_DIMENSIONS:
                 follows.update({eqn.outvars[at]: k for at, k in read if at < len(eqn.outvars)})
         return found

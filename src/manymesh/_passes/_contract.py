@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .. import _compat
-from .._compat import Var
+from .._compat import Atom, Var
 from .._implicit import Path
 from .._program._flat import FlatProgram
 from .._program._nodes import Loop, Node
@@ -38,6 +38,7 @@ class Group(NamedTuple):
       backward: whether they belong to the backward pass.
       again: whether they compute again what the forward pass computed.
       loop: the loop whose body they are in.
+      guard: the branch that they are in.
     """
 
     scope: Path
@@ -45,6 +46,7 @@ class Group(NamedTuple):
     backward: bool
     again: bool
     loop: int | None
+    guard: tuple[tuple[Atom, int], ...] = ()
 
 
 class Part(NamedTuple):
@@ -91,7 +93,9 @@ def _items(flat: FlatProgram, scope: int | None, bodies: Mapping[int | None, lis
     items = []
     for n in flat.nodes:
         if n.loop == scope:
-            items.append(Item([n], list(dict.fromkeys(n.inputs)), list(n.outputs)))
+            # A group reads the index of its branch, whether or not each of its equations does.
+            guard = [v for v, _ in n.guard if _compat.is_var(v)]
+            items.append(Item([n], list(dict.fromkeys([*n.inputs, *guard])), list(n.outputs)))
         elif scope is None and n.loop is not None and last[n.loop] is n:
             items.append(_whole(flat.loops[n.loop], bodies[n.loop]))
     return items

@@ -23,10 +23,11 @@ from .._mark import MARK, Recording, border_p
 from .._microbatch import LoopSpec
 from .._program._calls import call_body, is_transparent
 from .._program._flat import FlatProgram
-from .._program._nodes import Carry, Loop, Node, Pieces
+from .._program._nodes import Carry, Loop, Node, Pieces, shape_and_dtype
 from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
 from .._task import Task
-from ._scopes import is_backward, jaxprs_of, matched_inside
+from ._resolve import resolve_names
+from ._scopes import is_backward, jaxprs_of, matched_inside, tasks_inside
 
 _CHEAP = {"sharding_constraint", "convert_element_type", "transpose", "reshape", "squeeze", "copy", "expand_dims"}
 
@@ -59,7 +60,7 @@ def flatten(closed: AbstractJaxpr, record: Recording) -> FlatProgram:
         consts=consts,
         stacked=worker.stacked,
         registered=record.implicit,
-        findings=tuple(record.findings),
+        findings=tuple({**dict.fromkeys(record.findings), **worker.findings}),
     )
 
 
@@ -82,6 +83,7 @@ def open_conditional(flat: FlatProgram, node: Node) -> Opened:
     """The branches of a conditional, one after the other, and a selection between their results."""
     worker = _Flattener(flat.tasks, {}, flat.registered)
     env: Env = {}
+    worker.guard = node.guard
     worker.select(node.eqn, env, node.stack, node.loop)
     return Opened(tuple(worker.nodes), env, worker.consts)
 
@@ -113,6 +115,9 @@ class _Flattener:
         self._layers: dict[tuple[Atom, int, int | None], Atom] = {}  # (stacked value, index, loop) -> its slice
         self._split: dict[Task, bool] = {}  # tasks with several meshes -> whether a scan ran them
         self._iteration: tuple[int, int] | None = None  # of the scans around, as one: index and number
+        self.guard: tuple[tuple[Atom, int], ...] = ()  # the branches around
+        self.findings: dict[str, None] = {}
+        self._wholes: dict[tuple[object, ...], str] = {}  # what control flow that stays whole holds -> its mark
 
     def inline(self, eqns: Sequence[Eqn], env: Env, stack: str, loop: int | None, spec: LoopSpec | None) -> None:
         """Appends equations to the flat program; ``env`` maps their variables to flat ones.
@@ -138,6 +143,8 @@ class _Flattener:
                     self._loop(eqn, env, inner_stack, spec)
                 else:
                     self._unroll(eqn, env, inner_stack, loop)
+            elif eqn.primitive.name in ("cond", "while") and (whole := self._whole(eqn, inner_stack, loop)):
+                self._keep_whole(eqn, env, inner_stack, loop, whole)
             elif eqn.primitive.name == "cond":
                 self.select(eqn, env, inner_stack, loop)
             elif call_body(eqn) is not None:
@@ -149,7 +156,7 @@ class _Flattener:
         if eqn.primitive is border_p or (eqn.primitive.name == "reshard" and _is_empty_reshard(eqn)):
             env[eqn.outvars[0]] = _lookup(env, eqn.invars[0])
             return
-        self._append(Node(substitute(eqn, env), None, is_backward(stack), loop, stack=stack))
+        self._append(Node(substitute(eqn, env), None, is_backward(stack), loop, stack=stack, guard=self.guard))
 
     def _append(self, node: Node) -> None:
         self.nodes.append(node)
@@ -163,7 +170,7 @@ class _Flattener:
         eqn = eqn.replace(params={**eqn.params, "jaxpr": self._without_borders(eqn.params["jaxpr"])})
         inner = _compat.open_jaxpr(eqn.params["jaxpr"])
         new = substitute(eqn, env)
-        self._append(Node(new, part, is_backward(stack), loop, stack=stack))
+        self._append(Node(new, part, is_backward(stack), loop, stack=stack, guard=self.guard))
         actual: Env = dict(zip(inner.invars, new.invars, strict=True))
         producer = {v: e for e in inner.eqns for v in e.outvars}
         for outer, result in zip(eqn.outvars, inner.outvars, strict=True):
@@ -271,21 +278,33 @@ class _Flattener:
             for column, y in zip(collected, values[scan.num_carry :], strict=True):
                 column[i] = y
         self._iteration = outer
-        outs = carry + [self._stack(column, loop) for column in collected]
+        outs = carry + (
+            [self._stack(column, loop) for column in collected]
+            if scan.length
+            else [self._empty(v) for v in inner.outvars[scan.num_carry :]]
+        )
         env.update({v: o for v, o in zip(eqn.outvars, outs, strict=True) if _compat.is_var(v)})
 
     def select(self, eqn: Eqn, env: Env, stack: str, loop: int | None) -> None:
-        """A conditional that holds tasks: every branch runs, where its tasks are, and the results are selected.
+        """A conditional that holds tasks: every branch is there, where its tasks are, and the results are selected.
 
-        Which submesh has work then never depends on data, and no device waits for the host.
+        Which submesh has a fragment then never depends on data, and no device waits for the host: what a fragment has
+        of a branch that is not taken, it skips.
         """
         index, *operands = [_lookup(env, v) for v in eqn.invars]
+        if isinstance(index, _compat.Literal):
+            known = eqn.params["branches"]
+            taken = known[min(max(int(index.val), 0), len(known) - 1)]
+            return self._inline_jaxpr(taken, operands, eqn.outvars, env, stack, loop)
+        around = self.guard
         branches = []
-        for branch in eqn.params["branches"]:
+        for number, branch in enumerate(eqn.params["branches"]):
+            self.guard = (*around, (index, number))
             results = [_compat.new_var(v.aval) for v in _compat.open_jaxpr(branch).outvars]
             sub: Env = {}
             self._inline_jaxpr(branch, operands, results, sub, stack, loop)
             branches.append([sub[r] for r in results])
+        self.guard = around
         for outer, cases in zip(eqn.outvars, zip(*branches, strict=True), strict=True):
             if not _compat.is_var(outer):
                 continue
@@ -303,6 +322,42 @@ class _Flattener:
             nodes, (env[outer],) = trace_nodes(select, given, loop=loop, backward=is_backward(stack))
             for node in nodes:
                 self._append(node)
+
+    def _whole(self, eqn: Eqn, stack: str, loop: int | None) -> str | None:
+        """The mark of the task that a conditional or a loop becomes where one submesh has all tasks in it; else None."""
+        marks = self._explicit(eqn)
+        tasks = self._tasks_in(eqn, stack)
+        conditional = eqn.primitive.name == "cond"
+        if any(t.meshes for t in tasks) or len({t.mesh for t in tasks} - {None}) > 1:
+            return None
+        names = list(dict.fromkeys(t.name or "task" for t in tasks))
+        if not tasks or (conditional and self._holds_loop(eqn)):
+            return None
+        # In the body of a microbatch loop each task may be a stage. Tasks whose place is inferred may end up apart.
+        if conditional and len(names) > 1 and (loop is not None or tasks[0].mesh is None):
+            return None
+        if len(marks) == 1 and len(tasks) == 1:
+            return marks[0]
+        key = (*marks, *tasks)
+        if key not in self._wholes:
+            first = next((t for t in tasks if t.mesh is not None), tasks[0])
+            joined = first.joined(t for t in tasks if t is not first)
+            self._wholes[key] = new_mark(self.tasks, joined.name or "task")
+            self.tasks[self._wholes[key]] = joined
+        return self._wholes[key]
+
+    def _keep_whole(self, eqn: Eqn, env: Env, stack: str, loop: int | None, mark: str) -> None:
+        """Makes one task of a conditional or a loop; the tasks in it are calls like any other."""
+        inner: Env = {}
+        given = list(dict.fromkeys(v for v in eqn.invars if _compat.is_var(v)))
+        inner.update({v: _compat.new_var(v.aval) for v in given})
+        body = substitute(eqn, inner)
+        outs = [v for v in eqn.outvars if _compat.is_var(v)]
+        eqns, found = resolve_names([body], self.tasks[mark])
+        self.findings.update(dict.fromkeys(found))
+        jaxpr = _compat.new_jaxpr([inner[v] for v in given], [inner[v] for v in outs], eqns)  # type: ignore[misc]
+        new = _compat.call_eqn(mark, jaxpr, [_lookup(env, v) for v in given], outs)
+        self._append(Node(substitute(new, env), mark, is_backward(stack), loop, stack=stack, guard=self.guard))
 
     def _layer(self, x: Atom, i: int, loop: int | None) -> Atom:
         """A layer's slice, the same for the forward and the backward pass."""
@@ -332,6 +387,15 @@ class _Flattener:
         nodes, (out,) = trace_nodes(
             lambda: lax.optimization_barrier(lax.full(aval.shape, value, aval.dtype)), [], layout_follows_loop=True
         )
+        for node in nodes:
+            self._append(node)
+        made: Var = out
+        return made
+
+    def _empty(self, one: Atom) -> Var:
+        """The stack of no values."""
+        shape, dtype = shape_and_dtype(one)
+        nodes, (out,) = trace_nodes(lambda: lax.empty((0, *shape), dtype), [])
         for node in nodes:
             self._append(node)
         made: Var = out
@@ -460,19 +524,27 @@ class _Flattener:
             return False
         return self._holds_mark(eqn) or bool(matched_inside(eqn, stack, self.registered))
 
-    def _tasks_in(self, eqn: Eqn, stack: str) -> list[str]:
-        return sorted({*self._marks_in(eqn), *matched_inside(eqn, stack, self.registered)})
+    def _tasks_in(self, eqn: Eqn, stack: str) -> list[Task]:
+        """The tasks in an equation, marked or registered, each once."""
+        found = [self.tasks[mark].named(mark.split(MARK)[0]) for mark in self._explicit(eqn)]
+        return list(dict.fromkeys(found + tasks_inside(eqn, stack, self.registered)))
 
-    def _marks_in(self, eqn: Eqn) -> list[str]:
-        found = []
+    def _explicit(self, eqn: Eqn) -> list[str]:
+        """The marks of the tasks that an equation holds, each once, in order."""
+        found: dict[str, None] = {}
         for j in jaxprs_of(eqn):
             for e in _compat.open_jaxpr(j).eqns:
-                name = e.params.get("name") if _compat.is_jit(e) else None
-                if name in self.tasks:
-                    found.append(self.tasks[name].name or name.split(MARK)[0])
-                else:
-                    found += self._marks_in(e)
-        return sorted(set(found))
+                name = str(e.params.get("name")) if _compat.is_jit(e) else ""
+                found.update(dict.fromkeys([name] if name in self.tasks else self._explicit(e)))
+        return list(found)
+
+    def _holds_loop(self, eqn: Eqn) -> bool:
+        """Whether there is a microbatch loop in an equation."""
+        return any(
+            (_compat.is_jit(e) and e.params["name"] in self.specs) or self._holds_loop(e)
+            for j in jaxprs_of(eqn)
+            for e in _compat.open_jaxpr(j).eqns
+        )
 
 
 def _is_empty_reshard(eqn: Eqn) -> bool:
@@ -495,12 +567,18 @@ def cheap_chain(result: Atom, producer: Mapping[Var, Eqn], actual: Mapping[Var, 
     return result, chain[::-1]
 
 
-def _control_flow_message(eqn: Eqn, tasks: list[str]) -> str:
+def _control_flow_message(eqn: Eqn, tasks: Sequence[Task]) -> str:
     kind = {"while": "lax.while_loop (or fori_loop with a traced bound)"}
     name = kind.get(eqn.primitive.name, eqn.primitive.name)
     remedy = {
-        "while": "use a loop of fixed length (lax.scan, a Python loop, mm.microbatch), or put the whole loop into one task",
+        "while": "use a loop of fixed length (lax.scan, a Python loop, mm.microbatch), or put all its tasks on one submesh",
     }.get(eqn.primitive.name, "put the whole construct into one task")
     line = _compat.source_line(eqn)
     at = f" ({line})" if line else ""
-    return f"{name}{at} holds the tasks {tasks}: which submesh runs when would depend on data; {remedy}"
+    where = ", ".join(sorted({f"{t.name!r}{_devices(t)}" for t in tasks}))
+    return f"{name}{at} holds the tasks {where}: which submesh runs when would depend on data; {remedy}"
+
+
+def _devices(task: Task) -> str:
+    meshes = task.meshes or (() if task.mesh is None else (task.mesh,))
+    return f" on devices {[d.id for m in meshes for d in m.devices.flat]}" if meshes else ""

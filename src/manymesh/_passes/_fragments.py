@@ -11,6 +11,7 @@ from .._program._flat import FlatProgram
 from .._program._fragments import Edge, Fragment, Kind, LoopPlan, Program
 from .._program._nodes import Node, nbytes
 from ._cluster import Cluster, cluster
+from ._guard import guarded
 from ._schedule import fit_schedule
 
 _KINDS: tuple[Kind, ...] = ("F", "B", "W")
@@ -104,7 +105,7 @@ class _Builder:
             name = f"{name}_{self.names[name]}"
         fragment = Fragment(
             len(self.fragments), name, c.submesh, loop, _KINDS[c.phase], stage,
-            _compat.new_jaxpr(invars, outvars, [n.eqn for n in nodes]), tasks, c.layout_follows_loop,
+            _compat.new_jaxpr(invars, outvars, guarded(nodes)), tasks, c.layout_follows_loop,
         )  # fmt: skip
         self.fragments.append(fragment)
         return fragment

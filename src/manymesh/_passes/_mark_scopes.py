@@ -48,7 +48,7 @@ def mark_scopes(flat: FlatProgram) -> FlatProgram:
 
 
 def _group(node: Node, at: Matched) -> Group:
-    return Group(at.scope, at.task, node.backward, is_rematerialised(node.stack), node.loop)
+    return Group(at.scope, at.task, node.backward, is_rematerialised(node.stack), node.loop, node.guard)
 
 
 def _grouped(flat: FlatProgram, matches: Matches) -> dict[Group, list[Node]]:
@@ -112,7 +112,7 @@ def attach_box_constraints(flat: FlatProgram, matches: Matches) -> tuple[FlatPro
         maker = index.producer.get(operand) if _compat.is_var(operand) else None
         maker = moved.get(maker, maker) if maker is not None else None
         if box.backward and maker is not None and maker in matches and maker.primitive != "add_any":
-            moved[box] = replace(box, stack=maker.stack, loop=maker.loop)
+            moved[box] = replace(box, stack=maker.stack, loop=maker.loop, guard=maker.guard)
             matches[moved[box]] = matches[maker]
             continue
         origin = alias.get(operand, operand) if _compat.is_var(operand) else operand
@@ -133,7 +133,7 @@ def attach_box_constraints(flat: FlatProgram, matches: Matches) -> tuple[FlatPro
             if group not in own:
                 own[group] = _compat.new_var(result.aval)
                 eqn = box.eqn.replace(invars=[origin], outvars=[own[group]])
-                clone = Node(eqn, None, reader.backward, reader.loop, stack=reader.stack)
+                clone = Node(eqn, None, reader.backward, reader.loop, stack=reader.stack, guard=reader.guard)
                 matches[clone] = at
                 clones[reader].append(clone)
             reads[reader][result] = own[group]
@@ -215,7 +215,8 @@ def _two_sums(root: Node, own: list[Var], foreign: list[Var]) -> tuple[list[Node
 
     def add(a: Var, b: Var, is_inside: bool, out: Var) -> Var:
         eqn = root.eqn.replace(invars=[a, b], outvars=[out])
-        nodes.append(Node(eqn, None, root.backward, root.loop, stack=root.stack if is_inside else ""))
+        stack = root.stack if is_inside else ""
+        nodes.append(Node(eqn, None, root.backward, root.loop, stack=stack, guard=root.guard))
         if is_inside:
             inside.append(nodes[-1])
         return out
@@ -253,7 +254,7 @@ def _contract(flat: FlatProgram, parts: list[Part]) -> tuple[FlatProgram, list[N
             [env[v] for v in item.reads], [env[v] for v in outvars], [_renamed(e, env) for e in eqns]
         )
         eqn = _compat.call_eqn(mark, jaxpr, item.reads, outvars)
-        made.append(Node(eqn, mark, group.backward, group.loop, stack=item.nodes[0].stack))
+        made.append(Node(eqn, mark, group.backward, group.loop, stack=item.nodes[0].stack, guard=group.guard))
         replaced.update(dict.fromkeys(item.nodes, []))
         replaced[item.nodes[-1]] = [made[-1]]
     nodes = nodes_where(flat.nodes, replaced)
@@ -262,7 +263,7 @@ def _contract(flat: FlatProgram, parts: list[Part]) -> tuple[FlatProgram, list[N
 
 def _mark(marks: dict[tuple[object, ...], str], tasks: dict[str, Task], group: Group, number: int) -> str:
     """The mark of a part, the same in all phases."""
-    key = (group.scope, group.task, group.loop, number)
+    key = (group.scope, group.task, group.loop, group.guard, number)
     if key not in marks:
         marks[key] = new_mark(tasks, group.task.name or "task")
         tasks[marks[key]] = group.task

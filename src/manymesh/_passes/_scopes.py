@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from .. import _compat
 from .._compat import AbstractJaxpr, Eqn
 from .._implicit import Iteration, Matcher, path_of
+from .._task import Task
 
 
 def jaxprs_of(eqn: Eqn) -> list[AbstractJaxpr]:
@@ -31,7 +32,12 @@ def is_rematerialised(stack: str) -> bool:
 
 
 def matched_inside(eqn: Eqn, stack: str, matcher: Matcher) -> list[str]:
-    """Names of the tasks that an equation holds by the names of scopes inside it.
+    """Names of the tasks that an equation holds by the names of scopes inside it: those of `tasks_inside`."""
+    return list(dict.fromkeys(task.name or "task" for task in tasks_inside(eqn, stack, matcher)))
+
+
+def tasks_inside(eqn: Eqn, stack: str, matcher: Matcher) -> list[Task]:
+    """The tasks that an equation holds by the names of scopes inside it.
 
     Args:
       eqn: an equation that is no task itself.
@@ -47,9 +53,9 @@ def matched_inside(eqn: Eqn, stack: str, matcher: Matcher) -> list[str]:
         (name, among, is_backward(stack) or is_backward(inner))
         for name, among, inner in _in_eqn(eqn, iterations, set())
     )
-    found: dict[str, None] = {}
+    found: dict[Task, None] = {}
     for name, among, backward in scopes:
-        found.update((task.name or name, None) for task in matcher.tasks(name, among, backward))
+        found.update((task.named(name), None) for task in matcher.tasks(name, among, backward))
     return list(found)
 
 

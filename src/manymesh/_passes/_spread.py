@@ -20,7 +20,7 @@ from ._place import SMALL
 def spread_conditionals(flat: FlatProgram) -> FlatProgram:
     """Opens every conditional whose values are on several submeshes. Needs the placement.
 
-    Both branches then run, and the results are selected; a conditional that one submesh holds stays as it is.
+    What is cheap of all branches then runs, the rest where it is in the branch that is taken; a conditional that one submesh holds stays as it is.
     """
     return open_conditionals(
         flat, [n for n in flat.nodes if n.task is None and n.primitive == "cond" and _spans(n, flat)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,15 +51,21 @@ def loop_sequence(program: Program, index: int) -> list[tuple[Fragment, int]]:
         groups[f.kind if _has_forward(body) else "F", f.stage or 0].append(f)
     order = loop_order(loop, body)
     sequence = [(f, a.microbatch) for a in issue_order(order) for f in groups[a.kind, a.stage]]
-    makers = {v: f for f in body for v in f.outvars}
+    made = {(v, f.submesh): f for f in body for v in f.outvars}
+
+    def maker(v: Var, submesh: int) -> Fragment | None:
+        """What makes the copy of a value that a submesh reads: its own fragment where the value is cloned."""
+        return made.get((v, submesh)) or made.get((v, program.home.get(v, submesh)))
+
     weights = [f for f in body if f.kind == "W"]
-    if any(makers[v].kind == "W" and makers[v].stage != f.stage for f in weights for v in f.invars if v in makers):
-        return _after_what_it_reads(loop, sequence, makers)
+    read = ((f, maker(v, f.submesh)) for f in weights for v in f.invars)
+    if any(m is not None and m.kind == "W" and m.stage != f.stage for f, m in read):
+        return _after_what_it_reads(loop, sequence, maker)
     return sequence
 
 
 def _after_what_it_reads(
-    loop: LoopPlan, sequence: list[tuple[Fragment, int]], makers: dict[Var, Fragment]
+    loop: LoopPlan, sequence: list[tuple[Fragment, int]], maker: Callable[[Var, int], Fragment | None]
 ) -> list[tuple[Fragment, int]]:
     """The sequence with each fragment put off until what it reads is there.
 
@@ -69,8 +75,9 @@ def _after_what_it_reads(
     before = {inner: out for inner, out, _, _ in loop.carries}
 
     def needs(f: Fragment, m: int) -> list[tuple[int, int]]:
-        same = [(makers[v].index, m) for v in f.invars if v in makers]
-        return same + [(makers[before[v]].index, m - 1) for v in f.invars if m and before.get(v) in makers]
+        same = [(made.index, m) for v in f.invars if (made := maker(v, f.submesh))]
+        carried = [maker(before[v], f.submesh) for v in f.invars if m and v in before]
+        return same + [(made.index, m - 1) for made in carried if made]
 
     done: set[tuple[int, int]] = set()
     result: list[tuple[Fragment, int]] = []

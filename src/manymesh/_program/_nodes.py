@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from .. import _compat
 from .._compat import AbstractValue, Atom, Eqn, Var
 from .._microbatch import LoopSpec
+from ._harmless import is_harmless
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -33,7 +34,10 @@ class Node:
       stack: its name stack: the scopes it was traced in. Empty for equations that a pass made.
       weight: whether it is the half of a backward task that only makes weight gradients.
       mesh: the submesh of an unmarked equation that names axes of it; None where placement is free.
-      inputs: the variables that the equation reads; literals are left out.
+      guard: the branch it is in: pairs (index of a conditional, number of the branch), outermost first. Its results mean
+        something only where every index is that number.
+      inputs: the variables that it reads, those of its guard included if it runs in its branch alone; literals are left
+        out.
       outputs: the variables that the equation makes and somebody may read.
     """
 
@@ -47,12 +51,19 @@ class Node:
     colocated_with: str | None = None
     stack: str = ""
     mesh: Mesh | None = None
+    guard: tuple[tuple[Atom, int], ...] = ()
     inputs: tuple[Var, ...] = field(init=False, repr=False)
     outputs: tuple[Var, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", tuple(v for v in self.eqn.invars if _compat.is_var(v)))
+        read = [*self.eqn.invars, *(index for index, _ in self.guard)] if self.is_guarded else self.eqn.invars
+        object.__setattr__(self, "inputs", tuple(v for v in read if _compat.is_var(v)))
         object.__setattr__(self, "outputs", tuple(v for v in self.eqn.outvars if _compat.is_var(v)))
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether it runs only where its branch is taken: what is neither cheap nor sure to end does, and what can be seen."""
+        return bool(self.guard) and (self.task is not None or not is_harmless(self.eqn))
 
     @property
     def phase(self) -> int:

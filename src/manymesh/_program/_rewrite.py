@@ -69,9 +69,10 @@ def with_atoms(eqn: Eqn, env: Mapping[Var, Atom], outvars: Sequence[Var] | None 
 
 def reading(node: Node, env: Mapping[Var, Atom]) -> Node:
     """The node that reads other variables; the node itself if it reads none of them."""
-    if not any(v in env for v in node.inputs):
+    guard = tuple((env.get(v, v) if _compat.is_var(v) else v, number) for v, number in node.guard)
+    if not any(v in env for v in node.inputs) and guard == node.guard:
         return node
-    return replace(node, eqn=with_atoms(node.eqn, env))
+    return replace(node, eqn=with_atoms(node.eqn, env), guard=guard)
 
 
 def making(node: Node, outvars: Sequence[Var]) -> Node:

@@ -54,7 +54,7 @@ def text(
         lines += [_INDENT * (k > 0) + line for k, line in enumerate(_loop(i, loop, names))]
     for n in nodes:
         scope = "" if n.loop is None else f"{n.loop}: "
-        lines.append(scope + _equation(n.eqn, names, tasks, n) + _tags(n, tasks))
+        lines.append(scope + _equation(n.eqn, names, tasks, n) + _tags(n, names, tasks))
         lines += [_INDENT + line for line in _bodies(n.eqn, tasks)]
     lines.append("results: " + ", ".join(names(v) for v in outvars))
     return "\n".join(lines)
@@ -128,13 +128,14 @@ def _params(eqn: Eqn) -> Iterator[str]:
         yield f" {spec}"
 
 
-def _tags(n: Node, tasks: Mapping[str, Task]) -> str:
+def _tags(n: Node, names: _Names, tasks: Mapping[str, Task]) -> str:
     words = [
         "backward" if n.backward and n.task is None else "",
         "layout follows loop" if n.layout_follows_loop else "",
         "unstacks" if n.unstacks else "",
         f"with {_name(n.colocated_with, tasks)}" if n.colocated_with is not None else "",
         f"on {dict(n.mesh.shape)}" if n.mesh is not None else "",
+        *(f"if {names(index)} is {number}" for index, number in n.guard if n.is_guarded),
     ]
     said = [w for w in words if w]
     return f" [{', '.join(said)}]" if said else ""
