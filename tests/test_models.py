@@ -75,6 +75,8 @@ class Embedding(nn.Module):
         return self.table.attend(x)
 
 
+# What it costs that they do not divide is said once, as a warning.
+@pytest.mark.filterwarnings("ignore:.*are not used in equal blocks by 3 submeshes:UserWarning")
 def test_a_linen_transformer_with_scanned_layers_over_three_submeshes(layers=4):
     """Four layers stacked by nn.scan; the embedding is on the first submesh, the head on the last."""
     submeshes = [mesh(ids, shape=(1, 2)) for ids in ((0, 1), (2, 3), (4, 5))]

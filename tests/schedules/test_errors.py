@@ -112,7 +112,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "name taken": (
         lambda: register(OneFOneB, "gpipe"),
-        "register: the name 'gpipe' is taken by <class 'manymesh.schedules._gpipe.GPipe'>; choose another.",
+        "register: the name 'gpipe' is taken by <class 'manymesh.schedules.GPipe'>; choose another.",
     ),
     "nameless": (
         lambda: register(lambda: GPipe()),
