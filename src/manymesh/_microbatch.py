@@ -517,6 +517,8 @@ def _dtype_as_reference(word: str, value: Any, aval: Any) -> Any:
     """A reduced value, whose dtype is that of the reference, as weak as there."""
     if word == "float0" or not aval.weak_type and _carried_dtype(word, aval.dtype) == aval.dtype:
         return value
+    if word == "weighted":  # its terms are products with the count, which is not weak
+        return _compat.with_weak_type(value.astype(aval.dtype), False)
     one = jax.ShapeDtypeStruct((1,), aval.dtype, weak_type=aval.weak_type)
     kept = jax.eval_shape(lambda x: _reduce_reference(word, [x, x]), one)
     return _compat.with_weak_type(value.astype(kept.dtype), kept.weak_type)

@@ -61,7 +61,7 @@ def check_divides(path: str, shape: tuple[int, ...], spec: PartitionSpec | tuple
       >>> meta.check_divides("params['w']", (512, 128), P("data", "model"), mesh)
       >>> meta.check_divides("params['w']", (512, 130), P(None, "model"), mesh)
       Traceback (most recent call last):
-      manymesh._errors.AxisError: params['w']: dimension 1 of shape (512, 130) does not divide over axis 'model' \
+      manymesh.errors.AxisError: params['w']: dimension 1 of shape (512, 130) does not divide over axis 'model' \
 (4 devices); use 128 or 132, or map this dimension to None
     """
     axes = tuple(spec)
