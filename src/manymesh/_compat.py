@@ -512,7 +512,8 @@ def propagate(
       ins, outs: the spec of each input and result; None to find it.
 
     Returns:
-      A spec for each input and result, in the axes of ``mesh``. None where this jaxlib has no such pass.
+      A spec for each input and result, in the axes of ``mesh``. None where this jaxlib has no such pass, or where the
+      computation cannot be lowered without devices.
     """
     if sdy is None:
         return None
@@ -523,7 +524,12 @@ def propagate(
     platform = jax.default_backend()
     with without_mesh(), config.use_shardy_partitioner(True):
         jitted = jax.jit(fun, in_shardings=tuple(shardings(ins)), out_shardings=shardings(outs), keep_unused=True)
-        lowered = jitted.trace(*avals).lower(lowering_platforms=(platform,))
+        try:
+            lowered = jitted.trace(*avals).lower(lowering_platforms=(platform,))
+        except ValueError as error:
+            if "require devices" not in str(error):
+                raise
+            return None  # a callback: JAX lowers it for devices only
     module = lowered.compiler_ir("stablehlo")
     with module.context:
         operation = module.operation.clone().operation  # JAX may keep the module for another compilation

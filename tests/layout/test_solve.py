@@ -189,3 +189,17 @@ def test_nothing_in_it_and_sizes_that_do_not_divide():
     assert_as_printed(compiled, lowered.layout, results)
     with mm.ignore_transforms():
         assert_same(results, f(x, w))
+
+
+def test_a_callback_is_lowered_for_devices_only():
+    """JAX cannot lower it without; XLA is asked on real devices, and planned ones get replication."""
+
+    def doubled(x):
+        x = mm.with_sharding_constraint(x, ("data", None))
+        return jax.pure_callback(lambda v: 2 * np.asarray(v), jax.ShapeDtypeStruct(x.shape, x.dtype), x) + x
+
+    first, _ = halves()
+    x = jnp.ones((4, 4))
+    assert_same(mm.jit(mm.task(doubled, mesh=first))(x), 3 * x)
+    planned = Mesh(np.array(mm.planned_devices(4)).reshape(2, 2), ("data", "model"))
+    assert "result" in str(mm.jit(mm.task(doubled, mesh=planned)).lower(x).layout)

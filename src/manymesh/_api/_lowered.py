@@ -22,7 +22,8 @@ from .._program import Program
 from .._progress import compiling
 from .._runtime._compile import Executables
 from .._runtime._lower import compile_and_look, lower
-from .._topology import auto_mesh, require_devices
+from .._task import mesh_devices
+from .._topology import PlannedDevice, auto_mesh, require_devices
 from ._floats import explain_float
 from ._names import names_of_values
 from ._step import Step
@@ -63,9 +64,13 @@ class Lowered:
         layout = solve(
             program, asked=self._asked, arriving=self._arriving, wanted=self._made_in_place(), states=self._states,
             names=names_of_values(program, self._in_tree, self._out_tree),
-            look=functools.partial(compile_and_look, program),
+            look=None if self._is_planned() else functools.partial(compile_and_look, program),
         )  # fmt: skip
         return replace(layout, donation=donation_pairs(program, layout, self.plan.donatable))
+
+    def _is_planned(self) -> bool:
+        """Whether a submesh has devices that nobody has."""
+        return any(isinstance(d, PlannedDevice) for mesh in self.program.submeshes for d in mesh_devices(mesh))
 
     def as_text(self) -> str:
         """The program and the instructions of one call, readable."""
