@@ -11,7 +11,6 @@ import io
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
@@ -445,14 +444,6 @@ def _without_mesh(aval: Any) -> Any:
 def abstract(aval: Any) -> jax.ShapeDtypeStruct:
     """The shape, dtype and weak type of an abstract value, without sharding."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
-
-
-@contextlib.contextmanager
-def unusable_donation_is_fine() -> Iterator[None]:
-    """Silences JAX's warning about donated buffers that XLA found no use for; donating them still frees them."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        yield
 
 
 def as_named(sharding: Any, mesh: Any, ndim: int) -> NamedSharding:

@@ -33,10 +33,6 @@ class Editor:
         """Puts other nodes in the place of one; none to drop it."""
         self._replaced[node] = list(by)
 
-    def insert_before(self, node: Node, new: Sequence[Node]) -> None:
-        """Puts nodes before one, after those that were put there already."""
-        self._before[node] += new
-
     def at_start(self, new: Sequence[Node]) -> None:
         """Puts nodes at the start of the program."""
         self._start += new
