@@ -61,9 +61,9 @@ class Compiled:
         )  # fmt: skip
         shift = len(program.consts)
         homes = [
-            lowered.arrivals[shift + i, program.home[v]]
-            if (shift + i, program.home[v]) in lowered.arrivals
-            else lowered.arrivals[shift + i, program.arrivals[v][0]]
+            lowered.input_shardings[shift + i, program.home[v]]
+            if (shift + i, program.home[v]) in lowered.input_shardings
+            else lowered.input_shardings[shift + i, program.input_submeshes[v][0]]
             for i, v in enumerate(program.invars[shift:])
         ]
         self._stacks = stacks = Stacks(stacked_in, stacked_out, self._executor)

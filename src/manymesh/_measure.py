@@ -92,7 +92,7 @@ def loop_costs(lowered: Lowered, seconds: list[float], loop: int) -> Costs:
 
 def _activations(program: Program, loop: int, placement: tuple[int, ...]) -> list[float]:
     """Bytes a device that each stage keeps of a microbatch: what its backward pass reads of its forward pass."""
-    forward = {inner for inner, _ in program.loops[loop].cut}
+    forward = {inner for inner, _ in program.loops[loop].xs}
     read: dict[int, set[Any]] = defaultdict(set)
     for f in program.body(loop):
         if f.kind == "F":

@@ -83,19 +83,19 @@ BROKEN = {
     "carry's start": (lambda p: with_carry(p, init=fresh()), "what f32[256] begins with is not on submesh 1"),
     "carry's end": (lambda p: with_carry(p, out=fresh()), "a carry leaves f32[256] elsewhere"),
     "number of pieces": (
-        lambda p: with_loop(p, cut=tuple((v, outer[:1]) for v, outer in p.loops[0].cut)),
+        lambda p: with_loop(p, xs=tuple((v, outer[:1]) for v, outer in p.loops[0].xs)),
         "f32[256] has 1 pieces",
     ),
     "piece": (
-        lambda p: with_loop(p, cut=tuple((v, (fresh(), fresh())) for v, _ in p.loops[0].cut)),
+        lambda p: with_loop(p, xs=tuple((v, (fresh(), fresh())) for v, _ in p.loops[0].xs)),
         "what f32[256] begins with is not on submesh 0",
     ),
     "collected": (
-        lambda p: with_loop(p, collected=tuple((fresh(), outer) for _, outer in p.loops[0].collected)),
+        lambda p: with_loop(p, ys=tuple((fresh(), outer) for _, outer in p.loops[0].ys)),
         "f32[256] is collected where it is not",
     ),
     "number of copies": (
-        lambda p: with_loop(p, collected=tuple((v, outer[:1]) for v, outer in p.loops[0].collected)),
+        lambda p: with_loop(p, ys=tuple((v, outer[:1]) for v, outer in p.loops[0].ys)),
         "1 copies of f32[256] are collected",
     ),
     "result": (lambda p: replace(p, outputs=((p.outputs[0][0], 0),)), "a result of f32[256] is not on submesh 0"),

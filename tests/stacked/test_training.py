@@ -78,7 +78,7 @@ def argument_bytes(lowered):
     """Bytes of the arguments on each device, from the layout alone."""
     found = Counter()
     for v in lowered.program.invars:
-        for s in lowered.program.arrivals[v]:
+        for s in lowered.program.input_submeshes[v]:
             sharding = lowered.layout.sharding(v, s)
             for d in sharding.device_set:
                 found[d.id] += int(np.prod(sharding.shard_shape(v.aval.shape))) * v.aval.dtype.itemsize

@@ -26,7 +26,7 @@ def names_of_values(program: Program, in_tree: Any, out_tree: Any) -> dict[Var, 
     for loop in program.loops:
         carried = (v for inner, _, init, final in loop.carries for v in (inner, init, final))
         names.update(dict.fromkeys((v for v in carried if _compat.is_var(v)), "accumulator"))
-        pieces = (v for inner, outer in loop.cut for v in (inner, *outer))
+        pieces = (v for inner, outer in loop.xs for v in (inner, *outer))
         names.update(dict.fromkeys((v for v in pieces if _compat.is_var(v)), "piece of the batch"))
     for f in program.fragments:
         for v in f.outvars:

@@ -74,7 +74,7 @@ class _Solver:
                 for v in (out, init, final):
                     if _compat.is_var(v):
                         self.groups.join(v, inner)
-            for inner, outer in (*loop.cut, *loop.collected):
+            for inner, outer in (*loop.xs, *loop.ys):
                 for v in outer:
                     if _compat.is_var(v):
                         self.groups.join(v, inner)
@@ -128,7 +128,7 @@ class _Solver:
         program = self.program
         for i, sharding in shardings.items():
             v = program.invars[i]
-            for s in program.arrivals[v]:
+            for s in program.input_submeshes[v]:
                 mesh = program.submeshes[s]
                 if s == program.home[v] or sharding.mesh.axis_names == mesh.axis_names:
                     self._decide(v, s, adapt_spec(sharding.spec, _compat.shape(v), mesh), rule)
@@ -202,12 +202,12 @@ class _Solver:
             if item >= 0:
                 f = self.program.fragments[item]
                 prepares = not f.tasks and bool(f.invars) and inputs.issuperset(f.invars)
-                (late if f.deferred else last if prepares else ordered).append(f)
+                (late if f.layout_follows_loop else last if prepares else ordered).append(f)
             else:
                 ordered += self.program.body(-1 - item)
                 loop = self.program.loops[-1 - item]
                 fed = {init for _, _, init, _ in loop.carries if _compat.is_var(init)}
-                fed |= {v for _, outer in loop.cut for v in outer if _compat.is_var(v)}
+                fed |= {v for _, outer in loop.xs for v in outer if _compat.is_var(v)}
                 ordered += [f for f in late if not fed.isdisjoint(f.outvars)]
                 late = [f for f in late if fed.isdisjoint(f.outvars)]
         return ordered + late + last
@@ -257,7 +257,7 @@ class _Solver:
         program = self.program
         places: dict[tuple[Var, int], None] = {}
         for v in program.invars:
-            places.update(dict.fromkeys((v, s) for s in program.arrivals[v]))
+            places.update(dict.fromkeys((v, s) for s in program.input_submeshes[v]))
         for f in program.fragments:
             places.update(dict.fromkeys((v, f.submesh) for v in (*f.invars, *f.outvars)))
         for e in program.edges:

@@ -58,7 +58,7 @@ class _Builder:
             self.flat.invars,
             outputs,
             dict(self.placement.home),
-            self._arrivals(),
+            self._input_submeshes(),
             tuple(self.flat.consts.values()),
             self._unmarked(),
             self.flat.reductions,
@@ -132,15 +132,15 @@ class _Builder:
                 edges.append(Edge(v, source, target, self.index.scope.get(v), nbytes(v.aval)))
         return edges
 
-    def _arrivals(self) -> dict[Var, tuple[int, ...]]:
+    def _input_submeshes(self) -> dict[Var, tuple[int, ...]]:
         """Where each input has to be; a result that is an input unchanged stays at its home."""
-        arrivals = {}
+        read_at = {}
         for v in self.flat.invars:
             needed = self._needed_at(v)
             if v in self.index.results or not needed:
                 needed = needed | {self.placement.home[v]}
-            arrivals[v] = tuple(sorted(needed))
-        return arrivals
+            read_at[v] = tuple(sorted(needed))
+        return read_at
 
     def _unmarked(self) -> tuple[tuple[str, int, str, int], ...]:
         counts: Counter[tuple[str, int, str]] = Counter()

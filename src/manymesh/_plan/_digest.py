@@ -101,10 +101,10 @@ def _program_lines(program: Program) -> Iterator[str]:
     for k, const in enumerate(program.consts):
         yield f"constant {k}: {_word(const if isinstance(const, jax.Array) else np.asarray(const))}"
     for v in program.invars:
-        yield f"input {atom(v)}: {v.aval.str_short()} on {program.arrivals[v]}, home {program.home[v]}"
+        yield f"input {atom(v)}: {v.aval.str_short()} on {program.input_submeshes[v]}, home {program.home[v]}"
     for k, loop in enumerate(program.loops):
         ties = [[atom(v) for v in carry] for carry in loop.carries]
-        pieces = [(atom(inner), [atom(v) for v in outer]) for inner, outer in (*loop.cut, *loop.collected)]
+        pieces = [(atom(inner), [atom(v) for v in outer]) for inner, outer in (*loop.xs, *loop.ys)]
         yield f"loop {k} {loop.name}: {loop.num_microbatches} x {loop.schedule!r} on {loop.placement}; {ties}; {pieces}"
     for f in program.fragments:
         yield from _fragment_lines(f, number)
@@ -144,7 +144,7 @@ def _layout_lines(program: Program, sharding: Callable[[_compat.Var, int], Named
     number = {v: k for k, v in enumerate(variables_of(program))}
     places: dict[tuple[int, int], Any] = {}
     for v in program.invars:
-        places.update({(number[v], s): v for s in program.arrivals[v]})
+        places.update({(number[v], s): v for s in program.input_submeshes[v]})
     for f in program.fragments:
         places.update({(number[v], f.submesh): v for v in (*f.invars, *f.outvars)})
     for k, s in sorted(places):

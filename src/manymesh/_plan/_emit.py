@@ -140,8 +140,8 @@ class _Emitter:
                 self.alias[final] = (out, loop.num_microbatches - 1)
                 self.carry[inner] = (init, out)
                 self.finals[out].append(final)
-            self.cut.update(dict(loop.cut))
-            for inner, outer in loop.collected:
+            self.cut.update(dict(loop.xs))
+            for inner, outer in loop.ys:
                 self.copies[inner].append(outer)
                 self.alias.update({v: (inner, m) for m, v in enumerate(outer)})
         self.last = [loop.num_microbatches - 1 for loop in program.loops]
@@ -151,7 +151,7 @@ class _Emitter:
     def run(self) -> Plan:
         program = self.program
         inputs = tuple(
-            (i, s, self._slot(v, s, None)) for i, v in enumerate(program.invars) for s in program.arrivals[v]
+            (i, s, self._slot(v, s, None)) for i, v in enumerate(program.invars) for s in program.input_submeshes[v]
         )
         for item in program.order:
             if item >= 0:

@@ -27,7 +27,7 @@ def _mentions(program: Program) -> Iterator[Any]:
     for loop in program.loops:
         for carry in loop.carries:
             yield from carry
-        for inner, outer in (*loop.cut, *loop.collected):
+        for inner, outer in (*loop.xs, *loop.ys):
             yield inner
             yield from outer
     for f in program.fragments:

@@ -38,7 +38,7 @@ class _Checker:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.made = {(v, s) for v, places in program.arrivals.items() for s in places}
+        self.made = {(v, s) for v, places in program.input_submeshes.items() for s in places}
         self.crossing = {(e.var, e.target): e.source for e in program.edges}
 
     def has(self, v: object, s: int) -> bool:
@@ -69,7 +69,7 @@ class _Checker:
             missing = sorted(s for v, s in reads if v is inner and not self.has(out, s))
             assert not missing, f"a carry of {short(inner)} is read on submeshes {missing}, but not sent there"
             self.made.add((final, home))
-        for inner, outer in loop.collected:
+        for inner, outer in loop.ys:
             assert len(outer) == loop.num_microbatches, f"{len(outer)} copies of {short(inner)} are collected"
             for v in outer:
                 assert self.has(inner, self.program.home[v]), f"{short(inner)} is collected where it is not"
@@ -77,11 +77,11 @@ class _Checker:
 
     def _enter(self, loop: LoopPlan, reads: set[tuple[Var, int]]) -> None:
         starts = {inner: (init,) for inner, _, init, _ in loop.carries}
-        starts.update(dict(loop.cut))
+        starts.update(dict(loop.xs))
         for inner, out, init, final in loop.carries:
             for v in (out, init, final):
                 assert shape_and_dtype(v) == shape_and_dtype(inner), f"a carry of {short(inner)} becomes {short(v)}"
-        for inner, outer in loop.cut:
+        for inner, outer in loop.xs:
             assert len(outer) == loop.num_microbatches, f"{short(inner)} has {len(outer)} pieces"
         for v, s in reads:
             if v in starts:

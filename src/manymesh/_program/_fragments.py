@@ -31,7 +31,7 @@ class Fragment:
       stage: pipeline stage inside its loop; None outside.
       jaxpr: the computation; its variables are the program's.
       tasks: names of the tasks it holds.
-      deferred: prepares what a loop takes in, with the shardings that the loop wants.
+      layout_follows_loop: prepares what a loop takes in, with the shardings that the loop wants.
     """
 
     index: int
@@ -42,7 +42,7 @@ class Fragment:
     stage: int | None
     jaxpr: Any
     tasks: tuple[str, ...]
-    deferred: bool
+    layout_follows_loop: bool
 
     @property
     def invars(self) -> list[Any]:
@@ -88,8 +88,8 @@ class LoopPlan:
       schedule: the schedule object.
       placement: stage -> submesh.
       carries: (read, made, initial, final) variables of each accumulator.
-      cut: (variable of the body, its piece for each microbatch).
-      collected: (variable of the body, its copy for each microbatch).
+      xs: (variable of the body, its piece for each microbatch).
+      ys: (variable of the body, its copy for each microbatch).
       in_order: whether fragments follow the stage order, so that the schedule applies.
     """
 
@@ -98,8 +98,8 @@ class LoopPlan:
     schedule: Any
     placement: tuple[int, ...]
     carries: tuple[tuple[Any, Any, Any, Any], ...]
-    cut: tuple[tuple[Any, tuple[Any, ...]], ...]
-    collected: tuple[tuple[Any, tuple[Any, ...]], ...]
+    xs: tuple[tuple[Any, tuple[Any, ...]], ...]
+    ys: tuple[tuple[Any, tuple[Any, ...]], ...]
     in_order: bool = True
 
 
@@ -141,7 +141,7 @@ class Program:
       invars: inputs; the first ``len(consts)`` are constants.
       outputs: (variable or literal, submesh) of each result.
       home: submesh of the copy of record of each variable.
-      arrivals: input -> submeshes that read it.
+      input_submeshes: input -> submeshes that read it.
       consts: values of the constants, in order.
       unmarked: (primitive, submesh, reason, count) of the equations outside tasks.
       reductions: sums of accumulators over the devices that share a batch.
@@ -157,7 +157,7 @@ class Program:
     invars: tuple[Any, ...]
     outputs: tuple[tuple[Any, int], ...]
     home: dict[Any, int]
-    arrivals: dict[Any, tuple[int, ...]]
+    input_submeshes: dict[Any, tuple[int, ...]]
     consts: tuple[Any, ...]
     unmarked: tuple[tuple[str, int, str, int], ...] = field(default=())
     reductions: tuple[Reduction, ...] = field(default=())

@@ -233,7 +233,7 @@ class _Binder:
         """The sharding that an argument has at its home; None if it is not on its home."""
         v = self.program.invars[len(self.program.consts) + place.position]
         s = self.program.home[v]
-        return self.layout.sharding(v, s) if s in self.program.arrivals[v] else None
+        return self.layout.sharding(v, s) if s in self.program.input_submeshes[v] else None
 
     def prepare_argument(self, place: Input, sharding: Sharding) -> None:
         """Compiles what an argument needs that arrives with a sharding."""

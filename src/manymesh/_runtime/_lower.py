@@ -42,10 +42,10 @@ class Lowered:
         return self.layout.sharding(v, s)
 
     @property
-    def arrivals(self) -> dict[tuple[int, int], NamedSharding]:
+    def input_shardings(self) -> dict[tuple[int, int], NamedSharding]:
         """(input position, submesh) -> the sharding that the input has to have there."""
         program = self.program
-        return {(i, s): self.sharding(v, s) for i, v in enumerate(program.invars) for s in program.arrivals[v]}
+        return {(i, s): self.sharding(v, s) for i, v in enumerate(program.invars) for s in program.input_submeshes[v]}
 
     @property
     def outputs(self) -> list[NamedSharding | None]:
