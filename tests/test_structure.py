@@ -19,6 +19,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 # A module imports only from layers above its own line, or from its own layer without a circle.
 LAYERS = (
     "_publish",
+    "_collector",
     "_errors",
     "errors",
     "_compat",

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from .. import _compat
+from .._collector import collector_paused
 from .._errors import AxisError
 from .._implicit import Matcher, registered
 from .._mark import Recording, recording
@@ -17,6 +18,7 @@ from ._step import Step
 from ._traced import Traced
 
 
+@collector_paused()
 def trace(step: Step, given: Arguments) -> Traced:
     """Traces a step for one call's arguments."""
     statics = dict(given.static)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .. import _compat
+from .._collector import collector_paused
 from .._errors import AxisError, MeshError
 from .._layout._names import resolve_constraints
 from .._mark import Recording
@@ -51,6 +52,7 @@ class Traced:
         return jax.tree.unflatten(self._out_tree, [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in self._shapes])
 
     @_compat.boundary
+    @collector_paused()
     def lower(self) -> Lowered:
         """Splits the step over its submeshes and lays out the instructions."""
         step, given = self._step, self._given

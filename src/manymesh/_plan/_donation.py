@@ -30,8 +30,12 @@ def donatable_inputs(
             if candidates is None:
                 candidates = range(len(slots))
             if candidates:
-                dying = set(ins.free) - kept
+                dying = set(ins.free)
                 once = len(set(slots)) == len(slots)
-                candidates = [k for k in candidates if slots[k] in dying and (once or slots.count(slots[k]) == 1)]
+                candidates = [
+                    k
+                    for k in candidates
+                    if slots[k] in dying and slots[k] not in kept and (once or slots.count(slots[k]) == 1)
+                ]
             possible[ins.fragment] = candidates
     return {fragment: tuple(positions) for fragment, positions in possible.items()}

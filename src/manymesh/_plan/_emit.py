@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress, islice
 from typing import Any
+
+import numpy as np
 
 from .. import _compat
 from .._program import Edge, Fragment, LoopPlan, Program
@@ -18,7 +21,6 @@ from ._number import value_of, variables_of
 
 Var = _compat.Var
 
-UNKNOWN = -1
 # A larger plan repeats in more microbatches what a small one does, and checking it would take a quarter of its time.
 CHECKED_SLOTS = 20_000
 
@@ -108,50 +110,109 @@ def _has_forward(body: list[Fragment]) -> bool:
     return any(f.kind == "F" for f in body)
 
 
-class _Emitter:
-    """Numbers the slots of every value of a call, and lists what reads and fills them.
+class _Slots:
+    """Numbers the slots of every value of a call.
 
-    A large plan has millions of slots, so what does not depend on the microbatch is found once for each
-    variable and submesh: the slots of a body's variable are a row, one entry a microbatch, filled as they
-    are met.
+    A value outside loops has one slot on each submesh, one of a body a row of them, a slot for each microbatch. A
+    large plan has millions, so a row is found once, for all who read it.
     """
+
+    def __init__(self, program: Program) -> None:
+        self.count = 0
+        self._home = program.home
+        self._once: dict[tuple[Var, int], int] = {}  # (variable outside loops, submesh) -> slot
+        self._rows: dict[
+            tuple[Var, int], Sequence[int]
+        ] = {}  # (variable of a body, submesh) -> slot of each microbatch
+        self._pieces: dict[Var, tuple[Var, ...]] = {}
+        self._carry: dict[Var, tuple[Var, Var]] = {}
+        # result of a loop -> (variable of the body, microbatch, how many there are)
+        self._alias: dict[Var, tuple[Var, int, int]] = {}
+        for loop in program.loops:
+            count = loop.num_microbatches
+            for inner, out, init, final in loop.carries:
+                self._alias[final] = (out, count - 1, count)
+                self._carry[inner] = (init, out)
+            self._pieces.update(dict(loop.xs))
+            for inner, outer in loop.ys:
+                self._alias.update({v: (inner, m, count) for m, v in enumerate(outer)})
+        self._outside = set(program.invars) | {v for f in program.fragments if f.loop is None for v in f.outvars}
+        self._outside |= set(self._alias)
+
+    def one(self, v: Var, s: int) -> int:
+        """The slot of a value on a submesh, outside loops."""
+        if v in self._alias and s == self._home[v]:
+            body, m, count = self._alias[v]
+            return self.row(body, s, count)[m]
+        if (v, s) not in self._once:
+            self._once[v, s] = self._new(1)[0]
+        return self._once[v, s]
+
+    def row(self, v: Var, s: int, count: int) -> Sequence[int]:
+        """The slots of a value on a submesh, for each of the microbatches of the loop that reads or makes it."""
+        if (v, s) not in self._rows:
+            self._rows[v, s] = self._row(v, s, count)
+        return self._rows[v, s]
+
+    def columns(self, variables: Sequence[Var], s: int, count: int | None) -> list[tuple[int, ...]]:
+        """The slots of several values, together: a tuple for each microbatch, or one outside loops."""
+        if count is None:
+            return [tuple([self.one(v, s) for v in variables])]
+        rows = [self.row(v, s, count) for v in variables]
+        return list(zip(*rows, strict=True)) if rows else [()] * count
+
+    def _row(self, v: Var, s: int, count: int) -> Sequence[int]:
+        if v in self._outside:
+            return [self.one(v, s)] * count
+        if v in self._pieces:
+            return [self.one(piece, s) for piece in self._pieces[v]]
+        if v in self._carry:
+            init, out = self._carry[v]
+            if out not in self._carry:
+                return [self.one(init, s), *self.row(out, s, count)[:-1]]
+            return [self._carried(v, s, m, count) for m in range(count)]
+        return self._new(count)
+
+    def _carried(self, v: Var, s: int, m: int, count: int) -> int:
+        """What carries hand to each other without computing anything, say two that are swapped."""
+        while v in self._carry:
+            init, out = self._carry[v]
+            if m == 0:
+                return self.one(init, s)
+            v, m = out, m - 1
+        return self.row(v, s, count)[m]
+
+    def _new(self, count: int) -> list[int]:
+        self.count += count
+        return list(range(self.count - count, self.count))
+
+
+class _Emitter:
+    """Lists what reads and fills the slots of a call, in the order of issue."""
 
     def __init__(self, program: Program, donated_inputs: frozenset[int]) -> None:
         self.program = program
         self.donated_inputs = donated_inputs
         self.variables = variables_of(program)
         self.number = {v: k for k, v in enumerate(self.variables)}
-        self.num_slots = 0
-        self.once: dict[tuple[Var, int], int] = {}  # (variable outside loops, submesh) -> slot
-        self.rows: dict[tuple[Var, int], list[int]] = {}  # (variable of a body, submesh) -> slot of each microbatch
-        self.longest = max((loop.num_microbatches for loop in program.loops), default=0)
-        self.code: list[tuple[Any, ...]] = []
+        self.slots = _Slots(program)
+        self.code: list[tuple[Any, ...]] = []  # constructor, its ports, its other arguments
         self.drafts: dict[int, _Draft] = {}
         self.edges: dict[Var, list[Edge]] = defaultdict(list)
         for e in program.edges:
             self.edges[e.var].append(e)
-        self.alias: dict[Var, tuple[Var, int]] = {}  # result of a loop -> (variable of the body, microbatch)
-        self.cut: dict[Var, tuple[Var, ...]] = {}
-        self.carry: dict[Var, tuple[Var, Var]] = {}
         self.finals: dict[Var, list[Var]] = defaultdict(list)
         self.copies: dict[Var, list[tuple[Var, ...]]] = defaultdict(list)
         for loop in program.loops:
-            for inner, out, init, final in loop.carries:
-                self.alias[final] = (out, loop.num_microbatches - 1)
-                self.carry[inner] = (init, out)
+            for _, out, _, final in loop.carries:
                 self.finals[out].append(final)
-            self.cut.update(dict(loop.xs))
             for inner, outer in loop.ys:
                 self.copies[inner].append(outer)
-                self.alias.update({v: (inner, m) for m, v in enumerate(outer)})
-        self.last = [loop.num_microbatches - 1 for loop in program.loops]
-        self.outside = set(program.invars) | {v for f in program.fragments if f.loop is None for v in f.outvars}
-        self.outside |= set(self.alias)
 
     def run(self) -> Plan:
-        program = self.program
+        program, slots = self.program, self.slots
         inputs = tuple(
-            (i, s, self._slot(v, s, None)) for i, v in enumerate(program.invars) for s in program.input_submeshes[v]
+            (i, s, slots.one(v, s)) for i, v in enumerate(program.invars) for s in program.input_submeshes[v]
         )
         for item in program.order:
             if item >= 0:
@@ -159,131 +220,118 @@ class _Emitter:
             else:
                 for fragment, m in loop_sequence(program, -1 - item):
                     self._run(fragment, m)
-        outputs = tuple(self._slot(v, s, None) if _compat.is_var(v) else None for v, s in program.outputs)
-        instructions = self._with_frees({s for s in outputs if s is not None})
+        outputs = tuple(slots.one(v, s) if _compat.is_var(v) else None for v, s in program.outputs)
+        instructions = self._with_frees([s for s in outputs if s is not None])
         aliases = find_aliases(program.submeshes, inputs, instructions)
         lent = [slot for i, _, slot in inputs if i not in self.donated_inputs]
         ports = tuple(Ports(self._numbers(f.invars), self._numbers(f.outvars)) for f in program.fragments)
         return Plan(
-            instructions, self.num_slots, inputs, outputs, tuple(value_of(v) for v in self.variables), ports, aliases,
+            instructions, slots.count, inputs, outputs, tuple(value_of(v) for v in self.variables), ports, aliases,
             donatable_inputs(instructions, lent, aliases),
         )  # fmt: skip
 
     def _numbers(self, variables: Iterable[Var]) -> tuple[int, ...]:
         return tuple([self.number[v] for v in variables])
 
-    def _slot(self, v: Var, s: int, m: int | None) -> int:
-        """The slot of a value on a submesh, in one microbatch or outside loops."""
-        if m is None or v in self.outside:
-            if v in self.alias and s == self.program.home[v]:
-                v, m = self.alias[v]
-            else:
-                return self._new(self.once, (v, s))
-        while v in self.carry:
-            init, out = self.carry[v]
-            if m == 0:
-                return self._slot(init, s, None)
-            v, m = out, m - 1
-        if v in self.cut:
-            return self._slot(self.cut[v][m], s, None)
-        row = self._row(v, s)
-        if row[m] == UNKNOWN:
-            row[m] = self.num_slots
-            self.num_slots += 1
-        return row[m]
-
-    def _new(self, known: dict[tuple[Var, int], int], key: tuple[Var, int]) -> int:
-        if key not in known:
-            known[key] = self.num_slots
-            self.num_slots += 1
-        return known[key]
-
-    def _row(self, v: Var, s: int) -> list[int]:
-        row = self.rows.get((v, s))
-        if row is None:
-            row = self.rows[v, s] = [UNKNOWN] * self.longest
-        return row
-
-    def _slots(self, variables: list[Var], rows: list[list[int]], s: int, m: int, new: bool) -> tuple[int, ...]:
-        """The slots of a body's variables in one microbatch; `new` if none of them has another name."""
-        slots = [row[m] for row in rows]
-        if new and slots.count(UNKNOWN) == len(slots):
-            slots = list(range(self.num_slots, self.num_slots + len(slots)))
-            self.num_slots += len(slots)
-            for row, slot in zip(rows, slots, strict=True):
-                row[m] = slot
-        elif UNKNOWN in slots:
-            for k, v in enumerate(variables):
-                if slots[k] == UNKNOWN:
-                    slots[k] = rows[k][m] = self._slot(v, s, m)
-        return tuple(slots)
-
     def _run(self, f: Fragment, m: int | None) -> None:
         draft = self.drafts.get(f.index)
         if draft is None:
             draft = self.drafts[f.index] = self._draft(f)
-        s = f.submesh
-        if m is None:
-            ins = tuple([self._slot(v, s, None) for v in draft.reads])
-            outs = tuple([self._slot(v, s, None) for v in draft.makes])
-        else:
-            ins = self._slots(draft.reads, draft.read_rows, s, m, False)
-            outs = self._slots(draft.makes, draft.made_rows, s, m, draft.new)
-        self.code.append((Run, ins + outs, f.index, s, m, ins, outs))
-        if not draft.leaves:
-            return
-        sends: dict[int, list[tuple[Var, int | None]]] = defaultdict(list)
-        for v in draft.leaves:
-            self._sends_of(v, s, m, sends)
-            if m is not None and m == self.last[f.loop or 0]:
-                for final in self.finals.get(v, ()):
-                    self._sends_of(final, s, None, sends)
-            for outer in self.copies.get(v, ()):
-                self._sends_of(outer[m or 0], s, None, sends)
-        for target, values in sends.items():
+        k, s = m or 0, f.submesh
+        ins, outs = draft.reads[k], draft.makes[k]
+        self.code.append((Run, (ins, outs), f.index, s, m, ins, outs))
+        results = self._results(f, m, draft.results) if draft.results and m is not None else {}
+        for target in dict.fromkeys((*draft.sends, *results)) if results else draft.sends:
+            numbers: tuple[int, ...] = ()
+            given: tuple[int, ...] = ()
+            filled: tuple[int, ...] = ()
+            if target in draft.sends:
+                crossing = draft.sends[target]
+                numbers, given, filled = crossing.numbers, crossing.given[k], crossing.filled[k]
+            if target in results:
+                more = results[target]
+                numbers += self._numbers(more)
+                given += self.slots.columns(more, s, None)[0]
+                filled += self.slots.columns(more, target, None)[0]
             tag = Tag(f.index, target, m)
-            numbers = self._numbers([v for v, _ in values])
-            given = tuple([self._slot(v, s, k) for v, k in values])
-            filled = tuple([self._slot(v, target, k) for v, k in values])
-            self.code.append((Send, given, s, target, tag, numbers, given))
-            self.code.append((Receive, filled, target, s, tag, numbers, filled))
+            self.code.append((Send, (given,), s, target, tag, numbers, given))
+            self.code.append((Receive, (filled,), target, s, tag, numbers, filled))
 
     def _draft(self, f: Fragment) -> _Draft:
-        reads, makes = f.invars, f.outvars
-        rows = [[] if f.loop is None else [self._row(v, f.submesh) for v in each] for each in (reads, makes)]
-        leaves = [v for v in makes if v in self.edges or v in self.finals or v in self.copies]
-        new = not any(v in self.outside or v in self.carry or v in self.cut for v in makes)
-        return _Draft(reads, makes, rows[0], rows[1], leaves, new)
+        s = f.submesh
+        count = None if f.loop is None else self.program.loops[f.loop].num_microbatches
+        columns = self.slots.columns
+        sends = {
+            target: _Crossing(self._numbers(values), columns(values, s, count), columns(values, target, count))
+            for target, values in self._leaving(f.outvars, s).items()
+        }
+        results = [v for v in f.outvars if v in self.finals or v in self.copies]
+        return _Draft(columns(f.invars, s, count), columns(f.outvars, s, count), sends, results)
 
-    def _sends_of(self, v: Var, source: int, m: int | None, sends: dict[int, list[tuple[Var, int | None]]]) -> None:
-        for e in self.edges.get(v, ()):
-            if e.source == source:
-                sends[e.target].append((v, m))
+    def _leaving(self, variables: Iterable[Var], source: int) -> dict[int, list[Var]]:
+        """Submesh -> those of the variables that go there from a submesh."""
+        sends: dict[int, list[Var]] = defaultdict(list)
+        for v in variables:
+            for e in self.edges.get(v, ()):
+                if e.source == source:
+                    sends[e.target].append(v)
+        return sends
 
-    def _with_frees(self, kept: set[int]) -> tuple[Instruction, ...]:
-        """The instructions, each with the slots that nobody reads after it."""
-        needed = bytearray(self.num_slots)
-        for slot in kept:
-            needed[slot] = 1
-        instructions: list[Instruction] = []
-        for make, touched, *fields in reversed(self.code):
-            free = []
-            for slot in touched:
-                if not needed[slot]:
-                    needed[slot] = 1
-                    free.append(slot)
-            instructions.append(make(*fields, tuple(free)))
-        instructions.reverse()
-        return tuple(instructions)
+    def _results(self, f: Fragment, m: int, made: Iterable[Var]) -> dict[int, list[Var]]:
+        """What leaves a loop with this run, by submesh."""
+        last = m == self.program.loops[f.loop or 0].num_microbatches - 1
+        results: list[Var] = []
+        for v in made:
+            results += self.finals.get(v, ()) if last else ()
+            results += [outer[m] for outer in self.copies.get(v, ())]
+        return self._leaving(results, f.submesh)
+
+    def _with_frees(self, kept: Sequence[int]) -> tuple[Instruction, ...]:
+        """The instructions, each with the slots that nobody touches after it."""
+        touched = [entry[1] for entry in self.code]
+        lengths = np.fromiter((sum(map(len, ports)) for ports in touched), np.int32, len(touched))
+        slots = np.fromiter(_flat(touched), np.int32, int(lengths.sum()))
+        instruction = np.repeat(np.arange(len(touched), dtype=np.int32), lengths)
+        last, first = np.full((2, self.slots.count), -1, np.int32)
+        last[slots] = instruction
+        last[list(kept)] = -1
+        dying = last[slots] == instruction
+        # One instruction may touch a slot twice; it frees it once, where it stands first.
+        position = np.flatnonzero(dying)
+        first[slots[position][::-1]] = position[::-1]
+        dying[position] = first[slots[position]] == position
+        frees = compress(_flat(list(touched)), dying.tobytes())
+        counts = np.bincount(instruction[dying], minlength=len(touched)).tolist()
+        del touched, lengths, slots, instruction, position, last, first
+        self.code.reverse()
+        return tuple([self._finished(tuple(islice(frees, n))) for n in counts])
+
+    def _finished(self, free: tuple[int, ...]) -> Instruction:
+        """The next instruction, whose draft is dropped: of millions there are not both."""
+        make, _, *fields = self.code.pop()
+        instruction: Instruction = make(*fields, free)
+        return instruction
 
 
 @dataclass(eq=False, slots=True)
 class _Draft:
-    """What a fragment reads and makes, found once for all its runs."""
+    """What the runs of a fragment read, make and send, found once; an entry for each microbatch."""
 
-    reads: list[Var]
-    makes: list[Var]
-    read_rows: list[list[int]]
-    made_rows: list[list[int]]
-    leaves: list[Var]  # what it makes that crosses, or that has another name outside its loop
-    new: bool  # whether what it makes has no other name inside its loop
+    reads: list[tuple[int, ...]]
+    makes: list[tuple[int, ...]]
+    sends: dict[int, _Crossing]
+    results: list[Var]  # what has another name outside its loop
+
+
+@dataclass(eq=False, slots=True)
+class _Crossing:
+    """Values that go to one submesh: their numbers, and the slots that are given and filled in each microbatch."""
+
+    numbers: tuple[int, ...]
+    given: list[tuple[int, ...]]
+    filled: list[tuple[int, ...]]
+
+
+def _flat(touched: Iterable[Iterable[Iterable[int]]]) -> Iterator[int]:
+    """The slots that instructions read and fill."""
+    return chain.from_iterable(chain.from_iterable(touched))

@@ -1,0 +1,23 @@
+"""Python's cyclic garbage collector, which costs half of the time in which a large program is traced and planned."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pauses the collector; also a decorator.
+
+    Tracing and planning make millions of small objects that live on. Each few thousand of them the collector looks
+    through more and more, and finds nothing.
+    """
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
