@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, which costs half of the time in which a large program is traced and planned."""
+"""Python's cyclic garbage collector, which costs a third of the time in which a large program is traced and planned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses the collector; also a decorator.
+    """Pauses the collector.
 
     Tracing and planning make millions of small objects that live on. Each few thousand of them the collector looks
     through more and more, and finds nothing.

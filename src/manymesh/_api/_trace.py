@@ -18,7 +18,6 @@ from ._step import Step
 from ._traced import Traced
 
 
-@collector_paused()
 def trace(step: Step, given: Arguments) -> Traced:
     """Traces a step for one call's arguments."""
     statics = dict(given.static)
@@ -40,7 +39,7 @@ def trace(step: Step, given: Arguments) -> Traced:
 
     flat_fun.__name__ = flat_fun.__qualname__ = step.name
     try:
-        with recording(record), _compat.without_mesh(), jax.disable_jit(False):
+        with recording(record), _compat.without_mesh(), jax.disable_jit(False), collector_paused():
             closed, shapes = jax.make_jaxpr(flat_fun, return_shape=True)(*avals)
     except AxisError as error:
         raise with_parameter(error, given) from None

