@@ -94,6 +94,68 @@ def test_the_outermost_match_decides_and_then_the_first_pattern():
     assert fragments(f, weights(1)[0], batch()) == [("outer", [0]), ("inner", [1])]
 
 
+def numbered(ws, x, body=dense):
+    """Blocks called by their numbers, as some libraries do, and other scopes called so too."""
+    with jax.named_scope("embed"), jax.named_scope("0"):
+        x = jnp.sin(x)
+    for i, w in enumerate(ws):
+        with jax.named_scope("h"), jax.named_scope(str(i)):
+            x = body(w, x)
+            with jax.named_scope("0"):
+                x = jnp.sin(x)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        dense,
+        jax.jit(dense),
+        jax.checkpoint(dense),
+        lambda w, x: jax.lax.cond(x.sum() > 0, dense, lambda w, x: x, w, x),
+    ],
+    ids=["plain", "jit", "checkpoint", "cond"],
+)
+def test_a_pattern_with_slashes_is_a_path(body):
+    """`h/0` is the block, and no other zero; forward and backward."""
+    mm.register_task("h/0", devices=[0])
+    mm.register_task(r"h/(\d)", callback=lambda match, is_backward: mm.Task(devices=[int(match[1])]))
+    grad = jax.grad(lambda ws, x: numbered(ws, x, body))
+    placed = {name.removesuffix("_bwd"): ids for name, ids in fragments(grad, weights(3), batch())}
+    assert placed == {"h/0": [0], "h/1": [1], "h/2": [2]}
+    assert_agrees(grad, weights(3), batch())
+
+
+def test_a_path_begins_anywhere_and_is_of_scopes_directly_in_each_other():
+    """A set of characters may hold a slash; a component matches one scope only."""
+    found = fragments(numbered, weights(2), batch())
+    assert found == []
+    with mm.register_task("[^/]+/0/0", devices=[3]):
+        assert fragments(numbered, weights(2), batch()) == [("h/0/0", [3])]
+    with mm.register_task("embed/.*/0", devices=[3]), pytest.warns(UserWarning, match="nested scopes; the nearest"):
+        mm.jit(numbered).lower(weights(2), batch())
+
+
+def test_a_path_through_a_conditional_and_a_scan():
+    """The scopes around what holds the rest of the path count, and iterations are of its last component."""
+
+    def f(ws, x):
+        def layer(x, w):
+            with jax.named_scope("1"):
+                return dense(w, x), None
+
+        with jax.named_scope("h"):
+            x = jax.lax.scan(layer, x, ws)[0]
+        with jax.named_scope("g"):
+            return jax.lax.cond(x.sum() > 0, lambda x: jax.lax.scan(layer, x, ws)[0], lambda x: x, x)
+
+    ws = jnp.stack(weights(2))
+    place = lambda match, is_backward: mm.Task(devices=[2 + int(match[1])])  # noqa: E731
+    with mm.register_task(r"h/1\[(\d)\]", callback=place), mm.register_task("g/1", devices=[0]):
+        assert fragments(f, ws, batch()) == [("h/1[0]", [2]), ("h/1[1]", [3]), ("g/1", [0])]
+        assert_agrees(f, ws, batch())
+
+
 def test_names_survive_transformations():
     """vmap, grad, a scope around them, jit within."""
 
@@ -278,7 +340,7 @@ def test_a_pattern_that_matches_nothing_is_said_once():
         step(weights(2), batch()[:8])
     assert [str(w.message) for w in found] == [
         r"mm.jit(f): register_task('layr_(\\d+)') matches no scope of this program, so it places nothing; a pattern has "
-        "to match a whole name; the nearest names are ['layer_1', 'layer_0']"
+        "to match a whole name, or with slashes the names of as many nested scopes; the nearest names are ['layer_1', 'layer_0']"
     ]
     assert found[0].filename == __file__
     with pytest.warns(UserWarning, match="the program has no scopes"):

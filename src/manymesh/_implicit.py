@@ -59,6 +59,15 @@ class Rule:
     callback: Callback | None = field(default=None, hash=False)
     defaults: Defaults | None = None
 
+    @functools.cached_property
+    def depth(self) -> int:
+        """How many nested scopes the pattern names: one, and one more for each slash that is in no set of characters."""
+        return 1 + re.sub(r"\[\^?\]?(?:\\.|[^]\\])*\]", "", self.pattern.pattern).count("/")
+
+    def match(self, name: str) -> re.Match[str] | None:
+        """Matches what a scope is called (`names_of`), if it names as many scopes as the pattern does."""
+        return self.pattern.fullmatch(name) if name.count("/") + 1 == self.depth else None
+
     def describe(self, match: re.Match[str], backward: bool) -> Task | None:
         """The task of a match, or None for "not a task"."""
         if self.callback is None:
@@ -138,9 +147,10 @@ def register_task(
     whose scope has the name of the module (``Dense_0``), with the method's after a dot if it is not ``__call__``
     (``embed.attend``). Plain ``jax.jit``, eager calls and the reference mode know nothing of it.
 
-    A pattern has to match a whole name: ``layer_1`` does not match ``layer_10``, and ``a/b`` matches nothing, for
-    it is two names. Of nested scopes the outermost that matches decides, of several patterns the first one
-    registered. Inside a task made with `task` nothing is matched; such a task inside a matched scope merges with it.
+    A pattern has to match a whole name: ``layer_1`` does not match ``layer_10``. With slashes it is a path, and matches
+    the names of as many scopes, each directly in the one before, as the tree of parameters has them: ``h/0`` is the scope
+    ``0`` directly in ``h`` and no other zero, ``encoder/layer/(\\d+)`` a layer of an encoder wherever that is. Of nested scopes
+    the outermost that matches decides, of several patterns the first one registered. Inside a task made with `task` nothing is matched; such a task inside a matched scope merges with it.
 
     In the body of a scan, an outermost scope is also called ``name[i]`` in iteration ``i``, so that ``layers\\[(\\d+)\\]``
     places stacked layers one by one; a list of meshes splits the iterations over them, as for `Task`.
@@ -282,32 +292,53 @@ def path_of(stack: str) -> Path:
     """The scopes around an equation, from its name stack: what transformations added is left out.
 
     The backward pass of ``jax.checkpoint`` repeats the scopes around it (``transpose(jvp(model))/jvp(model)/layer``):
-    what stands twice in a row counts once, so that it is the path of the forward pass.
+    what a transformation repeats counts once, so that it is the path of the forward pass.
     """
     path: list[str | Iteration] = []
+    begins: list[bool] = []  # whether a transformation stands right before it
+    transformed = False
     for name, opens in _PARTS.findall(stack):
+        if name == "rematted_computation" or (opens and name in _TRANSFORMS):
+            transformed = True
+            continue
         if name.startswith("\x00"):
             index, length = name[1:].split(":")
             path.append(Iteration(int(index), int(length)))
-        elif name != "rematted_computation" and not (opens and name in _TRANSFORMS):
+        else:
             path.append(name)
+        begins.append(transformed)
+        transformed = False
     start = 0
     while start < len(path):
         for size in range(1, (len(path) - start) // 2 + 1):
-            if path[start : start + size] == path[start + size : start + 2 * size]:
-                del path[start : start + size]
+            again = start + size
+            if begins[again] and path[start:again] == path[again : again + size]:
+                del path[start:again], begins[start:again]
                 start = -1
                 break
         start += 1
     return tuple(path)
 
 
-def called(path: Path, at: int) -> tuple[str, ...]:
-    """The names of the scope at a position of a path; the one directly in a scan's body has two."""
-    name = path[at]
-    assert isinstance(name, str), "an iteration has no name"
+def called(path: Path, at: int, depth: int) -> tuple[str, ...]:
+    """The names of the scope at a position of a path, alone and after up to ``depth - 1`` of the scopes around it.
+
+    One directly in a scan's body has the name of its iteration too.
+    """
     before = path[at - 1] if at else None
-    return (name, _in_iteration(name, before.index)) if isinstance(before, Iteration) else (name,)
+    scopes = tuple(name for name in path[: at + 1] if isinstance(name, str))
+    return names_of(scopes[-depth:], before.index if isinstance(before, Iteration) else None)
+
+
+def names_of(scopes: tuple[str, ...], index: int | None) -> tuple[str, ...]:
+    """What the last of nested scopes is called: its name, and as a path with those around it.
+
+    Args:
+      scopes: names of scopes, the outermost first.
+      index: the iteration of the scan in whose body the last one directly is.
+    """
+    names = ["/".join(scopes[k:]) for k in reversed(range(len(scopes)))]
+    return tuple(names if index is None else [*names, *(_in_iteration(name, index) for name in names)])
 
 
 def _in_iteration(name: str, index: int) -> str:
@@ -344,6 +375,7 @@ class Matcher:
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         self.rules = tuple(rules)
+        self.depth = max((rule.depth for rule in self.rules), default=1)
         self._tasks: dict[tuple[int, str, bool], Task | None] = {}
         self._matched: dict[tuple[str, bool], Matched | None] = {}
         self._used: set[int] = set()  # the rules, by number, whose pattern matched some name
@@ -373,7 +405,7 @@ class Matcher:
     def _find(self, path: Path, backward: bool) -> Matched | None:
         for at, part in enumerate(path):
             if isinstance(part, str):
-                found = self.task(called(path, at), backward)
+                found = self.task(called(path, at, self.depth), backward)
                 if found is not None:
                     return Matched(path[: at + 1], *found)
         return None
@@ -386,7 +418,7 @@ class Matcher:
             for name in names:
                 key = (number, name, backward)
                 if key not in self._tasks:
-                    match = rule.pattern.fullmatch(name)
+                    match = rule.match(name)
                     self._tasks[key] = None if match is None else rule.describe(match, backward)
                     if match is not None:
                         self._used.add(number)
@@ -395,13 +427,11 @@ class Matcher:
                     return made, rule.pattern.pattern
         return None
 
-    def tasks(self, name: str, iterations: range, backward: bool) -> Iterator[Task]:
-        """The tasks of a scope in the iterations of the scan that it is directly in, if it is in one."""
-        several: Iterable[tuple[str, ...]] = ((name,),)
-        if iterations and self._for_iterations:
-            several = ((name, _in_iteration(name, i)) for i in iterations)
-        for names in several:
-            found = self.task(names, backward)
+    def tasks(self, scopes: tuple[str, ...], iterations: range, backward: bool) -> Iterator[Task]:
+        """The tasks of the last of nested scopes, in the iterations of the scan that it is directly in, if it is in one."""
+        indices: Iterable[int | None] = iterations if iterations and self._for_iterations else (None,)
+        for index in indices:
+            found = self.task(names_of(scopes, index), backward)
             if found is not None:
                 yield found[0]
 
@@ -409,7 +439,7 @@ class Matcher:
         """Patterns that match none of a program's scopes -> a sentence about each.
 
         Args:
-          scopes: name of each scope -> the iterations of the scan that it is directly in; 0 outside scans.
+          scopes: what each scope is called -> the iterations of the scan that it is directly in; 0 outside scans.
         """
         found = {}
         for number, rule in enumerate(self.rules):
@@ -422,12 +452,12 @@ class Matcher:
             said = f"the nearest names are {near}" if near else "the program has no scopes; jax.named_scope makes them"
             found[pattern] = (
                 f"register_task({pattern!r}) matches no scope of this program, so it places nothing; a pattern has to match "
-                f"a whole name; {said}"
+                f"a whole name, or with slashes the names of as many nested scopes; {said}"
             )
         return found
 
     def _matches_one(self, number: int, scopes: Mapping[str, int]) -> bool:
-        matches = self.rules[number].pattern.fullmatch
+        matches = self.rules[number].match
         if any(matches(name) for name in scopes):
             return True
         counted = scopes.items() if number in self._for_iterations else ()

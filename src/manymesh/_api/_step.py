@@ -51,7 +51,7 @@ class Step:
         new = [f for f in record.findings if f not in self.warned]
         self.warned.update(new)
         if closed is not None and record.implicit:
-            unmatched = record.implicit.unmatched(scope_names(closed))
+            unmatched = record.implicit.unmatched(scope_names(closed, record.implicit.depth))
             new += [text for pattern, text in unmatched.items() if f"pattern {pattern}" not in self.warned]
             self.warned.update(f"pattern {pattern}" for pattern in unmatched)
         if new:

@@ -6,8 +6,11 @@ from collections.abc import Iterator
 
 from .. import _compat
 from .._compat import AbstractJaxpr, Eqn
-from .._implicit import Iteration, Matcher, path_of
+from .._implicit import Iteration, Matcher, names_of, path_of
 from .._task import Task
+
+# What `_Scopes` finds: names, iterations, name stack.
+Found = Iterator[tuple[tuple[str, ...], range, str]]
 
 
 def jaxprs_of(eqn: Eqn) -> list[AbstractJaxpr]:
@@ -47,49 +50,67 @@ def tasks_inside(eqn: Eqn, stack: str, matcher: Matcher) -> list[Task]:
     if not matcher or matcher.match(stack, is_backward(stack)) is not None:
         return []
     path = path_of(stack)
-    around = path[-1] if path else None
-    iterations = range(around.index, around.index + 1) if isinstance(around, Iteration) else _NONE
+    last = path[-1] if path else None
+    iterations = range(last.index, last.index + 1) if isinstance(last, Iteration) else _NONE
+    around = tuple(name for name in path if isinstance(name, str))
     scopes = dict.fromkeys(
-        (name, among, is_backward(stack) or is_backward(inner))
-        for name, among, inner in _in_eqn(eqn, iterations, set())
+        (names, among, is_backward(stack) or is_backward(inner))
+        for names, among, inner in _Scopes(matcher.depth).in_eqn(eqn, around, iterations)
     )
     found: dict[Task, None] = {}
-    for name, among, backward in scopes:
-        found.update((task.named(name), None) for task in matcher.tasks(name, among, backward))
+    for names, among, backward in scopes:
+        found.update((task.named(names[-1]), None) for task in matcher.tasks(names, among, backward))
     return list(found)
 
 
-def scope_names(closed: AbstractJaxpr) -> dict[str, int]:
-    """Every name of a scope of a program -> the most iterations of a scan that such a scope is directly in, or 0."""
+def scope_names(closed: AbstractJaxpr, depth: int) -> dict[str, int]:
+    """What the scopes of a program are called -> the most iterations of a scan that such a scope is directly in, or 0.
+
+    Args:
+      closed: the program.
+      depth: of how many scopes, nested in each other, paths are wanted as names.
+    """
     found: dict[str, int] = {}
-    for name, iterations, _ in _in_jaxpr(closed, _NONE, set()):
-        found[name] = max(found.get(name, 0), len(iterations))
+    for names, iterations, _ in _Scopes(depth).in_jaxpr(closed, (), _NONE):
+        for name in names_of(names, None):
+            found[name] = max(found.get(name, 0), len(iterations))
     return found
 
 
-# Name of each scope, the iterations of the scan in whose body it is where no scope is between, and the name stack of
-# what carries it.
-_Scopes = Iterator[tuple[str, range, str]]
 _NONE = range(0)
 
 
-def _in_eqn(eqn: Eqn, iterations: range, seen: set[tuple[int, range]]) -> _Scopes:
-    if eqn.primitive.name == "scan":
-        iterations = range(_compat.scan_parts(eqn).length)
-    for jaxpr in jaxprs_of(eqn):
-        yield from _in_jaxpr(jaxpr, iterations, seen)
+class _Scopes:
+    """The scopes of a program: the names of each and of those around it, and where it is.
 
+    Yields the names, as many as are wanted, the outermost first; the iterations of the scan in whose body the scope
+    is where no scope is between; the name stack of what carries it.
+    """
 
-def _in_jaxpr(jaxpr: AbstractJaxpr, iterations: range, seen: set[tuple[int, range]]) -> _Scopes:
-    if (id(jaxpr), iterations) in seen:
-        return
-    seen.add((id(jaxpr), iterations))
-    stacks: set[str] = set()
-    for eqn in _compat.open_jaxpr(jaxpr).eqns:
-        stack = _compat.name_stack(eqn)
-        if stack not in stacks:
-            stacks.add(stack)
-            for at, name in enumerate(path_of(stack)):
-                assert isinstance(name, str), "a jaxpr knows nothing of iterations"
-                yield name, _NONE if at else iterations, stack
-        yield from _in_eqn(eqn, _NONE if path_of(stack) else iterations, seen)
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self._seen: set[tuple[int, tuple[str, ...], range]] = set()
+
+    def in_eqn(self, eqn: Eqn, around: tuple[str, ...], iterations: range) -> Found:
+        if eqn.primitive.name == "scan":
+            iterations = range(_compat.scan_parts(eqn).length)
+        for jaxpr in jaxprs_of(eqn):
+            yield from self.in_jaxpr(jaxpr, around, iterations)
+
+    def in_jaxpr(self, jaxpr: AbstractJaxpr, around: tuple[str, ...], iterations: range) -> Found:
+        around = around[len(around) - self.depth + 1 :] if self.depth <= len(around) else around
+        if (id(jaxpr), around, iterations) in self._seen:
+            return
+        self._seen.add((id(jaxpr), around, iterations))
+        stacks: set[str] = set()
+        for eqn in _compat.open_jaxpr(jaxpr).eqns:
+            stack = _compat.name_stack(eqn)
+            path = path_of(stack)
+            if stack not in stacks:
+                stacks.add(stack)
+                for at, name in enumerate(path):
+                    assert isinstance(name, str), "a jaxpr knows nothing of iterations"
+                    names = (*around, *(n for n in path[: at + 1] if isinstance(n, str)))
+                    yield names[-self.depth :], _NONE if at else iterations, stack
+            inner = (*around, *(n for n in path if isinstance(n, str)))
+            yield from self.in_eqn(eqn, inner, _NONE if path else iterations)
