@@ -211,7 +211,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
     def body(*values: Any) -> list[Any]:
         full = list(leaves)
         for i, v in zip(traced, values, strict=True):
-            full[i] = v
+            full[i] = v if described.mesh is None else _at_border(v)
         a, k = jax.tree.unflatten(treedef, full)
         with _surroundings(described, scope):
             out = fun(*a, **k)
@@ -231,6 +231,11 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         raise
     tree, static = out_tree[-1]
     return jax.tree.unflatten(tree, [next(outs) if s is _TRACED else s for s in static])
+
+
+def _at_border(value: Any) -> Any:
+    """What enters a task comes on no mesh; so does its cotangent, which leaves the task, on its way back."""
+    return border_p.bind(value) if jax.numpy.issubdtype(value.dtype, np.inexact) else value
 
 
 def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, operands: list[Any]) -> list[Any]:

@@ -136,7 +136,7 @@ def _arguments(program: Program) -> tuple[Any, ...]:
     return program.batch(), program.random_key(), scale
 
 
-def _reference(program: Program, outcome: Outcome, noise: int | None = None) -> _Run:
+def _reference(program: Program, outcome: Outcome, noise: int | None = None, jit: bool = True) -> _Run:
     """The same two steps as plain JAX."""
     state, rest, results = program.init(), _arguments(program), []
     if noise is not None:
@@ -145,7 +145,7 @@ def _reference(program: Program, outcome: Outcome, noise: int | None = None) -> 
     with mm.ignore_transforms():
         step = jax.jit(_step, static_argnums=(4, 5), compiler_options=cheap_options())
         schedule = program.schedules[0]
-        if noise is None:
+        if noise is None and jit:
             outcome.primitives = primitives(step.trace(state, *rest, program, schedule).jaxpr)
         for _ in range(2):
             state, metrics = step(state, *rest, program, schedule)
@@ -310,6 +310,14 @@ def _same_values(program: Program, run: _Run, expected: _Run, outcome: Outcome) 
         for (path, a, e), s in zip(pairs, spread, strict=True)
         if not _close(a.value, e.value, tolerance, s)
     ]
+    if really and any(np.isnan(e.value).any() for _, _, e in pairs if e.value.dtype.kind == "f"):
+        # Under jax.jit XLA may round once where eager JAX rounds twice: no element equals the maximum of its row any more,
+        # whose gradient is then 0/0.
+        with jax.disable_jit():
+            eager = jax.tree.leaves(_reference(program, Outcome({}), jit=False).results)
+        if all(_close(a.value, e.value, tolerance, s) for (_, a, _), e, s in zip(pairs, eager, spread, strict=True)):
+            outcome.remarks.append("NaN under plain jax.jit alone")
+            return
     if really:
         raise LawBroken(f"{len(really)} of {len(pairs)} values differ: " + "; ".join(really[:4]))
     outcome.remarks.append("badly conditioned")

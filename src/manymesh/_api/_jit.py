@@ -101,7 +101,7 @@ class Jitted(Generic[P, R]):
         self.fun, self.name = fun, getattr(fun, "__name__", type(fun).__name__)
         self._step = Step(fun, self.name, *static, *donated, in_shardings, out_shardings, compiler_options, strict)
         self._compiled: dict[Any, Compiled] = {}
-        self._without_tasks: set[Any] = set()  # keys of programs that are where their arguments are
+        self._without_tasks: dict[Any, list[Compiled]] = {}  # programs that are where their arguments are, by key
         self._reference = jax.jit(fun, static_argnums=static[0] or None, static_argnames=static[1] or None)
 
     @_compat.boundary
@@ -135,15 +135,29 @@ class Jitted(Generic[P, R]):
         key: Any = (given.treedef, static, surroundings(), tuple(signature(x) for x in given.leaves))
         compiled = self._compiled.get(key)
         if compiled is None and key in self._without_tasks:
-            compiled = self._compiled.get((key, places(given.leaves)))
+            compiled = self._following(key, places(given.leaves))
         if compiled is None:
             check_donation(self._step, given)
             lowered = trace(self._step, given).lower()
+            compiled = lowered.compile()
             if lowered.follows_arguments:
-                self._without_tasks.add(key)
+                self._without_tasks.setdefault(key, []).append(compiled)
                 key = (key, places(given.leaves))
-            compiled = self._compiled[key] = lowered.compile()
+            self._compiled[key] = compiled
         return compiled
+
+    def _following(self, key: Any, at: tuple[Any, ...]) -> Compiled | None:
+        """The program without tasks for arguments in these places: what was made for the same, or what is there.
+
+        A state that may go anywhere comes back from its first step in a place; the second step is the same program.
+        """
+        known = self._compiled.get((key, at))
+        if known is None and any(place is not None for place in at):
+            for compiled in self._without_tasks[key]:
+                wanted = jax.tree.leaves(compiled.input_shardings)
+                if all(place is None or place == w for place, w in zip(at, wanted, strict=True)):
+                    known = self._compiled[key, at] = compiled
+        return known
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method of a class, the step takes the instance as its first argument."""

@@ -84,12 +84,10 @@ class _Clusterer:
             self.loop_clusters = [Cluster(None, loop=i) for i in range(len(self.flat.loops))]
             self.loop_of_result = {v: self.loop_clusters[i] for v, i in self.index.made_by_loop.items()}
         read = {v for n in self.nodes for v in n.inputs}
-        phases: dict[Var, int] = {}
+        phases = self._phases()
         starts: dict[tuple[int, int], Cluster] = {}
         target = self.index.enters_loop
         for n in self.nodes:
-            phase = max([n.phase, *(phases.get(v, 0) for v in n.inputs)])
-            phases.update({v: phase for v in n.outputs})
             goes_to = {target.get(v) for v in n.outputs}
             only_loop = (
                 n.layout_follows_loop
@@ -102,9 +100,34 @@ class _Clusterer:
                     key = (s, next(iter(goes_to)) or 0)
                     c = starts.setdefault(key, Cluster(s, layout_follows_loop=True))
                 else:
-                    c = Cluster(s, phase, n.task, unstacks=n.unstacks and not n.layout_follows_loop)
+                    c = Cluster(s, phases[n], n.task, unstacks=n.unstacks and not n.layout_follows_loop)
                 c.nodes.append(n)
                 self.of[n, s] = c
+
+    def _phases(self) -> dict[Node, int]:
+        """The phase of each equation: its own, or a later one of what it reads.
+
+        What only handles an accumulator belongs to the phase that adds to it: in an earlier one it would run, in the
+        next microbatch, before the sum is there.
+        """
+        carries = self.flat.loops[self.scope].carries if self.scope is not None else ()
+        read_by_tasks: set[Var] = set()
+        for n in reversed(self.nodes):
+            if n.task is not None or any(v in read_by_tasks for v in n.outputs):
+                read_by_tasks.update(n.inputs)
+        carried: dict[Var, int] = {}
+        while True:
+            phases: dict[Node, int] = {}
+            of = dict(carried)
+            for n in self.nodes:
+                early = n.task is not None or any(v in read_by_tasks for v in n.outputs)
+                read = (of.get(v, 0) for v in n.inputs if not (early and v in carried))
+                phases[n] = max(n.phase, *read, 0)
+                of.update(dict.fromkeys(n.outputs, phases[n]))
+            found = {c.inner: of[c.out] for c in carries if of.get(c.out)}
+            if found == carried:
+                return phases
+            carried = found
 
     def _join_readers(self) -> None:
         """An unmarked equation that one cluster alone reads becomes part of it; never a cycle."""

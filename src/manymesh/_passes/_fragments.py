@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 from .. import _compat
-from .._compat import Var
+from .._compat import Atom, Var
 from .._program._flat import FlatProgram
 from .._program._fragments import Edge, Fragment, Kind, LoopPlan, Program
-from .._program._nodes import Node, nbytes
+from .._program._nodes import Loop, nbytes
 from ._cluster import Cluster, cluster
 from ._guard import guarded
 from ._schedule import fit_schedule
@@ -39,7 +38,8 @@ class _Builder:
     def run(self) -> Program:
         scopes: list[int | None] = [None, *range(len(self.flat.loops))]
         clustered = {s: cluster(self.flat, s) for s in scopes}
-        self._find_readers({(n, c.submesh): c for order, _ in clustered.values() for c in order for n in c.nodes})
+        self.cluster_of = {(n, c.submesh): c for order, _ in clustered.values() for c in order for n in c.nodes}
+        self._find_readers()
         order: list[int] = []
         plans: dict[int, LoopPlan] = {}
         for c in clustered[None][0]:
@@ -48,7 +48,12 @@ class _Builder:
                 order.append(-1 - c.loop)
             else:
                 order.append(self._fragment(c, None, None, "after" if plans else "before").index)
-        outputs = tuple((v, self.placement.home.get(v, 0) if _compat.is_var(v) else 0) for v in self.flat.outvars)
+        home = self.placement.home
+        # A literal that replaces a state, say a flag that falls after the first step, is where the state is.
+        of_states = {o: home[v] for v, o in self.flat.pins.states}
+        outputs = tuple(
+            (v, home.get(v, 0) if _compat.is_var(v) else of_states.get(o, 0)) for o, v in enumerate(self.flat.outvars)
+        )
         return Program(
             self.placement.submeshes,
             tuple(self.fragments),
@@ -66,10 +71,10 @@ class _Builder:
             self.flat.stacked_outputs,
         )
 
-    def _find_readers(self, of: Mapping[tuple[Node, int | None], Cluster]) -> None:
+    def _find_readers(self) -> None:
         for n in self.flat.nodes:
             for s in self.placement.node[n]:
-                reader = of[n, s], s
+                reader = self.cluster_of[n, s], s
                 for v in n.inputs:
                     self.read_by.setdefault(v, set()).add(reader)
         for v in self.index.enters_loop:
@@ -78,7 +83,9 @@ class _Builder:
 
     def _loop(self, index: int, order: list[Cluster], preds: dict[Cluster, set[Cluster]]) -> LoopPlan:
         loop, tasks = self.flat.loops[index], self.flat.tasks
-        fit = fit_schedule(loop.spec, order, preds, lambda c: tasks[c.task].name if c.task else None)
+        fit = fit_schedule(
+            loop.spec, order, preds, self._carried(loop), lambda c: tasks[c.task].name if c.task else None
+        )
         for c in order:
             self._fragment(c, index, fit.stage[c], "body")
         return LoopPlan(
@@ -91,6 +98,20 @@ class _Builder:
             tuple((p.inner, p.outer) for p in loop.ys),
             fit.in_order,
         )
+
+    def _carried(self, loop: Loop) -> list[tuple[Cluster, Cluster]]:
+        """(What leaves a carry, what reads it in the next microbatch), for each carry of a loop."""
+        leaves = {c.inner: c.out for c in loop.carries}
+        found: dict[tuple[Cluster, Cluster], None] = {}
+        for v, out in leaves.items():
+            seen: set[Atom] = set()
+            while out in leaves and out not in seen:  # one that another carry was before
+                seen.add(out)
+                out = leaves[out]
+            for reader, s in self.read_by.get(v, ()) if out in self.made_at else ():
+                node = self.index.producer[out]
+                found[self.cluster_of.get((node, s)) or self.cluster_of[node, self.placement.home[out]], reader] = None
+        return list(found)
 
     def _fragment(self, c: Cluster, loop: int | None, stage: int | None, fallback: str) -> Fragment:
         assert c.submesh is not None, "loops are no fragments"

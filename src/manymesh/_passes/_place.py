@@ -8,7 +8,7 @@ large are computed wherever they are needed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from jax.sharding import Mesh
@@ -47,7 +47,31 @@ def place(flat: FlatProgram) -> FlatProgram:
         changed = {n: replace(n, layout_follows_loop=True) for n in starts}
         flat = replace(flat, nodes=tuple(changed.get(n, n) for n in flat.nodes))
         small = {changed.get(n, n) for n in small}
-    return replace(flat, placement=_Placer(flat, small).run())
+    placement = _Placer(flat, small).run()
+    late = _states_apart(flat, placement)
+    return replace(flat, placement=_Placer(flat, small).run(late) if late else placement)
+
+
+def _states_apart(flat: FlatProgram, placement: Placement) -> dict[Var, int]:
+    """States whose next value is made on another submesh than they are -> where both should be.
+
+    It is where the next value was made, if the state is read there, or nowhere. What tasks read has its home from the
+    start; this is about the others, such as the step size that an optimizer estimates.
+    """
+    read: dict[Var, set[int]] = defaultdict(set)
+    for n in flat.nodes:
+        for v in n.inputs:
+            read[v].update(placement.node[n])
+    apart: dict[Var, int] = {}
+    for v, o in flat.pins.states:
+        out = flat.outvars[o]
+        if _compat.is_var(out) and v not in flat.pins.inputs and placement.home[v] != placement.home.get(out):
+            made = placement.home.get(out, 0)
+            needed = read[v].union(*(read[inner] for inner in flat.index.continues_as.get(v, ())))
+            apart[v] = made if made in needed or not needed else placement.home[v]
+    return apart
+
+
 
 
 class _Placer:
@@ -77,8 +101,9 @@ class _Placer:
             self.submeshes.append(mesh)
         return self.number[mesh]
 
-    def run(self) -> Placement:
-        home = self._input_homes()
+    def run(self, late: Mapping[Var, int] | None = None) -> Placement:
+        """Places everything; ``late`` are homes of inputs that the program itself says nothing about."""
+        home = {**(late or {}), **self._input_homes()}
         for v, o in self.flat.pins.states:
             out = self.flat.outvars[o]
             while v in home and _compat.is_var(out) and out in self.producer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import schedules
@@ -32,7 +32,11 @@ class Fit:
 
 
 def fit_schedule(
-    spec: LoopSpec, order: list[Cluster], preds: dict[Cluster, set[Cluster]], name: Callable[[Cluster], str | None]
+    spec: LoopSpec,
+    order: list[Cluster],
+    preds: dict[Cluster, set[Cluster]],
+    carried: Sequence[tuple[Cluster, Cluster]],
+    name: Callable[[Cluster], str | None],
 ) -> Fit:
     """Numbers the stages of a loop so that its schedule can run them.
 
@@ -43,6 +47,7 @@ def fit_schedule(
       spec: what `microbatch` said.
       order: clusters of the body, topological.
       preds: what each depends on.
+      carried: (what leaves a carry, what reads it in the next microbatch).
       name: name of a cluster's task.
 
     Raises:
@@ -57,6 +62,7 @@ def fit_schedule(
     for stage, placement, in_order in (coarse, fine):
         if spec.num_stages is not None and len(placement) != spec.num_stages:
             continue
+        in_order = in_order and all(_comes_after(stage, reader, maker, backward) for maker, reader in carried)
         schedule = spec.schedule
         if custom is not None:
             schedule = schedules.Custom(tuple(_translate(spec, custom, order, stage, name)))
@@ -76,6 +82,22 @@ def fit_schedule(
         f"microbatch({spec.name}): num_stages={spec.num_stages}, but the program has {len(coarse[1])} stages on submeshes "
         f"{coarse[1]} ({len(fine[1])} if every task counts); correct num_stages or leave it out"
     )
+
+
+def _comes_after(stage: Mapping[Cluster, int], reader: Cluster, maker: Cluster, backward: bool) -> bool:
+    """Whether a schedule runs the reader in each microbatch after the maker in the one before.
+
+    Of a stage it keeps the microbatches of each phase in order. In one microbatch forward goes up the stages, then
+    backward down, and weight gradients after that of their stage.
+    """
+    before, after = (maker.phase, reader.phase) if backward else (0, 0)
+    if after < before:
+        return False
+    if before == 0:
+        return after > 0 or stage[reader] >= stage[maker]
+    return (
+        before == 2 or stage[reader] <= stage[maker]
+    )  # what weight gradients read of each other is put in order later
 
 
 def _check_rows(
