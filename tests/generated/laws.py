@@ -272,6 +272,7 @@ def kept(tree: Any) -> Any:
     """A tree of `Leaf` in place of arrays."""
 
     def leaf(x: Any) -> Leaf:
+        x = x if hasattr(x, "dtype") else jnp.asarray(x)  # a number stays one without jit
         aval = jax.typeof(x)
         return Leaf(f"{aval.dtype}{list(aval.shape)}", getattr(aval, "weak_type", False), _on_host(x))
 

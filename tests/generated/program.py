@@ -139,6 +139,8 @@ class Program:
         made = optimizer(self.optimizer, self.clipped)
         if self.state == "train_state":
             state = TrainState.create(apply_fn=None, params=params, tx=made)
+            # Some optimizers hold the parameters themselves, and one array cannot be donated twice.
+            state = state.replace(opt_state=jax.tree.map(jnp.copy, state.opt_state))
             return state if works("python_step_count") else state.replace(step=jnp.zeros((), jnp.int32))
         fields = {
             "params": params,
