@@ -69,3 +69,25 @@ def test_what_the_function_returns_is_checked() -> None:
     far = mm.microbatch(lambda x: x, num_microbatches=2, state_argnum=3)
     with pytest.raises(mm.errors.MicrobatchError, match="state_argnum 3 names the state, but the call has 1"):
         far(X)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h2"])
+def test_a_state_that_waits_for_the_backward_pass_runs_in_order(schedule: str) -> None:
+    """Weights that each microbatch changes by its gradient: the next one has to wait, and a finding says so."""
+
+    def descend(ws: Any, x: Any) -> Any:
+        first, second = mm.task(front, "front", devices=[0]), mm.task(back, "back", devices=[1])
+        loss, grads = jax.value_and_grad(lambda ws: second(ws[1], 0.0, first(ws[0], 0.0, x)[0])[0])(ws)
+        return loss, jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads)
+
+    step = mm.jit(mm.microbatch(descend, argnum=1, num_microbatches=4, schedule=schedule, state_argnum=0))
+    with pytest.warns(
+        UserWarning, match=f"in no order that schedule '{schedule}' could run: .* later stage made of the one"
+    ):
+        lowered = step.lower(WS, X)
+    assert not lowered.program.loops[0].in_order
+    got = step(WS, X)
+    with mm.ignore_transforms():
+        wanted = step(WS, X)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)

@@ -69,6 +69,19 @@ def test_a_step_without_tasks_is_where_its_arguments_are():
     assert len(double._compiled) == 1  # a task says where it is
 
 
+def test_the_second_step_without_tasks_is_the_same_program():
+    """What may go anywhere comes back from somewhere; and what was nowhere before goes there too."""
+    step = mm.jit(lambda state, x: {"w": state["w"] - 0.1 * x.sum(), "count": state["count"] + 1})
+    state = {"w": np.ones(WIDTH, np.float32), "count": np.int32(0)}
+    for _ in range(3):
+        state = step(state, np.ones(4, np.float32))
+    assert len({id(compiled) for compiled in step._compiled.values()}) == 1
+    assert int(state["count"]) == 3
+    elsewhere = jax.device_put(state, jax.devices()[2])
+    assert step(elsewhere, np.ones(4, np.float32))["w"].devices() == {jax.devices()[2]}
+    assert len({id(compiled) for compiled in step._compiled.values()}) == 2
+
+
 def test_without_jit_a_step_is_the_plain_function():
     """As jax.jit is, and later calls compile as ever; with the first one of a process at that."""
     seen = []

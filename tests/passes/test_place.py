@@ -62,3 +62,27 @@ def test_a_program_without_a_place():
     """It says so."""
     with pytest.raises(NothingPlacedError):
         run("place", program("inputs: x f32[4]\na = lax.sin(x)\nresults: a"))
+
+
+def test_states_that_no_task_reads_are_where_their_next_values_are():
+    """One that is only written, and one that is read where it is computed anew; what a reader far away gets is sent."""
+    flat = program(
+        """
+        tasks: one 0, two 1
+        inputs: x f32[512], last f32[512], size f32[512], shown f32[512]
+        a = one: x + 1.0
+        b = two: x * 3.0
+        c = b * 2.0
+        d = size + a
+        e = lax.max(size, b)
+        f = shown * a
+        g = lax.sin(b)
+        results: c, d, e, f, g
+        """,
+        states=[("last", 0), ("size", 2), ("shown", 4)],
+    )
+    placement = run("place", flat).placement
+    homes = {name: placement.home[v] for name, v in zip(("x", "last", "size", "shown"), flat.invars, strict=True)}
+    assert homes["last"] == placement.home[flat.outvars[0]] == 1
+    assert homes["size"] == placement.home[flat.outvars[2]]
+    assert homes["shown"] == placement.home[flat.outvars[4]] == 0
