@@ -29,13 +29,13 @@ from stages import (
 
 
 def test_a_gradient_that_leaves_one_task_enters_another_of_another_size():
-    """A gradient in the middle of the model: it brings no mesh along, not even into the body of a scan."""
+    """A gradient in the middle of the model: it brings no mesh along."""
     one = mm.task(dense, "one", mesh=Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model")))
-    two = mm.task(lambda w, x: x + jax.lax.stop_gradient(dense(w, x)), "two", devices=[0])
+    two = mm.task(lambda w, x: dense(w, 0 + x), "two", devices=[0])
 
     def f(p, x):
         x = x - 0.1 * jax.grad(lambda x: jnp.sum(jnp.tanh(one(p["front"], x))))(x)
-        return jnp.mean(jax.lax.scan(lambda h, _: (two(p["back"], h), None), x, None, length=2)[0] ** 2)
+        return jnp.mean(two(p["back"], x) ** 2)
 
     assert_agrees(jax.value_and_grad(f), parameters(), rows())
 
