@@ -22,7 +22,6 @@ from .._program import Program
 from .._progress import compiling
 from .._runtime._compile import Executables
 from .._runtime._lower import compile_and_look, lower
-from .._runtime._relayout import with_sharding
 from .._runtime._stacks import collapsed
 from .._task import mesh_devices
 from .._topology import PlannedDevice, auto_mesh, require_devices
@@ -81,7 +80,8 @@ class Lowered:
         for v in program.invars[len(program.consts) :]:
             places = program.input_submeshes[v]
             sharding = layout.sharding(v, program.home[v] if program.home[v] in places else places[0])
-            described.append(with_sharding(_compat.abstract(v.aval), sharding))
+            weak = bool(getattr(v.aval, "weak_type", False))
+            described.append(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding, weak_type=weak))
         stacked = stacked_inputs(program, layout, self._joints)
         return jax.tree.unflatten(self._in_tree, collapsed(described, stacked, lambda x: x.aval))
 

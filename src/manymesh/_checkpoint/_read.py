@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 
 from .._errors import CheckpointError
 from ._format import Record, Saved, find_saved
-from ._leaves import Leaf, is_key_dtype, leaves_of
+from ._leaves import NUMBERS, Leaf, is_key_dtype, leaves_of
 from ._match import Source, match, read_stackings
 from ._store import Store, dtype_of, dtype_on_disk, open_arrays, stack
 from ._target import Target
@@ -37,10 +38,8 @@ class Reading:
         shape, saved_dtype = self._saved_shape(), self._saved_dtype()
         if shape != self.target.shape:
             return f"{self.leaf} was saved with shape {shape}, but like= has shape {self.target.shape}"
-        if saved_dtype == str(self.target.dtype) or (self.record.kind == "scalar" and self._is_number()):
-            return None
         castable = self.record.random is None and not is_key_dtype(self.target.dtype)
-        if cast and castable:
+        if saved_dtype == str(self.target.dtype) or (castable and (cast or self._is_number())):
             return None
         remedy = "; cast=True converts it" if castable else "; random keys and numbers are not converted"
         return f"{self.leaf} was saved as {saved_dtype}, but like= has {self.target.dtype}{remedy}"
@@ -59,8 +58,11 @@ class Reading:
         return self.record.dtype or dtype_of(self.store).name
 
     def _is_number(self) -> bool:
-        """Whether a number of Python becomes one, or an array of the same kind: ``step`` is both in its life."""
-        return np.can_cast(dtype_of(self.store), self.target.dtype, "same_kind")
+        """Whether it is a number of Python on one side, and of the same kind on the other: ``step`` is both in its life."""
+        if self.record.kind != "scalar" and self.target.host not in NUMBERS:
+            return False
+        saved, wanted = dtype_of(self.store), self.target.dtype
+        return np.can_cast(saved, wanted, "same_kind") and np.can_cast(wanted, saved, "same_kind")
 
     def start(self) -> dict[Any, Any]:
         """Begins to read what this process needs."""
@@ -83,7 +85,7 @@ class Reading:
 
     def num_bytes(self) -> int:
         """How much is read."""
-        sizes = [int(np.prod([s.stop - s.start for s in box])) for box in self._boxes().values()]
+        sizes = [math.prod(s.stop - s.start for s in box) for box in self._boxes().values()]
         return sum(sizes) * dtype_on_disk(dtype_of(self.store)).itemsize
 
 
