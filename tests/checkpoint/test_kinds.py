@@ -12,13 +12,13 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from checkpoint.test_layouts import assert_same_bits, blank
+from flax import nnx
 
 FIRST, SECOND = (Mesh(np.array(jax.devices()[i : i + 2]), ("x",)) for i in (0, 2))
 
@@ -84,11 +84,36 @@ def test_a_state_comes_back_as_it_was(name, tmp_path) -> None:
     assert [x for x in jax.tree.leaves(found) if callable(x)] == others
 
 
-DTYPES = (
-    "bool int2 int4 int8 int16 int32 int64 uint2 uint4 uint8 uint16 uint32 uint64 bfloat16 float16 float32 float64 "
-    "float4_e2m1fn float8_e3m4 float8_e4m3 float8_e4m3fn float8_e4m3b11fnuz float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
-    "float8_e8m0fnu complex64 complex128"
-).split()
+DTYPES = [
+    "bool",
+    "int2",
+    "int4",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint2",
+    "uint4",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "bfloat16",
+    "float16",
+    "float32",
+    "float64",
+    "float4_e2m1fn",
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3fn",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "complex64",
+    "complex128",
+]
 
 
 def test_every_dtype(tmp_path) -> None:

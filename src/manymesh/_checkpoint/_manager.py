@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import threading
@@ -190,17 +191,17 @@ class Manager:
             self._error = error
 
     def _write(self, writing: Writing) -> None:
-        first = writing.processes.first
-        if first and not self._clean and self.directory.is_dir():
+        if writing.processes.first and not self._clean and self.directory.is_dir():
             for left in self.directory.iterdir():
                 if ASIDE in left.name:
                     shutil.rmtree(left, ignore_errors=True)
         self._clean = True
-        writing.run()
-        if first and self._max_to_keep is not None:
-            saved = int(writing.path.name)
+        writing.run(functools.partial(self._remove_old, int(writing.path.name)))
+
+    def _remove_old(self, saved: int) -> None:
+        if self._max_to_keep is not None:
             others = [step for step in self.all_steps() if step != saved]  # the new one stays, whatever its number
-            for step in others[: len(others) + 1 - self._max_to_keep]:
+            for step in others[: max(len(others) + 1 - self._max_to_keep, 0)]:
                 _remove(self.directory / str(step))
 
 

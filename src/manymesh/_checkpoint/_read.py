@@ -16,7 +16,7 @@ from .._errors import CheckpointError
 from ._format import Record, Saved, find_saved
 from ._leaves import NUMBERS, Leaf, is_key_dtype, leaves_of
 from ._match import Source, match, read_stackings
-from ._store import Store, dtype_of, dtype_on_disk, open_arrays, stack
+from ._store import Store, dtype_of, open_arrays, stack
 from ._target import Target
 
 # Bytes of arrays that are being read at once, beside those that are already where they belong.
@@ -86,7 +86,7 @@ class Reading:
     def num_bytes(self) -> int:
         """How much is read."""
         sizes = [math.prod(s.stop - s.start for s in box) for box in self._boxes().values()]
-        return sum(sizes) * dtype_on_disk(dtype_of(self.store)).itemsize
+        return sum(sizes) * int(dtype_of(self.store).itemsize)
 
 
 def read(path: Path, like: Any, stacked: Mapping[str, str] | None, cast: bool) -> Any:

@@ -16,6 +16,7 @@ from ._leaves import is_key_dtype
 # Bytes. What is read is a whole number of chunks: small enough that a process with a part of a shard reads little more
 # than its part, large enough for a disk.
 CHUNK_BYTES = 8 << 20
+CACHE_BYTES = 1 << 28
 
 Store: TypeAlias = ts.TensorStore
 Box: TypeAlias = tuple[slice, ...]  # a part of an array
@@ -23,7 +24,33 @@ Piece: TypeAlias = tuple[Box, np.ndarray[Any, Any]]  # where a part belongs, and
 
 # The dtypes that Zarr 3 has in TensorStore. Others, such as uint4, are stored as the bytes that NumPy gives them.
 _ZARR_DTYPES = frozenset(
-    ["bool", "int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bfloat16", "float16", "float32", "float64", "complex64", "complex128", "float4_e2m1fn", "float8_e3m4", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"]
+    [
+        "bool",
+        "int2",
+        "int4",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "bfloat16",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+        "float4_e2m1fn",
+        "float8_e3m4",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e4m3b11fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    ]
 )
 
 
@@ -150,11 +177,13 @@ def open_arrays(saved: Saved, records: Sequence[Record]) -> list[Store]:
     Raises:
       ValueError: TensorStore cannot open one.
     """
-    context = ts.Context({"cache_pool#tree": {"total_bytes_limit": 1 << 26}})
+    # Both pools save reading twice: nodes of the database's tree, and chunks of which several devices get a part.
+    context = ts.Context(
+        {"cache_pool": {"total_bytes_limit": CACHE_BYTES}, "cache_pool#tree": {"total_bytes_limit": 1 << 26}}
+    )
     opening = []
     for record in records:
         if saved.one_database:
-            # The pool is for the nodes of the database's tree; arrays are read once.
             base = {"driver": "ocdbt", "base": _place(saved.directory), "cache_pool": "cache_pool#tree"}
             kvstore: Any = {**base, "path": f"{record.key}/"}
         else:

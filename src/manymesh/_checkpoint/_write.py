@@ -6,12 +6,13 @@ between leaves a directory whose name says that it is not finished, which nobody
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,17 @@ class Writing:
         """Where its arrays are written."""
         return self.aside / self.item if self.item else self.aside
 
-    def run(self) -> None:
+    def run(self, afterwards: Callable[[], None] | None = None) -> None:
         """Writes it and makes it current. Every process does so.
+
+        Args:
+          afterwards: what the first process does when it is current, before any process goes on.
 
         Raises:
           CheckpointError: a process could not, so nothing was saved.
         """
-        for place, work in (("made", self._make), ("written", self._write), ("current", self._finish)):
+        finish = functools.partial(self._finish, afterwards)
+        for place, work in (("made", self._make), ("written", self._write), ("current", finish)):
             error = None
             try:
                 work()
@@ -89,7 +94,7 @@ class Writing:
             described = [[*part.record.name, str(part.dtype), list(part.shape)] for part in self.parts]
             write_json(self._account(self.processes.index), {"arrays": described, "counts": counts})
 
-    def _finish(self) -> None:
+    def _finish(self, afterwards: Callable[[], None] | None) -> None:
         if not self.processes.first:
             return
         if self.processes.count > 1:
@@ -101,6 +106,8 @@ class Writing:
         )
         os.rename(self.aside, self.path)
         _sync(self.path.parent)
+        if afterwards is not None:
+            afterwards()
 
     def _check(self, accounts: Sequence[Any]) -> None:
         """Every process has the same tree, and together they wrote each number of it once."""
