@@ -80,7 +80,12 @@ def test_saving_goes_on_beside_the_next_steps_which_may_donate(tmp_path, monkeyp
     """`save` returns before anything is written; what it was given is then overwritten by steps that it was donated to."""
     may_write = threading.Event()
     commit = Database.commit
-    monkeypatch.setattr(Database, "commit", lambda self: (may_write.wait(60), commit(self)) and None)
+
+    def commit_later(self):
+        may_write.wait(60)
+        commit(self)
+
+    monkeypatch.setattr(Database, "commit", commit_later)
     step = jax.jit(lambda state: {"w": state["w"] + 1, "step": state["step"] + 1}, donate_argnums=0)
     manager = mm.checkpoint.Manager(tmp_path)
     state = state_of(3)

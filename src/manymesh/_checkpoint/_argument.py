@@ -11,7 +11,7 @@ from .._errors import ArgumentError
 
 
 def argument_of(step: Lowered | Compiled, argument: int | str = 0) -> Any:
-    """What a step wants of an argument: a pytree to restore it like, so that the first step moves nothing of it.
+    """What a step wants of an argument: a pytree to restore it like, so that the first step finds it where it wants it.
 
     Args:
       step: what ``lower`` or ``compile`` of a step returned. Lowering is enough.

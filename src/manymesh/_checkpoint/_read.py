@@ -85,8 +85,8 @@ class Reading:
 
     def num_bytes(self) -> int:
         """How much is read."""
-        sizes = [math.prod(s.stop - s.start for s in box) for box in self._boxes().values()]
-        return sum(sizes) * int(dtype_of(self.store).itemsize)
+        count: int = sum(math.prod(s.stop - s.start for s in box) for box in self._boxes().values())
+        return count * dtype_of(self.store).itemsize
 
 
 def read(path: Path, like: Any, stacked: Mapping[str, str] | None, cast: bool) -> Any:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import tensorstore as ts
 
 from ._format import Record, Saved
 from ._leaves import is_key_dtype
@@ -17,6 +16,11 @@ from ._leaves import is_key_dtype
 # than its part, large enough for a disk.
 CHUNK_BYTES = 8 << 20
 CACHE_BYTES = 1 << 28
+
+try:
+    import tensorstore as ts
+except ImportError as error:
+    raise ImportError("manymesh.checkpoint needs TensorStore: pip install 'manymesh[checkpoint]'") from error
 
 Store: TypeAlias = ts.TensorStore
 Box: TypeAlias = tuple[slice, ...]  # a part of an array
@@ -122,8 +126,9 @@ class Database:
           pieces: where the parts that this process has belong, and what they are. They are not copied.
           describe: whether this process writes what the array is, which one process does.
         """
-        # Floats hardly become smaller by compression, and it costs more time than a disk. The checksum is in hardware.
-        codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+        # Floats hardly become smaller by compression, which takes longer than a disk; and a checksum of every number would
+        # double the time to read them. The database has its own for everything but the numbers.
+        codecs = [{"name": "bytes", "configuration": {"endian": "little"}}]
         spec = {
             "driver": "zarr3",
             "kvstore": {**self._base, "path": f"{record.key}/"},
