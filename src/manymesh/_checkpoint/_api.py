@@ -39,7 +39,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: Any = None) -> No
       >>> state["w"].shape, state["step"], mm.checkpoint.metadata(path)
       ((4, 2), 3, {'batch': 12})
     """
-    prepare(as_path(path), None, tree, metadata).run()
+    prepare(as_path(path), None, tree, metadata, keep=False).run()
 
 
 @overload

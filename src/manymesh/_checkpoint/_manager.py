@@ -84,7 +84,7 @@ class Manager:
         if not (force or self.should_save(step)):
             return False
         self.wait_until_finished()
-        writing = prepare(self.directory / str(step), ITEM, state, metadata)
+        writing = prepare(self.directory / str(step), ITEM, state, metadata, keep=self._asynchronous)
         if self._asynchronous:
             # No daemon: a program that ends while its last checkpoint is written waits for it.
             self._thread = threading.Thread(target=self._run, args=(writing,), name=f"manymesh-checkpoint-{step}")

@@ -34,8 +34,8 @@ class Part:
     pieces: list[Piece]
 
 
-def snapshot(leaves: Sequence[Leaf], processes: Processes) -> list[Part]:
-    """Copies the shards that this process owns. Waits until they are computed.
+def snapshot(leaves: Sequence[Leaf], processes: Processes, *, keep: bool) -> list[Part]:
+    """Brings the shards that this process owns to the host. Waits until they are computed.
 
     Of equal shards the process with the first writes it; what is on the host, and arrays that JAX could put anywhere, are
     the same in every process and written by the first.
@@ -43,6 +43,7 @@ def snapshot(leaves: Sequence[Leaf], processes: Processes) -> list[Part]:
     Args:
       leaves: those of a tree.
       processes: who owns what.
+      keep: whether what comes back outlives the arrays, which a step may overwrite.
 
     Raises:
       CheckpointError: a leaf has no numbers, or was donated, or two leaves have one name.
@@ -57,7 +58,7 @@ def snapshot(leaves: Sequence[Leaf], processes: Processes) -> list[Part]:
             if isinstance(data, jax.Array):
                 data.copy_to_host_async()
     for part, shards in plans:
-        part.pieces.extend((box, _on_host(data, part)) for box, data in shards)
+        part.pieces.extend((box, _on_host(data, part, keep)) for box, data in shards)
     return [part for part, _ in plans]
 
 
@@ -121,12 +122,12 @@ def _box(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
 
 
-def _on_host(data: Any, part: Part) -> np.ndarray[Any, Any]:
+def _on_host(data: Any, part: Part, keep: bool) -> np.ndarray[Any, Any]:
     if not isinstance(data, jax.Array):
         return data.view(part.dtype) if part.record.dtype is not None else np.asarray(data)
     if part.record.random is not None:
         data = jax.random.key_data(data)
-    # On CPU NumPy shows the memory of the array itself, which a step may get and overwrite.
+    # On CPU NumPy shows the memory of the array itself.
     on_cpu = next(iter(data.sharding.device_set)).platform == "cpu"
-    array = np.array(data, copy=True) if on_cpu else np.asarray(data)
+    array = np.array(data, copy=True) if on_cpu and keep else np.asarray(data)
     return array.view(part.dtype) if part.record.dtype is not None else array

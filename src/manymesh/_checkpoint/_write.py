@@ -132,14 +132,15 @@ class Writing:
         return self.directory / "manymesh" / f"process_{process}.json"
 
 
-def prepare(path: Path, item: str | None, tree: Any, metadata: Any) -> Writing:
-    """Copies a tree to the host, as far as this process writes it.
+def prepare(path: Path, item: str | None, tree: Any, metadata: Any, *, keep: bool) -> Writing:
+    """Brings a tree to the host, as far as this process writes it.
 
     Args:
       path: what the checkpoint is going to be called.
       item: name of its only item, or None.
       tree: any pytree.
       metadata: anything that JSON can say.
+      keep: whether the arrays may be overwritten before it is written.
 
     Raises:
       CheckpointError: there is a checkpoint already, or something cannot be saved.
@@ -154,7 +155,7 @@ def prepare(path: Path, item: str | None, tree: Any, metadata: Any) -> Writing:
         raise CheckpointError(f"{path}: names with {ASIDE!r} are those of checkpoints that are not finished")
     leaves, _ = leaves_of(tree, with_empty=True)
     processes = Processes.of_this_run()
-    parts = snapshot(leaves, processes)
+    parts = snapshot(leaves, processes, keep=keep)
     return Writing(path, item, leaves, parts, metadata, processes, next(_numbers))
 
 
