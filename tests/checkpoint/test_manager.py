@@ -7,6 +7,7 @@ kills so many processes while they save.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -142,7 +143,8 @@ class Killed(BaseException):
 
 def test_a_kill_at_any_call_to_the_file_system_loses_nothing(tmp_path, monkeypatch) -> None:
     """The process stops before its first such call, its second, and so on: the checkpoint before is there each time."""
-    calls = [(os, "rename"), (os, "mkdir"), (os, "fsync"), (os, "rmdir"), (os, "unlink"), (Database, "commit")]
+    calls = [(os, "rename"), (os, "mkdir"), (os, "fsync"), (os, "rmdir"), (os, "unlink"), (json, "dump")]
+    calls.append((Database, "commit"))
     count, at = 0, 0
     for owner, name in calls:
         original = getattr(owner, name)
