@@ -89,7 +89,7 @@ def test_saving_goes_on_beside_the_next_steps_which_may_donate(tmp_path, monkeyp
     monkeypatch.setattr(Database, "commit", commit_later)
     step = jax.jit(lambda state: {"w": state["w"] + 1, "step": state["step"] + 1}, donate_argnums=0)
     manager = mm.checkpoint.Manager(tmp_path)
-    state = state_of(3)
+    first = state = state_of(3)
     manager.save(3, state)
     for _ in range(3):
         state = step(state)
@@ -97,6 +97,9 @@ def test_saving_goes_on_beside_the_next_steps_which_may_donate(tmp_path, monkeyp
     may_write.set()
     manager.wait_until_finished()
     assert restored(manager) == 3
+    assert (
+        first["w"].is_deleted() and manager.restore(like=first)["w"].sharding == ON_TWO
+    )  # it still says what and where
 
 
 def test_at_the_end_of_a_program_the_last_save_is_waited_for(tmp_path) -> None:
@@ -166,7 +169,8 @@ def test_a_kill_at_any_call_to_the_file_system_loses_nothing(tmp_path, monkeypat
             mm.checkpoint.Manager(tmp_path, max_to_keep=1, asynchronous=False).save(before + 1, state_of(before + 1))
         except Killed:
             killed = True
-        latest = restored(mm.checkpoint.Manager(tmp_path))
+        there = [restored(mm.checkpoint.Manager(tmp_path), k) for k in mm.checkpoint.Manager(tmp_path).all_steps()]
+        latest = there[-1]
         assert latest in (before, before + 1)
         found.add((latest - before, killed))
         before += 2
