@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
-from checkpoint.test_layouts import assert_same_bits, blank
+from bits import assert_same_bits, blank
 from flax import nnx
 
 FIRST, SECOND = (Mesh(np.array(jax.devices()[i : i + 2]), ("x",)) for i in (0, 2))
