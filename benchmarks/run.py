@@ -41,6 +41,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "planning": ((), ("--stages", "8", "--microbatches", "16", "--layers", "12")),
     "compile": (("--rounds", "5"), ("--layers", "4", "--rounds", "1")),
     "memory": ((), ("--stages", "2")),
+    "checkpoint": ((), ("--megabytes", "8", "--leaves", "20", "--rounds", "2")),
     "metadata": ((), ("500",)),
 }
 

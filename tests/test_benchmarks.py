@@ -23,7 +23,8 @@ def benchmark(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["compile", "dispatch", "importing", "memory", "one_core", "peers", "pipeline", "planning", "run"]
+    "name",
+    ["checkpoint", "compile", "dispatch", "importing", "memory", "one_core", "peers", "pipeline", "planning", "run"],
 )
 def test_a_benchmark_can_be_imported(benchmark, name):
     assert callable(benchmark(name).main)
@@ -52,3 +53,9 @@ def test_as_many_activations_live_as_the_simulator_says(benchmark):
 
 def test_planning_needs_no_device(benchmark):
     assert benchmark("planning").measure("1f1b", stages=3, count=4)["met"] is True
+
+
+def test_checkpoints_beside_orbax_and_tensorstore(benchmark):
+    checkpoint = benchmark("checkpoint")
+    rows = checkpoint.compare("small", checkpoint.state_of(4, 4096), rounds=1)  # asserts equal values
+    assert [row["what"] for row in rows] == ["save small"] * 2 + ["restore small"] * 2

@@ -10,11 +10,12 @@ from importlib.metadata import version
 import pytest
 
 import manymesh as mm
+import manymesh.checkpoint
 import manymesh.equinox
 import manymesh.flax
 import manymesh.nnx
 
-FACES = [mm, mm.errors, mm.meta, mm.schedules, mm.flax, mm.nnx, mm.equinox]
+FACES = [mm, mm.errors, mm.meta, mm.schedules, mm.flax, mm.nnx, mm.equinox, mm.checkpoint]
 
 
 @pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)
@@ -35,7 +36,7 @@ def test_errors_print_with_the_name_that_one_catches() -> None:
 
 
 def test_dir_and_version() -> None:
-    assert set(dir(mm)) == {*mm.__all__, "equinox", "flax", "nnx"}
+    assert set(dir(mm)) == {*mm.__all__, "checkpoint", "equinox", "flax", "nnx"}
     assert mm.__version__ == version("manymesh")
     with pytest.raises(AttributeError, match="module 'manymesh' has no attribute 'jitt'"):
         mm.jitt  # noqa: B018  # asking for it is the test
@@ -45,7 +46,7 @@ def test_dir_and_version() -> None:
 
 def test_importing_it_loads_neither_rich_nor_a_framework() -> None:
     code = (
-        "import sys, manymesh as mm; slow = {'rich', 'flax', 'equinox', 'optax'}; "
+        "import sys, manymesh as mm; slow = {'rich', 'flax', 'equinox', 'optax', 'orbax', 'tensorstore'}; "
         "before = set(sys.modules); import jax; "
         "print(sorted(slow & before)); mm.flax.task; print('flax' in sys.modules, 'equinox' in sys.modules)"
     )

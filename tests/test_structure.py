@@ -55,13 +55,14 @@ LAYERS = (
     "_equinox",
     "equinox",
     "distributed",
+    "_checkpoint",
     "checkpoint",
     "inspect",
     "__main__",
 )
 
 # The face names these for type checkers; when a program runs, they are imported on first use.
-ADAPTERS = frozenset({"equinox", "flax", "nnx"})
+ADAPTERS = frozenset({"checkpoint", "equinox", "flax", "nnx"})
 
 # Packages besides the standard library that a layer may import at the head of a file.
 THIRD_PARTY: Mapping[str, frozenset[str]] = {
@@ -71,6 +72,7 @@ THIRD_PARTY: Mapping[str, frozenset[str]] = {
         frozenset({"jax", "numpy", "rich", "flax", "optax"}),
     ),
     **dict.fromkeys(("_equinox", "equinox"), frozenset({"jax", "numpy", "rich", "equinox"})),
+    **dict.fromkeys(("_checkpoint", "checkpoint"), frozenset({"jax", "numpy", "tensorstore"})),
 }
 THIRD_PARTY_ELSEWHERE = frozenset({"jax", "numpy", "rich"})
 # These layers may not import anything else inside functions either.

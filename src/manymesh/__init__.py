@@ -60,12 +60,13 @@ __all__ = [
     "with_sharding_constraint",
 ]
 
-# Each needs its framework, which is loaded when the adapter is.
-_ADAPTERS = ("equinox", "flax", "nnx")
+# Each needs a package that is loaded when it is.
+_ADAPTERS = ("checkpoint", "equinox", "flax", "nnx")
 
 __version__: str
 
 if _TYPE_CHECKING:
+    from . import checkpoint as checkpoint
     from . import equinox as equinox
     from . import flax as flax
     from . import nnx as nnx

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 import jax
 import numpy as np
-from jax._src import api, api_util, compiler, config, core, sharding_impls, source_info_util, traceback_util
+from jax._src import (
+    api,
+    api_util,
+    compiler,
+    config,
+    core,
+    distributed,
+    sharding_impls,
+    source_info_util,
+    traceback_util,
+)
 from jax._src import mesh as mesh_lib
 from jax._src.array import ArrayImpl
 from jax._src.interpreters.batching import BatchTrace
@@ -472,9 +482,8 @@ def pieces(x: Any) -> list[Any]:
 def assemble(aval: jax.ShapeDtypeStruct, arrays: Sequence[Any]) -> jax.Array:
     """The array that consists of arrays of single devices, in the order of its sharding's devices, without a copy."""
     assert aval.sharding is not None, "an array has a sharding"
-    return ArrayImpl(
-        jax.core.ShapedArray(aval.shape, aval.dtype), aval.sharding, list(arrays), committed=True, _skip_checks=True
-    )
+    plain = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type))
+    return ArrayImpl(plain, aval.sharding, list(arrays), committed=True, _skip_checks=True)
 
 
 def device_order(sharding: Any) -> list[Any]:
@@ -606,3 +615,8 @@ def load_executable(saved: Any, source: Mesh, target: Mesh) -> Any:
     except Exception:  # as above
         return None
     return jax.stages.Compiled(loaded, [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs)
+
+
+def coordination_client() -> Any:
+    """The client of the service through which processes find each other; None in a process of its own."""
+    return distributed.global_state.client

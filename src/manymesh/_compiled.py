@@ -158,6 +158,16 @@ class Compiled:
         (which, *rest), _ = jax.tree_util.tree_leaves_with_path(numbered)[i]
         return f"{'kwargs' if which.idx else 'args'}{jax.tree_util.keystr(tuple(rest))}"
 
+    @property
+    def arguments(self) -> Any:
+        """Shape, dtype and sharding of each argument at its home, in the structure ``(args, kwargs)``."""
+        shardings = jax.tree.leaves(self.input_shardings)
+        described = [
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+            for aval, sharding in zip(self._avals, shardings, strict=True)
+        ]
+        return jax.tree.unflatten(self._in_tree, described)
+
     def report(self) -> Report:
         """What the step consists of and costs; printable."""
         return make_report(self._lowered, self._compilations)

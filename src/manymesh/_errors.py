@@ -10,6 +10,8 @@
     ├── MicrobatchError(ValueError)    a batch cannot be cut, or a reduction does not fit
     ├── ScheduleError(ValueError)      a schedule is unknown, impossible, or contradicts the program
     ├── PlacementError(ValueError)     a program cannot be split over the submeshes
+    ├── CheckpointError(ValueError)    a checkpoint cannot be written, or is not what was asked for
+    │   └── CheckpointNotFoundError(FileNotFoundError)  there is none, or none that was finished
     └── ArgumentError(TypeError)       a call has arguments of the wrong structure
 
 Each class also inherits the built-in type that a caller would catch, so that
@@ -53,6 +55,14 @@ class ScheduleError(ManyMeshError, ValueError):
 
 class PlacementError(ManyMeshError, ValueError):
     """A program cannot be split over the submeshes it names."""
+
+
+class CheckpointError(ManyMeshError, ValueError):
+    """A checkpoint cannot be written, or does not hold what was asked for."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint, or none that was finished, where one was looked for."""
 
 
 class ArgumentError(ManyMeshError, TypeError):

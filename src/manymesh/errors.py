@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ._errors import ArgumentError as ArgumentError
 from ._errors import AxisError as AxisError
+from ._errors import CheckpointError as CheckpointError
+from ._errors import CheckpointNotFoundError as CheckpointNotFoundError
 from ._errors import ManyMeshError as ManyMeshError
 from ._errors import MeshError as MeshError
 from ._errors import MetadataError as MetadataError
@@ -15,6 +17,8 @@ from ._errors import TaskError as TaskError
 __all__ = [
     "ArgumentError",
     "AxisError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
     "ManyMeshError",
     "MeshError",
     "MetadataError",

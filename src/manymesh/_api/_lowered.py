@@ -22,6 +22,7 @@ from .._program import Program
 from .._progress import compiling
 from .._runtime._compile import Executables
 from .._runtime._lower import compile_and_look, lower
+from .._runtime._stacks import collapsed
 from .._task import mesh_devices
 from .._topology import PlannedDevice, auto_mesh, require_devices
 from ._floats import explain_float
@@ -67,6 +68,22 @@ class Lowered:
             look=None if self._is_planned() else functools.partial(compile_and_look, program),
         )  # fmt: skip
         return replace(layout, donation=donation_pairs(program, layout, self.plan.donatable))
+
+    @functools.cached_property
+    def arguments(self) -> Any:
+        """Shape, dtype and sharding of each argument at its home, in the structure ``(args, kwargs)``.
+
+        Found without compiling. What `manymesh.checkpoint.argument_of` gives is a part of it.
+        """
+        program, layout = self.program, self.layout
+        described = []
+        for v in program.invars[len(program.consts) :]:
+            places = program.input_submeshes[v]
+            sharding = layout.sharding(v, program.home[v] if program.home[v] in places else places[0])
+            weak = bool(getattr(v.aval, "weak_type", False))
+            described.append(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding, weak_type=weak))
+        stacked = stacked_inputs(program, layout, self._joints)
+        return jax.tree.unflatten(self._in_tree, collapsed(described, stacked, lambda x: x.aval))
 
     def _is_planned(self) -> bool:
         """Whether a submesh has devices that nobody has."""

@@ -68,14 +68,15 @@ class Stacks:
 
     def of_arguments(self, flat: Sequence[T], whole: Callable[[StackedValue], T]) -> list[T]:
         """One item for each argument, of a list with one for each input."""
-        return _collapsed(flat, [x.value for x in self._inputs.values()], whole)
+        return collapsed(flat, [x.value for x in self._inputs.values()], whole)
 
     def of_results(self, flat: Sequence[T], whole: Callable[[StackedValue], T]) -> list[T]:
         """One item for each result, of a list with one for each of the program's results."""
-        return _collapsed(flat, [x.value for x in self._outputs.values()], whole)
+        return collapsed(flat, [x.value for x in self._outputs.values()], whole)
 
 
-def _collapsed(flat: Sequence[T], stacked: Sequence[StackedValue], whole: Callable[[StackedValue], T]) -> list[T]:
+def collapsed(flat: Sequence[T], stacked: Sequence[StackedValue], whole: Callable[[StackedValue], T]) -> list[T]:
+    """One item for each array outside the program, of a list with one for each block inside."""
     first = {x.positions.start: x for x in stacked}
     within = {k for x in stacked for k in x.positions}
     return [whole(first[k]) if k in first else item for k, item in enumerate(flat) if k in first or k not in within]

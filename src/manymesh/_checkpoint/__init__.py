@@ -1,0 +1,1 @@
+"""Saving pytrees of arrays on any submeshes, and restoring them onto any others."""

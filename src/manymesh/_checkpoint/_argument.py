@@ -1,0 +1,46 @@
+"""What a step wants of an argument, as something to restore it like."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .._api._lowered import Lowered
+from .._compiled import Compiled
+from .._errors import ArgumentError
+
+
+def argument_of(step: Lowered | Compiled, argument: int | str = 0) -> Any:
+    """What a step wants of an argument: a pytree to restore it like, so that the first step finds it where it wants it.
+
+    Args:
+      step: what ``lower`` or ``compile`` of a step returned. Lowering is enough.
+      argument: its position or name. A module of NNX gives its state, as ``nnx.state`` does.
+
+    Returns:
+      The argument with a ``jax.ShapeDtypeStruct`` for each array, whose sharding is that of its home.
+
+    Raises:
+      ArgumentError: the step has no such argument.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, manymesh as mm
+      >>> step = mm.jit(mm.task(lambda params, x: x @ params["w"], "only", devices=[1]))
+      >>> params, x = {"w": jax.ShapeDtypeStruct((4, 2), jnp.float32)}, jnp.ones((3, 4))
+      >>> mm.checkpoint.argument_of(step.lower(params, x), 0)["w"].sharding.device_set == {jax.devices()[1]}
+      True
+    """
+    if not isinstance(step, (Lowered, Compiled)):
+        raise ArgumentError(
+            f"argument_of takes what step.lower(...) or step.lower(...).compile() returned, found {type(step).__name__}"
+        )
+    args, kwargs = step.arguments
+    found = kwargs if isinstance(argument, str) else dict(enumerate(args))
+    if argument not in found:
+        known = ", ".join(map(repr, [*range(len(args)), *kwargs]))
+        raise ArgumentError(f"argument_of(..., {argument!r}): the step has the arguments {known}")
+    wanted = found[argument]
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(wanted, nnx.NodeStates):
+        return wanted.states[0]
+    return wanted

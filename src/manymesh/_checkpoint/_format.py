@@ -1,0 +1,279 @@
+"""What is on disk: the files of Orbax, so that each library reads what the other one wrote.
+
+::
+
+    100/                            a step; made under another name (`ASIDE`) and renamed when all of it is there
+        _CHECKPOINT_METADATA        JSON: which items there are, and the metadata of the user
+        default/                    an item: one pytree
+            _METADATA               JSON: the name and kind of every leaf
+            array_metadatas/        JSON: what an array cannot say itself, as the kind of a random key
+            manifest.ocdbt, d/      the arrays, a TensorStore database (OCDBT) of Zarr arrays
+            ocdbt.process_0/        what each process wrote, of several; the manifest above points there
+
+`save` leaves the middle level out, as Orbax's checkpointers do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._errors import CheckpointError, CheckpointNotFoundError
+from ._leaves import Leaf, Name, is_empty, text
+
+ASIDE = ".orbax-checkpoint-tmp"  # part of the name of what is not finished
+ITEM = "default"
+TREE_FILE = "_METADATA"
+STEP_FILE = "_CHECKPOINT_METADATA"
+ARRAYS_FILE = Path("array_metadatas") / "process_0"
+MANIFEST = "manifest.ocdbt"
+HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+
+_RANDOM = "random_key_impl"  # Orbax's word
+_DTYPE = "manymesh_dtype"
+_SEQUENCE, _DICT = 1, 2  # how Orbax numbers the kinds of keys
+
+
+@dataclass(frozen=True)
+class Record:
+    """An array as a checkpoint lists it.
+
+    Attributes:
+      name: the words of its path.
+      in_sequence: for each word, whether it is the position in a tuple or list.
+      kind: ``jax.Array``, ``np.ndarray`` or ``scalar``.
+      random: the implementation of the random keys it consists of, or None.
+      dtype: what its bytes mean, where they are stored as bytes, or None.
+    """
+
+    name: Name
+    in_sequence: tuple[bool, ...]
+    kind: str
+    random: str | None = None
+    dtype: str | None = None
+
+    @property
+    def extra(self) -> dict[str, str] | None:
+        """What its array cannot say itself."""
+        if self.random is not None:
+            return {_RANDOM: self.random}
+        return None if self.dtype is None else {_DTYPE: self.dtype}
+
+    @property
+    def key(self) -> str:
+        """What it is called in the database."""
+        return ".".join(self.name)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A finished checkpoint.
+
+    Attributes:
+      directory: where the arrays are.
+      records: its arrays.
+      zarr: name of the TensorStore driver of one array.
+      one_database: whether the arrays are in one database, or each in a directory of its own.
+    """
+
+    directory: Path
+    records: Mapping[Name, Record]
+    zarr: str
+    one_database: bool
+
+
+def find_saved(path: Path) -> Saved:
+    """The checkpoint in a directory.
+
+    Args:
+      path: that of a step or an item.
+
+    Raises:
+      CheckpointNotFoundError: there is none, or it was not finished.
+      CheckpointError: what is there cannot be read.
+    """
+    directory = _directory_of(path)
+    tree = _read_json(directory / TREE_FILE)
+    extra: dict[str, Any] = {}
+    if (directory / ARRAYS_FILE).exists():
+        for listed in _read_json(directory / ARRAYS_FILE).get("array_metadatas", ()):
+            found = listed["array_metadata"]
+            extra[found["param_name"]] = found.get("ext_metadata") or {}
+    records = {}
+    for entry in tree["tree_metadata"].values():
+        kind = entry["value_metadata"]["value_type"]
+        if entry["value_metadata"].get("skip_deserialize") or kind == "string":
+            continue  # an empty container; text, which is beside the arrays
+        name = tuple(key["key"] for key in entry["key_metadata"])
+        in_sequence = tuple(key["key_type"] == _SEQUENCE for key in entry["key_metadata"])
+        more = extra.get(".".join(name), {})
+        records[name] = Record(name, in_sequence, kind, more.get(_RANDOM), more.get(_DTYPE))
+    one_database = (directory / MANIFEST).exists()
+    if records and not one_database and tree.get("use_ocdbt"):
+        raise CheckpointError(
+            f"{directory} lists {len(records)} arrays, but their database ({MANIFEST}) is not there: somebody removed it; "
+            "restore another checkpoint"
+        )
+    return Saved(directory, records, "zarr3" if tree.get("use_zarr3") else "zarr", one_database)
+
+
+def read_metadata(path: Path) -> Any:
+    """The user's metadata of a finished checkpoint."""
+    directory = _directory_of(path)
+    for place in (directory, directory.parent):
+        if (place / STEP_FILE).exists():
+            return _read_json(place / STEP_FILE).get("custom_metadata")
+    return None
+
+
+def write_descriptions(
+    aside: Path,
+    item: str | None,
+    leaves: Iterable[Leaf],
+    records: Sequence[tuple[Record, Sequence[int]]],
+    metadata: Any,
+) -> None:
+    """Writes the JSON files of a checkpoint.
+
+    Args:
+      aside: directory of the step.
+      item: name of the only item, or None where the directory is that of the item too.
+      leaves: the leaves and empty containers of the tree that are not arrays.
+      records: its arrays, each with the shape of its chunks.
+      metadata: the user's.
+    """
+    directory = aside / item if item else aside
+    entries = {}
+    for record, _ in records:
+        entries.update(_entry(record.name, record.in_sequence, record.kind, False))
+    for leaf in leaves:
+        if is_empty(leaf.value):
+            entries.update(_entry(leaf.name, leaf.in_sequence, _kind_of_empty(leaf.value), True))
+    tree = {
+        "tree_metadata": entries,
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    arrays = [
+        {
+            "array_metadata": {
+                "param_name": r.key,
+                "write_shape": list(c),
+                "chunk_shape": list(c),
+                "ext_metadata": r.extra,
+            }
+        }
+        for r, c in records
+    ]
+    write_json(directory / TREE_FILE, tree)
+    write_json(directory / ARRAYS_FILE, {"array_metadatas": arrays})
+    write_json(
+        aside / STEP_FILE,
+        {"item_handlers": {item: HANDLER} if item else HANDLER, "metrics": {}, "custom_metadata": metadata},
+    )
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Writes a file that is on disk when this returns."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "w", encoding="utf-8") as stream:
+        json.dump(content, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _entry(name: Name, in_sequence: tuple[bool, ...], kind: str, empty: bool) -> dict[str, Any]:
+    keys = [
+        {"key": word, "key_type": _SEQUENCE if position else _DICT}
+        for word, position in zip(name, in_sequence, strict=True)
+    ]
+    return {str(name): {"key_metadata": keys, "value_metadata": {"value_type": kind, "skip_deserialize": empty}}}
+
+
+def _kind_of_empty(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, dict):
+        return "Dict"
+    if isinstance(value, list):
+        return "List"
+    return "NamedTuple" if hasattr(value, "_fields") else "Tuple"
+
+
+def _directory_of(path: Path) -> Path:
+    """Where the arrays of a checkpoint are: in the directory of the step, or in that of its item."""
+    if ASIDE in path.name:
+        raise CheckpointNotFoundError(
+            f"{path} is a checkpoint that was not finished: saving was cut off, or goes on; restore a finished one"
+        )
+    if not path.exists():
+        raise CheckpointNotFoundError(f"{path}: {_nothing_there(path)}")
+    if not path.is_dir():
+        raise CheckpointNotFoundError(f"{path} is a file; a checkpoint is a directory with a file {TREE_FILE}")
+    if (path / TREE_FILE).exists():
+        return path
+    items = sorted(d.name for d in path.iterdir() if (d / TREE_FILE).exists())
+    if ITEM in items:
+        return path / ITEM
+    if len(items) == 1 and not items[0].isdigit():
+        return path / items[0]
+    if items and not items[0].isdigit():
+        raise CheckpointError(f"{path} holds {len(items)} items, {', '.join(items)}: say which, {path / items[0]}")
+    if steps := steps_in(path):
+        raise CheckpointNotFoundError(
+            f"{path} holds the checkpoints of {len(steps)} steps: restore {path / str(steps[-1])}, or ask "
+            f"Manager({str(path)!r})"
+        )
+    inside = sorted(d.name for d in path.iterdir())
+    shown = (
+        f"there are {', '.join(inside[:6])}" + (" and others" if len(inside) > 6 else "") if inside else "it is empty"
+    )
+    raise CheckpointNotFoundError(f"{path} is no checkpoint: expected is a file {TREE_FILE}, {shown}")
+
+
+def _nothing_there(path: Path) -> str:
+    parent = path.parent
+    if not parent.is_dir():
+        return f"there is no checkpoint, and no directory {parent} either"
+    names = sorted(d.name for d in parent.iterdir() if d.is_dir())
+    if any(name.startswith(path.name + ASIDE) for name in names):
+        return "the checkpoint was not finished: saving was cut off, or goes on; restore an earlier one"
+    finished = [name for name in names if ASIDE not in name]
+    return f"there is no checkpoint; {parent} holds {', '.join(finished[-6:]) or 'none'}"
+
+
+def steps_in(directory: Path) -> list[int]:
+    """The steps of which a directory holds a finished checkpoint, in order."""
+    if not directory.is_dir():
+        return []
+    found = [d for d in directory.iterdir() if d.name.isdigit() and d.is_dir()]
+    return sorted(int(d.name) for d in found if (d / STEP_FILE).exists() or any(d.glob(f"*/{TREE_FILE}")))
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; restore another checkpoint") from None
+
+
+def check_names(records: Iterable[Record]) -> None:
+    """Refuses two leaves that would be one in the database.
+
+    Raises:
+      CheckpointError: with both names.
+    """
+    seen: dict[str, Record] = {}
+    for record in records:
+        other = seen.setdefault(record.key, record)
+        if other is not record:
+            raise CheckpointError(
+                f"leaves {text(other.name)} and {text(record.name)} have the same name {record.key!r} in a checkpoint, where "
+                "words are joined by dots; rename one of them"
+            )

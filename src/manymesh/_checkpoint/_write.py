@@ -1,0 +1,168 @@
+"""Writing a checkpoint aside, and making it the current one in one step.
+
+Until the rename there is no directory of the checkpoint's name; from then on all of it is there. Whoever is killed in
+between leaves a directory whose name says that it is not finished, which nobody restores from and the next save removes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._errors import CheckpointError
+from ._format import ASIDE, write_descriptions, write_json
+from ._leaves import Leaf, leaves_of, text
+from ._processes import Processes
+from ._snapshot import Part, snapshot
+from ._store import Database, merge
+
+_numbers = itertools.count()  # saves begin in the same order in every process
+
+
+@dataclass(frozen=True)
+class Writing:
+    """A checkpoint of which everything is on the host.
+
+    Attributes:
+      path: what it is going to be called.
+      item: name of its only item, or None.
+      leaves: leaves and empty containers of the tree.
+      parts: what this process writes.
+      metadata: the user's.
+      processes: who else writes.
+      number: how many saves this process began before.
+    """
+
+    path: Path
+    item: str | None
+    leaves: Sequence[Leaf]
+    parts: Sequence[Part]
+    metadata: Any
+    processes: Processes
+    number: int
+
+    @property
+    def aside(self) -> Path:
+        """Where it is written."""
+        return self.path.parent / (self.path.name + ASIDE)
+
+    @property
+    def directory(self) -> Path:
+        """Where its arrays are written."""
+        return self.aside / self.item if self.item else self.aside
+
+    def run(self, afterwards: Callable[[], None] | None = None) -> None:
+        """Writes it and makes it current. Every process does so.
+
+        Args:
+          afterwards: what the first process does when it is current, before any process goes on.
+
+        Raises:
+          CheckpointError: a process could not, so nothing was saved.
+        """
+        finish = functools.partial(self._finish, afterwards)
+        for place, work in (("made", self._make), ("written", self._write), ("current", finish)):
+            error = None
+            try:
+                work()
+            except Exception as raised:  # the others are waiting, and have to hear of it whatever it is
+                error = raised
+            self.processes.meet(f"{self.number}/{self.path.name}/{place}", error)
+
+    def _make(self) -> None:
+        if self.processes.first:
+            if self.aside.exists():
+                shutil.rmtree(self.aside)
+            self.directory.mkdir(parents=True)
+
+    def _write(self) -> None:
+        database = Database(self._place(self.processes.index))
+        for part in self.parts:
+            if part.pieces:
+                database.put(part.record, part.shape, part.dtype, part.chunk, part.pieces)
+        database.commit()
+        if self.processes.count > 1:
+            counts = [sum(math.prod(piece.shape) for _, piece in part.pieces) for part in self.parts]
+            described = [[*part.record.name, str(part.dtype), list(part.shape)] for part in self.parts]
+            write_json(self._account(self.processes.index), {"arrays": described, "counts": counts})
+
+    def _finish(self, afterwards: Callable[[], None] | None) -> None:
+        if not self.processes.first:
+            return
+        if self.processes.count > 1:
+            everyone = range(self.processes.count)
+            self._check([json.loads(self._account(k).read_text("utf-8")) for k in everyone])
+            merge(self.directory, [place for k in everyone if (place := self._place(k)).exists()])
+        write_descriptions(
+            self.aside, self.item, self.leaves, [(part.record, part.chunk) for part in self.parts], self.metadata
+        )
+        os.rename(self.aside, self.path)
+        _sync(self.path.parent)
+        if afterwards is not None:
+            afterwards()
+
+    def _check(self, accounts: Sequence[Any]) -> None:
+        """Every process has the same tree, and together they wrote each number of it once."""
+        for k, account in enumerate(accounts):
+            if account["arrays"] != accounts[0]["arrays"]:
+                raise CheckpointError(
+                    f"process {k} saves another tree than process 0; every process saves the same one"
+                )
+        for i, part in enumerate(self.parts):
+            written = sum(account["counts"][i] for account in accounts)
+            if written != math.prod(part.shape):
+                raise CheckpointError(
+                    f"{text(part.record.name)} of shape {part.shape}: {written} of its numbers were written, expected are "
+                    f"{math.prod(part.shape)}; its sharding is not the same in every process"
+                )
+
+    def _place(self, process: int) -> Path:
+        """Where a process makes its database."""
+        return self.directory / f"ocdbt.process_{process}" if self.processes.count > 1 else self.directory
+
+    def _account(self, process: int) -> Path:
+        return self.directory / "manymesh" / f"process_{process}.json"
+
+
+def prepare(path: Path, item: str | None, tree: Any, metadata: Any, *, keep: bool) -> Writing:
+    """Brings a tree to the host, as far as this process writes it.
+
+    Args:
+      path: what the checkpoint is going to be called.
+      item: name of its only item, or None.
+      tree: any pytree.
+      metadata: anything that JSON can say.
+      keep: whether the arrays may be overwritten before it is written.
+
+    Raises:
+      CheckpointError: there is a checkpoint already, or something cannot be saved.
+    """
+    try:
+        json.dumps(metadata)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"metadata= of {path}: expected is what JSON can say: {error}") from None
+    if path.exists():
+        raise CheckpointError(f"{path} exists already: remove it, or save under another name")
+    if ASIDE in path.name:
+        raise CheckpointError(f"{path}: names with {ASIDE!r} are those of checkpoints that are not finished")
+    leaves, _ = leaves_of(tree, with_empty=True)
+    processes = Processes.of_this_run()
+    parts = snapshot(leaves, processes, keep=keep)
+    return Writing(path, item, leaves, parts, metadata, processes, next(_numbers))
+
+
+def _sync(directory: Path) -> None:
+    """Has the entries of a directory on disk when it returns."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

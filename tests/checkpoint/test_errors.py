@@ -1,0 +1,175 @@
+"""What is wrong is said before anything is read or written."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import manymesh as mm
+from manymesh.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    state = {
+        "params": {"front": {"kernel": jnp.ones((32, 32)), "bias": jnp.ones(2)}, "back": {"kernel": jnp.ones((2, 2))}},
+        "layers": {"w": jnp.ones((3, 2))},
+        "key": jax.random.key(0),
+        "step": 4,
+    }
+    with mm.checkpoint.Manager(directory) as manager:
+        manager.save(10, state)
+        manager.save(20, state)
+    return directory
+
+
+def params(**changes):
+    return {"params": {"front": {"kernel": jnp.ones((32, 32)), "bias": jnp.ones(2)} | changes}}
+
+
+LIKE = [
+    (
+        params(kernl=jnp.ones(3)),
+        r"20 does not fit like=; nothing was read:\n"
+        r"  params/front/kernl is not in the checkpoint; did you mean params/front/kernel",
+    ),
+    ({"zzz": jnp.ones(3)}, r"zzz is not in the checkpoint; it holds key, layers/w, params/back/kernel, params/front/bias, params/front/kernel, step$"),
+    (
+        params(bias=jnp.ones(3)),
+        r"params/front/bias was saved with shape \(2,\), but like= has shape \(3,\)",
+    ),
+    (
+        params(bias=jnp.ones(2, jnp.bfloat16)),
+        r"params/front/bias was saved as float32, but like= has bfloat16; cast=True converts it",
+    ),
+    ({"key": jnp.zeros(2, jnp.uint32)}, r"key was saved with shape \(\), but like= has shape \(2,\)"),
+    ({"key": jax.random.key(0, impl="rbg")}, r"key was saved as key<fry>, but like= has key<rbg>; random keys and numbers"),
+    ({"step": jax.random.key(0)}, r"step was saved as int64, but like= has key<fry>; random keys and numbers are not"),
+    ({"layer_3": {"w": jnp.ones(2)}}, r"layer_3/w is layer 3, but the stack was saved with shape \(3, 2\)"),
+    (
+        params(bias=jnp.ones(3), kernel=jnp.ones(1), k1=1, k2=2, k3=3, k4=4),
+        r"(\n  .*){5}\n  and 1 more$",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("like", "words"), LIKE, ids=range(len(LIKE)))
+def test_what_does_not_fit(like, words, saved) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        mm.checkpoint.Manager(saved).restore(like=like, stacked={"layers": "layer_{}"})
+
+
+def test_where_there_is_no_checkpoint(saved, tmp_path) -> None:
+    """It says what is there."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "30.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.bin").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for path, words in [
+        (saved / "15", r"15: there is no checkpoint; .* holds 10, 20$"),
+        (saved, r"holds the checkpoints of 2 steps: restore .*20, or ask Manager\("),
+        (tmp_path / "no" / "where", r"there is no checkpoint, and no directory .*no either"),
+        (tmp_path / "file", r"is a file; a checkpoint is a directory with a file _METADATA"),
+        (
+            tmp_path / "30",
+            r"30: the checkpoint was not finished: saving was cut off, or goes on; restore an earlier one",
+        ),
+        (tmp_path / "30.orbax-checkpoint-tmp", r"is a checkpoint that was not finished"),
+        (tmp_path / "other", r"other is no checkpoint: expected is a file _METADATA, there are model\.bin$"),
+        (tmp_path / "empty", r"empty is no checkpoint: expected is a file _METADATA, it is empty$"),
+    ]:
+        with pytest.raises(CheckpointNotFoundError, match=words):
+            mm.checkpoint.restore(path, {"w": jnp.ones(2)})
+        with pytest.raises(FileNotFoundError):
+            mm.checkpoint.metadata(path)
+    with pytest.raises(CheckpointNotFoundError, match=r"holds no finished checkpoint; latest_step\(\) is None"):
+        mm.checkpoint.Manager(tmp_path).restore(like={"w": jnp.ones(2)})
+
+
+def test_what_is_damaged(saved, tmp_path) -> None:
+    """Files that were cut off, a lost database, a broken list."""
+    for name in ("short", "lost", "broken"):
+        shutil.copytree(saved / "20", tmp_path / name)
+    for file in (tmp_path / "short" / "default" / "d").iterdir():
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    shutil.rmtree(tmp_path / "lost" / "default" / "d")
+    (tmp_path / "broken" / "default" / "_METADATA").write_text("{")
+    for name, words in [
+        ("short", r"cannot be read: (?s:.*); restore another checkpoint"),
+        ("lost", r"lost cannot be read: NOT_FOUND(?s:.*)restore another checkpoint"),
+        ("broken", r"_METADATA cannot be read: .*restore another checkpoint"),
+    ]:
+        with pytest.raises(CheckpointError, match=words):
+            mm.checkpoint.restore(tmp_path / name, params())
+    (tmp_path / "lost" / "default" / "manifest.ocdbt").unlink()
+    with pytest.raises(CheckpointError, match=r"lists 6 arrays, but their database \(manifest.ocdbt\) is not there"):
+        mm.checkpoint.restore(tmp_path / "lost", params())
+
+
+def deleted():
+    x = jnp.ones((2, 2))
+    x.delete()
+    return x
+
+
+SAVE = [
+    (lambda: {"w": deleted()}, {}, r"w of shape \(2, 2\) has been deleted: it was donated to a step; save what the step"),
+    (lambda: {"w": np.array(["a"])}, {}, r"w is ndarray array\(.* of dtype <U1, which is no array of numbers; keep it in met"),
+    (lambda: {"n": 2**70}, {}, r"n is int 1180591620717411303424 of dtype object, which is no array of numbers"),
+    (lambda: {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}, {}, r"w is a description of an array .*: there is nothing to save"),
+    (lambda: {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, {}, r"leaves a/b and a.b have the same name 'a.b' in a checkpoint"),
+    (lambda: {}, {"metadata": {"x": jnp.ones(1)}}, r"metadata= of .*: expected is what JSON can say: Object of type .*Array"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "options", "words"), SAVE, ids=range(len(SAVE)))
+def test_what_cannot_be_saved(make, options, words, tmp_path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        mm.checkpoint.save(tmp_path / "state", make(), **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_in_calls(saved, tmp_path) -> None:
+    restore = mm.checkpoint.restore
+    with pytest.raises(CheckpointError, match=r"10 exists already: remove it, or save under another name"):
+        mm.checkpoint.save(saved / "10", {})
+    with pytest.raises(CheckpointError, match=r"10 exists already"):
+        mm.checkpoint.Manager(saved).save(10, {})
+    with pytest.raises(CheckpointError, match=r"gs://bucket/x: a checkpoint becomes current by a rename, which object"):
+        mm.checkpoint.save("gs://bucket/x", {})
+    with pytest.raises(CheckpointError, match=r"is a tracer: save outside"):
+        jax.jit(lambda x: mm.checkpoint.save(tmp_path / "x", {"w": x}))(1.0)
+    with pytest.raises(ArgumentError, match=r"expected is the path of a directory, found dict"):
+        mm.checkpoint.save({}, "path")
+    for stacked in ({"layers": "layer"}, {"layers": "{}/{}"}, {"{}": "layer_{}"}):
+        with pytest.raises(
+            ArgumentError, match=r"expected is the name of stacked layers, and that of a single one with \{\}"
+        ):
+            restore(saved / "10", {}, stacked=stacked)
+    for options in ({"max_to_keep": 0}, {"save_interval_steps": 2.5}):
+        with pytest.raises(ArgumentError, match=rf"Manager\({next(iter(options))}=.*\): expected is a number from 1"):
+            mm.checkpoint.Manager(tmp_path, **options)
+    for step in (-1, "3", True):
+        with pytest.raises(ArgumentError, match=re.escape(f"step={step!r}: expected is a number from 0")):
+            mm.checkpoint.Manager(tmp_path).save(step, {})
+    step = mm.jit(mm.task(lambda x: x + 1, "only", devices=[0])).lower(1.0)
+    with pytest.raises(ArgumentError, match=r"argument_of\(\.\.\., 'state'\): the step has the arguments 0$"):
+        mm.checkpoint.argument_of(step, "state")
+    with pytest.raises(ArgumentError, match=r"argument_of takes what step.lower\(...\) or .* returned, found dict"):
+        mm.checkpoint.argument_of({})
+
+
+def test_without_tensorstore() -> None:
+    code = "import sys; sys.modules['tensorstore'] = None; import manymesh as mm; mm.checkpoint"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    words = "ImportError: manymesh.checkpoint needs TensorStore: pip install 'manymesh[checkpoint]'"
+    assert done.stderr.splitlines()[-1] == words

@@ -1,0 +1,221 @@
+"""States of every framework, arrays of every dtype, boxes or none; files of Orbax in both directions."""
+
+from __future__ import annotations
+
+import warnings
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import manymesh as mm
+from bits import assert_same_bits, blank
+from flax import nnx
+
+FIRST, SECOND = (Mesh(np.array(jax.devices()[i : i + 2]), ("x",)) for i in (0, 2))
+
+
+def spread(tree):
+    """Arrays in turns on two submeshes, sharded where they can be."""
+    leaves, structure = jax.tree.flatten(tree)
+
+    def put(i, x):
+        if not isinstance(x, jax.Array):
+            return x
+        spec = P("x") if x.ndim and x.shape[0] % 2 == 0 else P()
+        return jax.device_put(x, NamedSharding((FIRST, SECOND)[i % 2], spec))
+
+    return jax.tree.unflatten(structure, [put(i, x) for i, x in enumerate(leaves)])
+
+
+def optimizer():
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0.0, 10)))
+
+
+def train_state():
+    model = nn.Dense(4)
+    params = model.init(jax.random.key(0), jnp.ones((1, 2)))["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer())
+
+
+def nnx_state():
+    model = nnx.Sequential(nnx.Linear(2, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.1, rngs=nnx.Rngs(1)))
+    return nnx.state((model, nnx.Optimizer(model, optimizer(), wrt=nnx.Param)))
+
+
+def numbers():
+    return {
+        "int": 2**40, "float": 0.1, "complex": 1j, "bool": True, "numpy": np.float16(2), "array": np.arange(3), "none": None,
+        "weak": jnp.asarray(1.5), "weak and placed": jax.device_put(3, NamedSharding(FIRST, P())), "empty": ({}, [], ()),
+        "keys": jax.random.split(jax.random.key(0), 4), "other keys": jax.random.key(1, impl="rbg"),
+        "old key": jax.random.PRNGKey(3), "no elements": jnp.zeros((0, 3)), "two/words": {"a.b": jnp.ones(2)},
+    }  # fmt: skip
+
+
+STATES = {
+    "optax and Linen": train_state,
+    "NNX": nnx_state,
+    "Equinox": lambda: eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0)),
+    "an array": lambda: jnp.arange(4.0),
+    "nothing": dict,
+    "numbers": numbers,
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_comes_back_as_it_was(name, tmp_path) -> None:
+    """Structure, classes, functions inside, dtypes, weak types, shardings and bits."""
+    state = STATES[name]()
+    if name != "numbers":
+        state = spread(state)
+    mm.checkpoint.save(tmp_path / "state", state)
+    found = mm.checkpoint.restore(tmp_path / "state", state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    arrays, others = ([x for x in jax.tree.leaves(state) if callable(x) is kind] for kind in (False, True))
+    assert_same_bits([x for x in jax.tree.leaves(found) if not callable(x)], arrays)
+    assert [x for x in jax.tree.leaves(found) if callable(x)] == others
+
+
+DTYPES = [
+    "bool",
+    "int2",
+    "int4",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint2",
+    "uint4",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "bfloat16",
+    "float16",
+    "float32",
+    "float64",
+    "float4_e2m1fn",
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3fn",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "complex64",
+    "complex128",
+]
+
+
+def test_every_dtype(tmp_path) -> None:
+    """On the host, and those that a device has without 64 bits on two devices; saved on one side, restored on the other."""
+    dtypes = [np.dtype(getattr(ml_dtypes, name, name)) for name in DTYPES]
+    host = {dtype.name: np.asarray(np.arange(8) % 2, dtype).reshape(4, 2) for dtype in dtypes}
+    placed = {
+        name: jax.device_put(x, NamedSharding(FIRST, P("x")))
+        for name, x in host.items()
+        if name not in ("int64", "uint64", "float64", "complex128")
+    }
+    mm.checkpoint.save(tmp_path / "host", host)
+    mm.checkpoint.save(tmp_path / "placed", placed)
+    assert_same_bits(mm.checkpoint.restore(tmp_path / "host", host), host)
+    assert_same_bits(mm.checkpoint.restore(tmp_path / "host", placed), placed)
+    assert_same_bits(mm.checkpoint.restore(tmp_path / "placed", placed), placed)
+    assert_same_bits(mm.checkpoint.restore(tmp_path / "placed"), {name: host[name] for name in placed})
+
+
+def test_boxes_on_one_side_only(tmp_path) -> None:
+    """Boxes of ours, of Linen and of NNX are the same to a checkpoint, and so is none."""
+    value = jnp.arange(8.0)
+    kinds = {
+        "plain": value,
+        "ours": mm.meta.Partitioned(value, ("x",)),
+        "Linen": nn.LogicallyPartitioned(value, ("x",)),
+        "NNX": nnx.Param(value),
+    }
+    for name, kind in kinds.items():
+        mm.checkpoint.save(tmp_path / name, {"w": kind, "value": jnp.ones(2)})
+    for name in kinds:
+        for kind in kinds.values():
+            found = mm.checkpoint.restore(tmp_path / name, {"w": kind, "value": jnp.zeros(2)})
+            assert type(found["w"]) is type(kind)
+            np.testing.assert_array_equal(jax.tree.leaves(found["w"])[0], value)
+            assert found["value"].tolist() == [1, 1]
+
+
+def test_a_part_and_everything_as_arrays_of_numpy(tmp_path) -> None:
+    state = {"params": {"w": jnp.ones(3, jnp.bfloat16)}, "opt": [jnp.zeros(2), 3], "key": jax.random.key(1)}
+    mm.checkpoint.save(tmp_path / "state", state)
+    part = mm.checkpoint.restore(tmp_path / "state", {"params": blank(state["params"])})
+    assert_same_bits(part, {"params": state["params"]})
+    whole = mm.checkpoint.restore(tmp_path / "state")
+    assert_same_bits(whole.pop("key"), state.pop("key"))
+    assert_same_bits(whole, jax.tree.map(lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, state))
+
+
+def test_cast_converts_and_a_number_becomes_an_array(tmp_path) -> None:
+    mm.checkpoint.save(tmp_path / "state", {"w": jnp.arange(4.0), "step": 7})
+    found = mm.checkpoint.restore(
+        tmp_path / "state", {"w": jnp.zeros(4, jnp.bfloat16), "step": jnp.asarray(0)}, cast=True
+    )
+    assert found["w"].dtype == jnp.bfloat16 and found["w"].tolist() == [0, 1, 2, 3]
+    assert found["step"].weak_type and int(found["step"]) == 7
+    mm.checkpoint.save(
+        tmp_path / "later", {"step": found["step"]}
+    )  # as in a fresh `TrainState`, whose step is a number
+    assert_same_bits(mm.checkpoint.restore(tmp_path / "later", {"step": 0}), {"step": 7})
+    with pytest.raises(mm.errors.CheckpointError, match="step was saved as int32, but like= has float64"):
+        mm.checkpoint.restore(tmp_path / "later", {"step": 0.0})
+
+
+@pytest.fixture
+def ocp():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the library, at import and in use
+        import orbax.checkpoint
+
+        yield orbax.checkpoint
+
+
+def plain_state():
+    state = spread(
+        {"w": jnp.arange(8.0).reshape(4, 2), "layers": [{"b": jnp.ones(4, jnp.bfloat16)}], "n": None, "e": {}}
+    )
+    return {**state, "key": jax.random.key(3), "step": 5}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_zarr3": True}, {"use_ocdbt": False}], ids=["usual", "zarr3", "files"])
+def test_what_orbax_saved_is_read(options, ocp, tmp_path) -> None:
+    """On other submeshes, from a checkpointer and from a manager."""
+    state = plain_state()
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+        checkpointer.save(tmp_path / "one", ocp.args.PyTreeSave(state))
+    with ocp.CheckpointManager(tmp_path / "many") as manager:
+        manager.save(3, args=ocp.args.StandardSave(state), custom_metadata={"batch": 12})
+    moved = jax.device_put(state["w"], NamedSharding(SECOND, P(None, "x")))
+    like = {**state, "w": moved}
+    manager = mm.checkpoint.Manager(tmp_path / "many")
+    assert manager.latest_step() == 3 and manager.metadata() == {"batch": 12}
+    assert_same_bits(manager.restore(like=blank(like)), like)
+    assert_same_bits(mm.checkpoint.restore(tmp_path / "one", blank(like)), like)
+
+
+def test_orbax_reads_what_we_saved(ocp, tmp_path) -> None:
+    state = plain_state()
+    with mm.checkpoint.Manager(tmp_path / "many") as manager:
+        manager.save(3, state, metadata={"batch": 12})
+    mm.checkpoint.save(tmp_path / "one", state)
+    with ocp.CheckpointManager(tmp_path / "many") as theirs:
+        assert theirs.all_steps() == [3] and theirs.metadata(3).custom_metadata == {"batch": 12}
+        assert_same_bits(theirs.restore(3, args=ocp.args.StandardRestore(state)), state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        assert_same_bits(checkpointer.restore(tmp_path / "one", state), state)

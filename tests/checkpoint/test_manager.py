@@ -1,0 +1,238 @@
+"""The manager: which checkpoints there are, what is saved beside the loop, and what a kill leaves.
+
+    python tests/checkpoint/test_manager.py 100
+
+kills so many processes while they save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import manymesh as mm
+from manymesh._checkpoint import _write
+from manymesh._checkpoint._store import Database
+
+MESH = Mesh(np.array(jax.devices()[:2]), ("x",))
+ON_TWO = NamedSharding(MESH, P("x"))
+
+
+def state_of(step):
+    return {"w": jax.device_put(jnp.full((4, 2), step, jnp.float32), ON_TWO), "step": step}
+
+
+def restored(manager, step=None):
+    state = manager.restore(step, like=state_of(0))
+    assert state["w"].sharding == ON_TWO and np.unique(state["w"]).tolist() == [state["step"]]
+    return state["step"]
+
+
+def test_steps_that_are_kept(tmp_path) -> None:
+    """Every tenth is saved, the last three stay, one more is forced; the position in the data is beside each."""
+    with mm.checkpoint.Manager(tmp_path, max_to_keep=3, save_interval_steps=10) as manager:
+        assert manager.latest_step() is None and manager.all_steps() == []
+        saved = [step for step in range(46) if manager.save(step, state_of(step), metadata={"batch": [step, 8]})]
+        assert saved == [0, 10, 20, 30, 40] and manager.should_save(50) and not manager.should_save(51)
+        assert manager.save(45, state_of(45), force=True)
+    assert manager.all_steps() == [30, 40, 45] and manager.latest_step() == 45
+    assert sorted(os.listdir(tmp_path)) == ["30", "40", "45"]
+    assert [restored(manager, step) for step in (30, None, 40)] == [30, 45, 40]
+    assert manager.metadata(40) == {"batch": [40, 8]} and manager.metadata() is None
+    manager.delete(45)
+    assert mm.checkpoint.Manager(tmp_path).latest_step() == 40
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_so_many_are_kept(count, tmp_path) -> None:
+    """All of the first ones, then the newest."""
+    with mm.checkpoint.Manager(tmp_path, max_to_keep=count) as manager:
+        for step in range(7):
+            manager.save(step, {"step": step})
+            manager.wait_until_finished()
+            assert manager.all_steps() == list(range(step + 1))[-count:]
+
+
+def test_going_on_from_an_older_step_keeps_what_is_new(tmp_path) -> None:
+    """Whatever its number, the checkpoint that was saved last stays."""
+    with mm.checkpoint.Manager(tmp_path, max_to_keep=2) as manager:
+        for step in (10, 20, 11):
+            manager.save(step, state_of(step))
+    assert manager.all_steps() == [11, 20]
+
+
+def test_saving_goes_on_beside_the_next_steps_which_may_donate(tmp_path, monkeypatch) -> None:
+    """`save` returns before anything is written; what it was given is then overwritten by steps that it was donated to."""
+    may_write = threading.Event()
+    commit = Database.commit
+
+    def commit_later(self):
+        may_write.wait(60)
+        commit(self)
+
+    monkeypatch.setattr(Database, "commit", commit_later)
+    step = jax.jit(lambda state: {"w": state["w"] + 1, "step": state["step"] + 1}, donate_argnums=0)
+    manager = mm.checkpoint.Manager(tmp_path)
+    first = state = state_of(3)
+    manager.save(3, state)
+    for _ in range(3):
+        state = step(state)
+    assert manager.latest_step() is None and int(state["step"]) == 6
+    may_write.set()
+    manager.wait_until_finished()
+    assert restored(manager) == 3
+    assert (
+        first["w"].is_deleted() and manager.restore(like=first)["w"].sharding == ON_TWO
+    )  # it still says what and where
+
+
+def test_at_the_end_of_a_program_the_last_save_is_waited_for(tmp_path) -> None:
+    code = (
+        "import sys, jax.numpy as jnp, manymesh as mm; "
+        "mm.checkpoint.Manager(sys.argv[1]).save(1, {'w': jnp.ones((512, 512))})"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    assert mm.checkpoint.Manager(tmp_path).restore(like={"w": np.zeros((512, 512), np.float32)})["w"].min() == 1
+
+
+def test_what_goes_wrong_in_the_thread_is_raised_by_the_next_call(tmp_path, monkeypatch) -> None:
+    def fail(self):
+        raise OSError("no space left on device")
+
+    manager = mm.checkpoint.Manager(tmp_path)
+    manager.save(1, state_of(1))
+    manager.wait_until_finished()
+    with monkeypatch.context() as patch:
+        patch.setattr(Database, "commit", fail)
+        manager.save(2, state_of(2))
+        with pytest.raises(mm.errors.CheckpointError, match=r"was not saved: no space left on device"):
+            manager.wait_until_finished()
+    manager.wait_until_finished()  # said once
+    assert manager.all_steps() == [1]
+    with manager:
+        manager.save(2, state_of(2))
+    assert restored(manager) == 2 and sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def test_an_error_in_the_loop_stays_the_error(tmp_path) -> None:
+    with pytest.raises(ZeroDivisionError), mm.checkpoint.Manager(tmp_path) as manager:
+        manager.save(1, state_of(1))
+        1 / 0  # noqa: B018  # the error is the test
+    assert restored(manager) == 1
+
+
+# --- kills --------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Nothing that `except Exception` could tidy up after."""
+
+
+def test_a_kill_at_any_call_to_the_file_system_loses_nothing(tmp_path, monkeypatch) -> None:
+    """The process stops before its first such call, its second, and so on: the checkpoint before is there each time."""
+    calls = [(os, "rename"), (os, "mkdir"), (os, "fsync"), (os, "rmdir"), (os, "unlink"), (json, "dump")]
+    calls.append((Database, "commit"))
+    count, at = 0, 0
+    for owner, name in calls:
+        original = getattr(owner, name)
+
+        def call(*args, original=original, **kwargs):
+            nonlocal count
+            count += 1
+            if count == at:
+                raise Killed
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+    before, found, killed = 0, set(), True
+    while killed:
+        at, killed, count = at + 1, False, -1000
+        mm.checkpoint.Manager(tmp_path, max_to_keep=1, asynchronous=False).save(before, state_of(before))
+        count = 0
+        try:
+            mm.checkpoint.Manager(tmp_path, max_to_keep=1, asynchronous=False).save(before + 1, state_of(before + 1))
+        except Killed:
+            killed = True
+        there = [restored(mm.checkpoint.Manager(tmp_path), k) for k in mm.checkpoint.Manager(tmp_path).all_steps()]
+        latest = there[-1]
+        assert latest in (before, before + 1)
+        found.add((latest - before, killed))
+        before += 2
+    assert at > 10 and found == {(0, True), (1, True), (1, False)}  # killed before the rename, after it, and no more
+
+
+WORKER = """
+import sys, jax, jax.numpy as jnp, manymesh as mm
+manager = mm.checkpoint.Manager(sys.argv[1], max_to_keep=2)
+step = manager.latest_step() or 0
+print("ready", flush=True)
+while True:
+    step += 1
+    state = {str(i): jnp.full((256, 256), step + i, jnp.float32) for i in range(8)}
+    manager.save(step, state, metadata=step)
+    manager.wait_until_finished()
+    print(step, flush=True)
+"""
+
+
+def check_after_kills(directory: Path, kills: int, seed: int) -> None:
+    """Kills a process that saves without end, again and again; each time the last checkpoint is whole and none was lost."""
+    draw = random.Random(seed)
+    for _ in range(kills):
+        worker = subprocess.Popen([sys.executable, "-c", WORKER, directory], stdout=subprocess.PIPE, text=True)
+        try:
+            assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
+            time.sleep(draw.uniform(0, 0.5))
+        finally:
+            worker.send_signal(signal.SIGKILL)
+            said = re.findall(r"\d+\n", worker.communicate(timeout=60)[0])
+        manager = mm.checkpoint.Manager(directory)
+        latest = manager.latest_step()
+        assert latest is not None or not said
+        if latest is not None:
+            assert latest >= max(map(int, said), default=0) and manager.metadata() == latest
+            for step in manager.all_steps():
+                for name, x in manager.restore(step).items():
+                    assert x.shape == (256, 256) and np.unique(x).tolist() == [step + int(name)]
+
+
+def test_killed_while_saving(tmp_path) -> None:
+    check_after_kills(tmp_path, 2, seed=0)
+
+
+def test_a_save_removes_what_a_killed_one_left(tmp_path) -> None:
+    """What another process may be writing is left alone until this one saves."""
+    left = tmp_path / ("7" + _write.ASIDE)
+    left.mkdir()
+    manager = mm.checkpoint.Manager(tmp_path)
+    assert manager.all_steps() == [] and left.exists()
+    with manager:
+        manager.save(8, state_of(8))
+    assert os.listdir(tmp_path) == ["8"]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    import conftest  # noqa: F401  # devices, before JAX starts its backend
+
+    with tempfile.TemporaryDirectory() as directory:
+        check_after_kills(Path(directory), int(sys.argv[1]), seed=1)
+        print(
+            f"{sys.argv[1]} kills, none lost a checkpoint; {mm.checkpoint.Manager(directory).latest_step()} were saved"
+        )

@@ -1,0 +1,111 @@
+"""Two processes save one checkpoint and restore it: each writes and reads what it owns."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import manymesh as mm
+
+WORKER = """
+import os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+me, port, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, me, initialization_timeout=60, heartbeat_timeout_seconds=20)
+import manymesh as mm, tensorstore as ts
+from manymesh.errors import CheckpointError
+
+devices = jax.devices()
+first, second = (Mesh(np.array(devices[i : i + 2]), ("x",)) for i in (0, 2))
+across = Mesh(np.array(devices[1:3]), ("x",))
+everywhere = Mesh(np.array(devices), ("x",))
+
+def array(start, mesh, *spec):
+    # Each process holds the shards of its own devices: none of a submesh of the other one.
+    whole = np.arange(start, start + 2**16, dtype=np.float32).reshape(256, 256)
+    sharding = NamedSharding(mesh, P(*spec))
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
+
+def state(first, second, *spec):
+    return {"first": array(0, first, *spec), "second": array(1, second, *spec), "across": array(2, across, *spec),
+            "everywhere": array(3, everywhere, *spec), "replicated": array(4, across), "host": np.arange(3), "step": 7,
+            "uncommitted": jnp.arange(2.0)}
+
+def same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        if isinstance(e, jax.Array):
+            assert a.sharding == e.sharding
+            for x, y in zip(a.addressable_shards, e.addressable_shards, strict=True):
+                assert x.index == y.index and np.array_equal(x.data, y.data)
+        else:
+            assert np.array_equal(a, e)
+
+def read():
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+def blank(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+                        if isinstance(x, jax.Array) and x.sharding.num_devices > 1 else x, tree)
+
+saved = state(first, second, "x")
+with mm.checkpoint.Manager(directory, max_to_keep=2) as manager:
+    for step in range(3):
+        manager.save(step, saved, metadata={"process": me})
+assert manager.all_steps() == [1, 2] and manager.metadata() == {"process": 0}
+same(manager.restore(like=blank(saved)), saved)
+other = state(second, first, None, "x")
+same(manager.restore(like=blank(other)), other)
+before = read()
+manager.restore(like=blank({k: saved[k] for k in ("first", "second")}))
+assert 1 <= (read() - before) / 2**18 < 1.1, read() - before
+for wrong, words in (({"w": jnp.ones(2 + me)}, "saves another tree"), ({"first": saved[["first", "second"][me]]}, "numbers were")):
+    try:
+        mm.checkpoint.save(directory + "/9", wrong)
+        assert False, "processes that save different trees"
+    except CheckpointError as error:
+        assert words in str(error), error
+assert sorted(os.listdir(directory)) == ["1", "2", "9.orbax-checkpoint-tmp"]
+print("done", me)
+"""
+
+
+def test_two_processes(tmp_path) -> None:
+    """What two processes saved is restored in both, on other submeshes too, and in one process of many devices."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(k), str(port), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for k in range(2)
+    ]
+    try:
+        said = [worker.communicate(timeout=120)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    for k, text in enumerate(said):
+        assert f"done {k}" in text, text
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P(None, "x"))
+    like = {k: jax.ShapeDtypeStruct((256, 256), np.float32, sharding=sharding) for k in ("second", "everywhere")}
+    found = mm.checkpoint.Manager(tmp_path).restore(like=like)
+    for start, name in ((1, "second"), (3, "everywhere")):
+        assert np.array_equal(found[name], np.arange(start, start + 2**16, dtype=np.float32).reshape(256, 256))
