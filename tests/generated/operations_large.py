@@ -15,7 +15,9 @@ from .operations import WIDTH, operation, unit
 # Windows and convolutions
 
 
-@operation
+# XLA's partitioner gives wrong gradients of a convolution along a dimension that is sharded, and of the greatest or least
+# of a window along one, under a plain jax.jit as well (JAX 0.10 and 0.12, CPU): these are drawn where they are whole.
+@operation(unsharded=True)
 def convolution(x, c):
     """One channel along the features."""
     return lax.conv_general_dilated(x[:, None, :], c.kernel[:1, None, :3], (1,), "SAME")[:, 0]
@@ -36,18 +38,16 @@ def convolution_depthwise(x, c):
     return lax.conv_general_dilated(image, kernel, (1,), "SAME", feature_group_count=2).reshape(x.shape)
 
 
-@operation
+@operation(unsharded=True)
 def convolution_transposed(x, c):
     return lax.conv_transpose(x[:, :, None], c.kernel[:3, :1, None], (1,), "SAME")[:, :, 0]
 
 
-@operation
+@operation(unsharded=True)
 def convolve(x, c):
     return jax.vmap(lambda row: jnp.convolve(row, c.kernel[0, :3], mode="same"))(x)
 
 
-# XLA's partitioner gives wrong gradients of the greatest or least of a window along a dimension that is sharded, under a
-# plain jax.jit as well (JAX 0.10 and 0.12, CPU).
 @operation(unsharded=True)
 def max_pool(x, c):
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 1), "SAME")

@@ -72,8 +72,6 @@ def _states_apart(flat: FlatProgram, placement: Placement) -> dict[Var, int]:
     return apart
 
 
-
-
 class _Placer:
     def __init__(self, flat: FlatProgram, small: set[Node]) -> None:
         self.flat, self.small, self.index = flat, small, flat.index
@@ -233,7 +231,8 @@ class _Placer:
                 needed[v].update(places[n])
         result = {v: home[v] if v in home else min(self._needs(v, needed), default=0) for v in self.flat.invars}
         for n in self.flat.nodes:
-            result.update(dict.fromkeys(n.outputs, places[n][0]))
+            for v in n.outputs:  # of its clones, the one that somebody asked for is the value of record
+                result[v] = self.wanted[v] if self.wanted.get(v) in places[n] else places[n][0]
         for loop in self.flat.loops:
             for c in loop.carries:
                 result[c.inner] = result[c.final] = result.get(c.out, 0)
