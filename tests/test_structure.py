@@ -45,6 +45,7 @@ LAYERS = (
     "_compiled",
     "_api",
     "_table",
+    "_views",
     "_wrapping",
     "__init__",  # the face, `import manymesh`
     "_flax",
@@ -56,11 +57,12 @@ LAYERS = (
     "distributed",
     "checkpoint",
     "inspect",
+    "_cli",
     "__main__",
 )
 
 # The face names these for type checkers; when a program runs, they are imported on first use.
-ADAPTERS = frozenset({"equinox", "flax", "nnx"})
+ADAPTERS = frozenset({"equinox", "flax", "inspect", "nnx"})
 
 # Packages besides the standard library that a layer may import at the head of a file.
 THIRD_PARTY: Mapping[str, frozenset[str]] = {

@@ -22,6 +22,7 @@ from ._runtime._observe import Observer
 from ._runtime._ownership import ownership
 from ._runtime._stacks import Stacks
 from ._runtime._transport import LocalTransport
+from ._runtime._watch import observer_of
 from .schedules import Costs
 
 
@@ -116,6 +117,8 @@ class Compiled:
                 unusable = isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted())
             if unusable:
                 raise self._unusable(i, x)
+        if observer is None:
+            observer = observer_of(self.name, self._lowered)
         try:
             results = self._executor(self._stacks.cut(leaves, observer), observer)
         except _compat.InternalFloatingPointError as error:
