@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .._errors import ArgumentError
-from ._spans import KINDS, Span, extent
+from ._spans import KINDS, Span, chunks, extent
 
 if TYPE_CHECKING:  # imported when a picture is drawn
     from matplotlib.axes import Axes
@@ -35,6 +35,7 @@ def figure(
     submeshes: Sequence[str],
     spans: Sequence[Span],
     predicted: Sequence[Span] = (),
+    time_unit: str = "s",
 ) -> Figure:
     """The picture: a row for each submesh, transfers as a thin line below it, predictions paler below that.
 
@@ -53,7 +54,7 @@ def figure(
     drawn = Figure(figsize=(11, 1.35 + 0.52 * pitch * rows), dpi=150, layout="constrained")
     axes = drawn.subplots()
     begin, end = extent([*spans, *predicted])
-    unit, word = (1e3, "milliseconds") if end - begin < 1 else (1.0, "seconds")
+    unit, word = (1e3, "milliseconds") if time_unit and end - begin < 1 else (1.0, "seconds" if time_unit else "time")
     whole = max(end - begin, 1e-9) * unit
     for i in range(rows):
         axes.axhspan(i * pitch - 0.34, i * pitch + 0.34, color=_LANE, lw=0)
@@ -80,13 +81,17 @@ def figure(
 def _bars(
     axes: Axes, spans: Sequence[Span], y: float, begin: float, unit: float, whole: float, strength: float
 ) -> None:
-    """The bars of one row, with the number of the microbatch where it fits."""
+    """The bars of one row, with the number of the microbatch where it fits; later stages of a submesh are paler."""
+    from matplotlib.colors import to_rgba
+
+    chunk = chunks(spans)
     for kind in KINDS:
         which = [s for s in spans if s.kind == kind]
+        shades = [to_rgba(COLOURS[kind], strength * (1 - 0.4 * chunk.get((s.submesh, s.stage or 0), 0.0))) for s in which]
         stretches = [((s.start - begin) * unit, s.seconds * unit) for s in which]
         low, high = (y + 0.36, 0.1) if kind == "transfer" else (y - 0.32, 0.64)
         axes.broken_barh(
-            stretches, (low, high), facecolors=COLOURS[kind], alpha=strength, edgecolor="white",
+            stretches, (low, high), facecolors=shades, edgecolor="white",
             linewidth=0.0 if kind == "transfer" else 0.4,
         )  # fmt: skip
         if kind == "transfer":

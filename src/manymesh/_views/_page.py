@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from importlib import resources
 
-from ._spans import Span
+from ._spans import Span, chunks
 
 
 def page(
@@ -18,6 +18,7 @@ def page(
     spans: Sequence[Span],
     predicted: Sequence[Span],
     table: Sequence[Sequence[str]],
+    unit: str = "s",
 ) -> str:
     """The page.
 
@@ -28,9 +29,11 @@ def page(
       steps: names of the recorded calls.
       spans, predicted: what was measured, and what was predicted.
       table: rows of the table below the picture, the head first.
+      unit: of times; nothing where they have none.
     """
+    shades = chunks((*spans, *predicted))
     data = {
-        "summary": summary, "submeshes": list(submeshes), "steps": list(steps), "fields": Span._fields,
+        "summary": summary, "unit": unit, "shades": [[*key, round(value, 3)] for key, value in shades.items() if value], "submeshes": list(submeshes), "steps": list(steps), "fields": Span._fields,
         "spans": [_row(s) for s in spans], "predicted": [_row(s) for s in predicted], "table": [list(r) for r in table],
     }  # fmt: skip
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\u0021--")
@@ -39,5 +42,5 @@ def page(
 
 
 def _row(span: Span) -> list[object]:
-    """The fields, times to a tenth of a microsecond: a third of the page's size."""
+    """The fields, times to a tenth of a microsecond, as no clock here is finer."""
     return list(span._replace(start=round(span.start, 7), end=round(span.end, 7)))

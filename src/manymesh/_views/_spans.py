@@ -94,6 +94,19 @@ def _span(i: int, row: object) -> Span:
     return span
 
 
+def chunks(spans: Iterable[Span]) -> dict[tuple[int, int], float]:
+    """(submesh, stage) -> from 0 for its first stage up to 1 for its last, where a submesh has several."""
+    stages: dict[int, set[int]] = {}
+    for s in spans:
+        if s.stage is not None and s.kind != "transfer":
+            stages.setdefault(s.submesh, set()).add(s.stage)
+    return {
+        (submesh, stage): i / (len(found) - 1) if len(found) > 1 else 0.0
+        for submesh, found in stages.items()
+        for i, stage in enumerate(sorted(found))
+    }
+
+
 def extent(spans: Sequence[Span]) -> tuple[float, float]:
     """When the first one starts and the last one ends; zeros where there is none."""
     return (min((s.start for s in spans), default=0.0), max((s.end for s in spans), default=0.0))

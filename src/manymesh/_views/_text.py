@@ -83,7 +83,7 @@ def _segment(span: Span | None, width: int) -> Segment:
     return Segment(text.ljust(width, FILL[span.kind]), _STYLES[span.kind])
 
 
-def table(spans: Sequence[Span], submeshes: Sequence[str]) -> list[list[str]]:
+def table(spans: Sequence[Span], submeshes: Sequence[str], unit: str = "s") -> list[list[str]]:
     """Where the time of each submesh goes, the head first."""
     kinds = [k for k in KINDS if k != "transfer" and any(s.kind == k for s in spans)]
     begin, end = extent(spans)
@@ -92,12 +92,12 @@ def table(spans: Sequence[Span], submeshes: Sequence[str]) -> list[list[str]]:
         own = [s for s in spans if s.submesh == i and s.kind != "transfer"]
         works = busy(spans, i)
         part = works / (end - begin) if end > begin else 0.0
-        times = [format_seconds(sum(s.seconds for s in own if s.kind == k)) for k in kinds]
-        found.append([str(i), words, f"{part:.0%}", *times, format_seconds(end - begin - works), _mostly(own, begin, end)])
+        times = [format_seconds(sum(s.seconds for s in own if s.kind == k), unit) for k in kinds]
+        found.append([str(i), words, f"{part:.0%}", *times, format_seconds(end - begin - works, unit), _mostly(own, begin, end, unit)])
     return found
 
 
-def _mostly(own: Sequence[Span], begin: float, end: float) -> str:
+def _mostly(own: Sequence[Span], begin: float, end: float, unit: str) -> str:
     """What a submesh waits for longest: a task, a transfer, its first work, or the end of the others."""
     waits: dict[str, float] = defaultdict(float)
     at = begin
@@ -107,4 +107,4 @@ def _mostly(own: Sequence[Span], begin: float, end: float) -> str:
         at = max(at, s.end)
     waits["the others to end"] += end - at
     what, seconds = max(waits.items(), key=lambda item: item[1])
-    return f"{what} ({format_seconds(seconds)})" if seconds > 0 else ""
+    return f"{what} ({format_seconds(seconds, unit)})" if seconds > 0 else ""

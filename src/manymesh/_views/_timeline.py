@@ -49,12 +49,14 @@ class Timeline:
       predicted: what was predicted; empty where nothing was.
       submeshes: the submeshes in words.
       steps: names of the recorded calls.
+      unit: of times: ``s``, or nothing where they have none, as in a schedule.
     """
 
     spans: tuple[Span, ...]
     predicted: tuple[Span, ...] = ()
     submeshes: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
+    unit: str = "s"
 
     @classmethod
     def of(cls, recorded: _Recorded, prediction: Prediction | None = None) -> Timeline:
@@ -86,7 +88,7 @@ class Timeline:
             if spans:
                 begin, end = extent(spans)
                 word = f" {word}" if self.predicted else ""
-                parts.append(f"{format_seconds(end - begin)}{word}, bubble {bubble_fraction(spans):.1%}")
+                parts.append(f"{format_seconds(end - begin, self.unit)}{word}, bubble {bubble_fraction(spans):.1%}")
         return "; ".join(parts) or "nothing ran"
 
     def figure(self) -> Figure:
@@ -95,13 +97,13 @@ class Timeline:
         Raises:
           ArgumentError: Matplotlib is not installed.
         """
-        return figure(self.title, self.summary, self.submeshes, self.spans, self.predicted)
+        return figure(self.title, self.summary, self.submeshes, self.spans, self.predicted, self.unit)
 
     def html(self) -> str:
         """One page with rows to zoom into, tooltips and a table; it loads nothing."""
         return page(
             self.title, self.summary, self.submeshes, self.steps, self.spans, self.predicted,
-            _text.table(self.spans or self.predicted, self.submeshes),
+            _text.table(self.spans or self.predicted, self.submeshes, self.unit), self.unit,
         )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -145,7 +147,7 @@ class Timeline:
             yield from row
             yield Segment.line()
         yield Text(_text.legend(self.spans, self.predicted), style="dim")
-        head, *rows = _text.table(self.spans or self.predicted, self.submeshes)
+        head, *rows = _text.table(self.spans or self.predicted, self.submeshes, self.unit)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
         for name in head:
             table.add_column(name, justify="left" if name in ("where", "mostly for") else "right", overflow="fold")

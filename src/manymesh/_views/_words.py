@@ -8,11 +8,18 @@ from .._table import format_ids
 from .._task import mesh_devices
 
 
-def format_seconds(seconds: float) -> str:
-    """``850 us``, ``12.3 ms``, ``1.50 s``."""
-    if abs(seconds) < 1e-3:
+def format_seconds(seconds: float, unit: str = "s") -> str:
+    """``850 us``, ``12.3 ms``, ``1.50 s``; plain numbers where the unit is none."""
+    if not unit:
+        return f"{seconds:.4g}"
+    if abs(seconds) < 0.9995e-3:
         return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.3g} ms" if abs(seconds) < 1 else f"{seconds:.3g} s"
+    return f"{_three(seconds * 1e3)} ms" if abs(seconds) < 0.9995 else f"{_three(seconds)} s"
+
+
+def _three(value: float) -> str:
+    """Three digits, or all that stand before the point."""
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
 
 
 def describe_mesh(mesh: Mesh) -> str:
