@@ -43,10 +43,12 @@ TIMELINE = Path(__file__).parents[1] / "build" / "timeline.png"
 TOLERANCE = 1e-4  # relative difference between the two loss curves
 
 
-def build(stages: int, schedule: str, microbatches: int, devices: Sequence[Any]) -> tuple[Any, Any, Any]:
+def build(
+    stages: int, schedule: str, microbatches: int, devices: Sequence[Any], data_shards: int = DATA_SHARDS
+) -> tuple[Any, Any, Any]:
     """The step, what creates its state from a key, and the shape of its batch."""
     # 1. Devices: a mesh with an axis for stages, cut along it.
-    shape = stages, DATA_SHARDS, len(devices) // (stages * DATA_SHARDS)
+    shape = stages, data_shards, len(devices) // (stages * data_shards)
     mesh = jax.make_mesh(shape, ("stage", "data", "model"), devices=devices)
     tasks = [mm.Task(mesh=submesh, logical_axes=RULES) for submesh in mm.submeshes(mesh, "stage")]
 
@@ -76,7 +78,7 @@ def build(stages: int, schedule: str, microbatches: int, devices: Sequence[Any])
 
 def plan(devices: Sequence[Any]) -> tuple[Any, ...]:
     """For ``python -m manymesh plan examples/train_transformer.py:plan --devices 64``: the step and its arguments."""
-    step, init, batch = build(4, "1f1b", 8, devices)
+    step, init, batch = build(4, "1f1b", 8, devices, max(DATA_SHARDS, len(devices) // 16))  # four heads for "model"
     return step, jax.eval_shape(init, jax.random.key(0)), batch
 
 

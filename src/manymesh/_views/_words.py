@@ -24,7 +24,8 @@ def _three(value: float) -> str:
 
 def describe_mesh(mesh: Mesh) -> str:
     """``data 2 x model 2, devices 0-3``."""
-    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if not name.startswith("unnamed"))
+    large = {name: size for name, size in mesh.shape.items() if size > 1 and not name.startswith("unnamed")}
+    axes = " x ".join(f"{name} {size}" for name, size in large.items())
     ids = tuple(d.id for d in mesh_devices(mesh))
     devices = f"device{'s' * (len(ids) != 1)} {format_ids(ids)}"
     return f"{axes}, {devices}" if axes else devices
