@@ -217,7 +217,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--schedule", choices=("gpipe", "1f1b"), default="1f1b", help="order of the microbatches")
     parser.add_argument("--microbatches", type=positive, default=8, help="pieces of a batch")
     parser.add_argument("--steps", type=positive, default=40, help="training steps")
-    parser.add_argument("--timeline", type=Path, default=TIMELINE, help="where a picture of a step goes: .png, .svg or .pdf")
+    parser.add_argument(
+        "--timeline", type=Path, default=TIMELINE, help="where a picture of a step goes: .png, .svg or .pdf"
+    )
     options = parser.parse_args(argv)
     fitting = [n for n in range(1, BATCH + 1) if BATCH % n == 0 and BATCH // n % DATA_SHARDS == 0]
     if options.microbatches not in fitting:
@@ -234,7 +236,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demonstration; returns the exit code."""
     options = parse(argv)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    return 0 if train(options.stages, options.schedule, options.microbatches, options.steps, options.timeline, console) else 1
+    return (
+        0
+        if train(options.stages, options.schedule, options.microbatches, options.steps, options.timeline, console)
+        else 1
+    )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 # A module imports only from layers above its own line, or from its own layer without a circle.
 LAYERS = (
     "_publish",
+    "_shown",
     "_errors",
     "errors",
     "_compat",
@@ -45,7 +46,6 @@ LAYERS = (
     "_compiled",
     "_api",
     "_table",
-    "_views",
     "_wrapping",
     "__init__",  # the face, `import manymesh`
     "_flax",
@@ -56,6 +56,7 @@ LAYERS = (
     "equinox",
     "distributed",
     "checkpoint",
+    "_views",
     "inspect",
     "_cli",
     "__main__",
@@ -71,6 +72,7 @@ THIRD_PARTY: Mapping[str, frozenset[str]] = {
         ("_flax", "flax", "_nnx", "nnx"),
         frozenset({"jax", "numpy", "rich", "flax", "optax"}),
     ),
+    "_views": frozenset({"jax", "numpy", "rich", "matplotlib"}),  # for types; tests/views imports it without
     **dict.fromkeys(("_equinox", "equinox"), frozenset({"jax", "numpy", "rich", "equinox"})),
 }
 THIRD_PARTY_ELSEWHERE = frozenset({"jax", "numpy", "rich"})
@@ -80,7 +82,7 @@ CLOSED_LAYERS = frozenset({"meta", "schedules"})
 NARROW: Mapping[str, frozenset[str]] = {"schedules": frozenset({"_errors", "schedules"})}
 
 # Optional or slow to import: the only packages that a function may import.
-LAZY = frozenset({"flax", "optax", "equinox", "orbax", "rich", "matplotlib"})
+LAZY = frozenset({"IPython", "flax", "optax", "equinox", "orbax", "rich", "matplotlib"})
 
 # Rooms in which at most this share of the annotations of signatures is a bare `Any`.
 TYPED = frozenset({"_program", "_passes"})

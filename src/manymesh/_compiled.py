@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from . import _compat
 from ._errors import ArgumentError
 from ._layout._stacked import StackedValue
 from ._measure import loop_costs, measure
-from ._plan._instructions import Plan
+from ._plan._instructions import Plan, Receive, Run
+from ._program import Program
 from ._program._stacked import positions
 from ._report import Memory, Report, make_report
 from ._runtime._bind import bind
@@ -23,10 +25,11 @@ from ._runtime._ownership import ownership
 from ._runtime._stacks import Stacks
 from ._runtime._transport import LocalTransport
 from ._runtime._watch import observer_of
+from ._shown import Shown
 from .schedules import Costs
 
 
-class Compiled:
+class Compiled(Shown):
     """A compiled step: callable with arguments of the structure it was compiled for.
 
     Attributes:
@@ -86,6 +89,10 @@ class Compiled:
             [v.aval for v in program.invars[shift:]], lambda x: jax.core.ShapedArray(x.aval.shape, x.aval.dtype)
         )
         self._copied = _shared_results(lowered.plan, frozenset(shift + k for k in own))
+
+    def __repr__(self) -> str:
+        made, reused = self._compilations
+        return f"Compiled({self.name}: {outline(self.program, self._lowered.plan)}; {made} compiled, {reused} reused)"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
@@ -213,6 +220,17 @@ class Compiled:
             f"// fragment {f.name}, submesh {f.submesh}\n{executable.as_text()}"
             for f, executable in zip(self.program.fragments, self._lowered.executables, strict=True)
         )
+
+
+def outline(program: Program, plan: Plan) -> str:
+    """What a step consists of, in half a line."""
+    kinds = Counter(type(i) for i in plan.instructions)
+    loops = ", ".join(
+        f"{loop.num_microbatches} microbatches under {getattr(loop.schedule, 'name', loop.schedule)}"
+        for loop in program.loops
+    )
+    words = f"{len(program.fragments)} fragments on {len(program.submeshes)} submeshes, {kinds[Run]} launches and "
+    return f"{words}{kinds[Receive]} transfers a call{', ' * bool(loops)}{loops}"
 
 
 # The argument is deleted and its buffer is that of the result, as jax.jit does it.

@@ -135,7 +135,10 @@ def _show(found: Diagnosis) -> None:
     kinds = ", ".join(f"{count} x {kind}" for kind, count in found.devices.items())
     out.print(f"[bold]Devices[/]   {kinds}; {found.processes} process{'es' * (found.processes != 1)}", soft_wrap=True)
     out.print("[bold]Settings[/]", end="")
-    for name, value in [*found.variables.items(), *((k, v) for k, v in found.settings.items() if v not in (None, "", False, -1))]:
+    for name, value in [
+        *found.variables.items(),
+        *((k, v) for k, v in found.settings.items() if v not in (None, "", False, -1)),
+    ]:
         out.print(f"  {name}={value}", soft_wrap=True, markup=False)
         out.print("        ", end="")
     out.print()

@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `COMMANDS`."""
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     parser.add_argument("function", metavar="SCRIPT.py:FUNCTION", help="or package.module:function")
-    parser.add_argument("--devices", type=whole, metavar="N", help="plan for so many devices; those of this machine by default")
+    parser.add_argument(
+        "--devices", type=whole, metavar="N", help="plan for so many devices; those of this machine by default"
+    )
     parser.add_argument("--layout", action="store_true", help="also print the layout of every value and its reason")
     add_json(parser)
 
@@ -81,14 +83,19 @@ def _text(lowered: Lowered) -> str:
     report = getattr(lowered, "report", None)
     if report is not None:
         return str(report())
-    data = _data(lowered)
-    rows = [f"submesh {i}: {words}" for i, words in enumerate(data["submeshes"])]  # type: ignore[arg-type]  # a list
-    edges: list[dict[str, object]] = data["edges"]  # type: ignore[assignment]  # as it was made
-    for e in edges:
-        rows.append(
-            f"{e['source']} -> {e['target']}: {format_bytes(int(str(e['bytes'])))} a call in {e['transfers']} values"
-        )
-    return "\n".join([repr(lowered.program), *rows])
+    crossing = [
+        f"  {a} -> {b}: {format_bytes(size)} a call in {count} values" for (a, b), (count, size) in _crossing(lowered)
+    ]
+    return "\n".join([repr(lowered.program), "What crosses in all:", *crossing])
+
+
+def _crossing(lowered: Lowered) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """(source, target), and how many values and bytes go that way in a call."""
+    crossing: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for e in lowered.program.edges:
+        times = 1 if e.loop is None else lowered.program.loops[e.loop].num_microbatches
+        crossing[e.source, e.target].append((times, times * e.nbytes))
+    return [(ends, (sum(c for c, _ in each), sum(n for _, n in each))) for ends, each in sorted(crossing.items())]
 
 
 def _data(lowered: Lowered) -> dict[str, object]:
@@ -97,11 +104,6 @@ def _data(lowered: Lowered) -> dict[str, object]:
     if report is not None:
         return {"report": plain(report())}
     program = lowered.program
-    crossing: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
-    for e in program.edges:
-        times = 1 if e.loop is None else program.loops[e.loop].num_microbatches
-        crossing[e.source, e.target][0] += times
-        crossing[e.source, e.target][1] += times * e.nbytes
     return {
         "submeshes": [describe_mesh(mesh) for mesh in program.submeshes],
         "fragments": [
@@ -110,7 +112,7 @@ def _data(lowered: Lowered) -> dict[str, object]:
         ],
         "edges": [
             {"source": a, "target": b, "transfers": count, "bytes": size}
-            for (a, b), (count, size) in sorted(crossing.items())
+            for (a, b), (count, size) in _crossing(lowered)
         ],
         "loops": [
             {"name": x.name, "microbatches": x.num_microbatches, "schedule": getattr(x.schedule, "name", str(x.schedule)),

@@ -40,10 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=whole, default=8, help="pieces of the batch (default: 8)")
     parser.add_argument("--forward", type=_times, default=1.0, metavar="TIME", help="of one microbatch (default: 1)")
     parser.add_argument(
-        "--backward", type=_times, default=2.0, metavar="TIME", help="weight gradients included (default: 2); 0: forward only"
+        "--backward",
+        type=_times,
+        default=2.0,
+        metavar="TIME",
+        help="weight gradients included (default: 2); 0: forward only",
     )
     parser.add_argument(
-        "--weight", type=_times, metavar="TIME", help="the part of --backward that makes weight gradients (default: half)"
+        "--weight",
+        type=_times,
+        metavar="TIME",
+        help="the part of --backward that makes weight gradients (default: half)",
     )
     parser.add_argument(
         "--transfer", type=_times, default=0.0, metavar="TIME", help="of a value to the next stage (default: 0)"
@@ -53,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="all schedules on as many submeshes as there are stages; where a schedule puts several stages on a submesh, "
         "each stage is cut into that many",
     )  # fmt: skip
-    parser.add_argument("--out", metavar="FILE", help="also save the picture: .svg, .png, .pdf, .html or .json (Perfetto)")
+    parser.add_argument(
+        "--out", metavar="FILE", help="also save the picture: .svg, .png, .pdf, .html or .json (Perfetto)"
+    )
     add_json(parser)
 
 
@@ -94,7 +103,9 @@ def _times(word: str) -> float | tuple[float, ...]:
     try:
         values = tuple(float(part) for part in word.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number, or one for each stage as in 1,2,1; found {word!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"expected a number, or one for each stage as in 1,2,1; found {word!r}"
+        ) from None
     return values[0] if len(values) == 1 else values
 
 
@@ -137,7 +148,9 @@ def _divided(
 ) -> float | tuple[float, ...] | None:
     if isinstance(value, tuple):
         if len(value) != stages:
-            raise ScheduleError(f"{option} has {len(value)} numbers for {stages} stages; give one, or one for each stage")
+            raise ScheduleError(
+                f"{option} has {len(value)} numbers for {stages} stages; give one, or one for each stage"
+            )
         return tuple(v / cut for v in value for _ in range(cut))
     return None if value is None else value / cut
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def local_transport() -> tuple[bool | None, str]:
         (arrived,) = move(value)
         if arrived.sharding.device_set != {devices[1]} or not np.array_equal(arrived, np.arange(count)):
             return False, f"{count} values did not arrive as they left"
-        times.append(min(_seconds(lambda move=move, value=value: move(value)) for _ in range(5)))
+        times.append(min(_seconds(functools.partial(move, value)) for _ in range(5)))
     return True, (
         f"{devices[0]} to {devices[1]}: {times[0] * 1e6:.0f} us for a number, "
         f"{format_bytes(round(4 * _WORDS / times[1]))}/s for {format_bytes(4 * _WORDS)}"

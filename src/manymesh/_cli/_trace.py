@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .._errors import ArgumentError
 from .._views._recording import Recording
-from .._views._spans import bubble_fraction
+from .._views._spans import Prediction, bubble_fraction, spans_of
 from ._parser import add_json, console, print_json
 
 NAME = "trace"
@@ -69,9 +69,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prediction(path: str) -> object:
+def _prediction(path: str) -> Prediction:
     try:
         data = json.loads(Path(path).read_text("utf-8"))
     except ValueError as error:
         raise ArgumentError(f"{path} is no JSON: {error}") from None
-    return Recording.load(path).spans if isinstance(data, dict) and "manymesh" in data else data
+    if isinstance(data, dict) and "manymesh" in data:
+        return Recording.load(path).spans
+    return spans_of(data)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
+from .._shown import rich_html
 from ._spans import Prediction, Span, bubble_fraction, extent, spans_of
 from ._words import format_seconds
 
@@ -107,6 +108,9 @@ class Comparison:
         out = io.StringIO()
         Console(file=out, width=120).print(self)
         return out.getvalue()
+
+    def _repr_html_(self) -> str:
+        return rich_html(self)
 
     def __repr__(self) -> str:
         return f"Comparison({len(self.differences)} tasks and edges: {self.summary()})"

@@ -87,7 +87,9 @@ def _bars(
     chunk = chunks(spans)
     for kind in KINDS:
         which = [s for s in spans if s.kind == kind]
-        shades = [to_rgba(COLOURS[kind], strength * (1 - 0.4 * chunk.get((s.submesh, s.stage or 0), 0.0))) for s in which]
+        shades = [
+            to_rgba(COLOURS[kind], strength * (1 - 0.4 * chunk.get((s.submesh, s.stage or 0), 0.0))) for s in which
+        ]
         stretches = [((s.start - begin) * unit, s.seconds * unit) for s in which]
         low, high = (y + 0.36, 0.1) if kind == "transfer" else (y - 0.32, 0.64)
         axes.broken_barh(

@@ -23,9 +23,7 @@ _STYLES = {
 }
 
 
-def rows(
-    spans: Sequence[Span], predicted: Sequence[Span], submeshes: int, width: int
-) -> list[list[Segment]]:
+def rows(spans: Sequence[Span], predicted: Sequence[Span], submeshes: int, width: int) -> list[list[Segment]]:
     """The rows of the picture, each a list of segments; at most ``width`` characters wide.
 
     A span is its microbatch's number followed by ``>`` forward, ``<`` backward, ``w`` weight gradient or ``o`` for what
@@ -62,7 +60,11 @@ def _cells(spans: Sequence[Span], begin: float, end: float, columns: int) -> lis
     owner: list[int | None] = []
     for parts in share:
         most = max(parts, key=lambda i: parts[i], default=None)
-        owner.append(most if most is not None and parts[most] >= min(0.5, sum(parts.values()) / 2) and sum(parts.values()) >= 0.5 else None)
+        owner.append(
+            most
+            if most is not None and parts[most] >= min(0.5, sum(parts.values()) / 2) and sum(parts.values()) >= 0.5
+            else None
+        )
     segments = []
     at = 0
     while at < columns:
@@ -93,7 +95,16 @@ def table(spans: Sequence[Span], submeshes: Sequence[str], unit: str = "s") -> l
         works = busy(spans, i)
         part = works / (end - begin) if end > begin else 0.0
         times = [format_seconds(sum(s.seconds for s in own if s.kind == k), unit) for k in kinds]
-        found.append([str(i), words, f"{part:.0%}", *times, format_seconds(end - begin - works, unit), _mostly(own, begin, end, unit)])
+        found.append(
+            [
+                str(i),
+                words,
+                f"{part:.0%}",
+                *times,
+                format_seconds(end - begin - works, unit),
+                _mostly(own, begin, end, unit),
+            ]
+        )
     return found
 
 
