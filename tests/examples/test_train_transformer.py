@@ -30,7 +30,11 @@ sys.exit(demo.main(sys.argv[1:]))
 def run(*command):
     """Python in a process of its own, which sets up its own devices."""
     env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": os.pathsep.join((str(EXAMPLES), str(EXAMPLES.parent / "src"))), "COLUMNS": "120"}
+    env |= {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "PYTHONPATH": os.pathsep.join((str(EXAMPLES), str(EXAMPLES.parent / "src"))),
+        "COLUMNS": "120",
+    }
     return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=300)
 
 

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 import jax
 
-from .._plan._instructions import Instruction
+from .._plan._instructions import Instruction, Run, Send
 from ._describe import Describer, Description
 from ._lower import Lowered
 from ._observe import Observer
@@ -53,7 +53,7 @@ class _Annotations(Observer):
 
     def begin(self, position: int, instruction: Instruction, inputs: Sequence[jax.Array]) -> None:
         what = self._describe(position, instruction)
-        self._open = jax.profiler.TraceAnnotation(annotation(what), **_details(what))
+        self._open = jax.profiler.TraceAnnotation(annotation(what, instruction), **_details(what))
         self._open.__enter__()
 
     def end(self, position: int, instruction: Instruction, outputs: Sequence[jax.Array]) -> None:
@@ -80,9 +80,11 @@ class _Several(Observer):
             observer.end(position, instruction, outputs)
 
 
-def annotation(what: Description) -> str:
-    """``front forward stage 0 microbatch 3``; of a transfer ``front -> submesh 1 microbatch 3: float32[4,64] from front``."""
-    words = [what.label if what.kind == "transfer" else f"{what.label} {what.kind}"]
+def annotation(what: Description, instruction: Instruction) -> str:
+    """``front forward stage 0 microbatch 3``; ``receive front -> submesh 1 microbatch 3: float32[4,64] from front``."""
+    words = [f"{what.label} {what.kind}"]
+    if not isinstance(instruction, Run):
+        words = [f"{'send' if isinstance(instruction, Send) else 'receive'} {what.label}"]
     if what.stage is not None and what.kind != "transfer":
         words.append(f"stage {what.stage}")
     if what.microbatch is not None:

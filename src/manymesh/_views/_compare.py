@@ -136,16 +136,15 @@ class _Measured(Protocol):
 def compare(recording: _Measured, prediction: Prediction) -> Comparison:
     """Puts a recording beside a prediction of one step.
 
-    A task is matched by its label; where the prediction has no labels of fragments, as a simulation, all the tasks of
-    a stage in a phase are matched together.
+    A task is matched by its label. Where the prediction speaks of whole stages (``stage 0``), as a simulation does, all
+    the tasks of a stage in a phase are matched together.
     """
     predicted = spans_of(prediction)
     steps = max(len(recording.steps), 1)
-    labels = {s.label for s in recording.spans}
-    by_stage = {(s.submesh, s.kind, s.stage) for s in predicted if s.label not in labels and s.kind != "transfer"}
+    by_stage = {(s.submesh, s.kind, s.stage) for s in predicted if s.label == f"stage {s.stage}"}
 
     def key(s: Span) -> _Key:
-        if s.kind != "transfer" and (s.submesh, s.kind, s.stage) in by_stage:
+        if (s.submesh, s.kind, s.stage) in by_stage:
             return s.submesh, s.kind, f"stage {s.stage}"
         return s.submesh, s.kind, s.label
 

@@ -36,7 +36,7 @@ def page(
         "summary": summary, "unit": unit, "shades": [[*key, round(value, 3)] for key, value in shades.items() if value], "submeshes": list(submeshes), "steps": list(steps), "fields": Span._fields,
         "spans": [_row(s) for s in spans], "predicted": [_row(s) for s in predicted], "table": [list(r) for r in table],
     }  # fmt: skip
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\u0021--")
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     template = resources.files(__package__).joinpath("timeline.html").read_text("utf-8")
     return template.replace("__TITLE__", html.escape(title)).replace("__DATA__", text)
 
