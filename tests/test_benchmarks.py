@@ -23,7 +23,8 @@ def benchmark(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["compile", "dispatch", "importing", "memory", "one_core", "peers", "pipeline", "planning", "run"]
+    "name",
+    ["compile", "dispatch", "importing", "memory", "one_core", "peers", "pipeline", "planning", "recording", "run"],
 )
 def test_a_benchmark_can_be_imported(benchmark, name):
     assert callable(benchmark(name).main)
@@ -52,3 +53,11 @@ def test_as_many_activations_live_as_the_simulator_says(benchmark):
 
 def test_planning_needs_no_device(benchmark):
     assert benchmark("planning").measure("1f1b", stages=3, count=4)["met"] is True
+
+
+def test_recording_is_measured_with_every_span(benchmark):
+    recording = benchmark("recording")
+    size = benchmark("_model").Size(blocks=2, width=8, hidden=8, batch=8, microbatches=2)
+    row = recording.recorded(size, "1f1b", rounds=2, seconds=1)
+    assert row["what"].endswith(" spans") and " 0 spans" not in row["what"]
+    assert recording.off(size, "1f1b", calls=100)["met"] in (True, False)

@@ -18,6 +18,8 @@ Watcher = Callable[[str, Lowered], Observer]
 
 _watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("manymesh_watchers", default=())
 
+_profiled: Callable[[], bool] = jax.profiler.TraceAnnotation.is_enabled
+
 
 @contextlib.contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
@@ -36,12 +38,13 @@ def observer_of(name: str, lowered: Lowered) -> Observer | None:
       name: name of the step.
       lowered: what it was lowered to.
     """
-    observers = [watcher(name, lowered) for watcher in _watchers.get()]
-    if jax.profiler.TraceAnnotation.is_enabled():
+    watchers, profiled = _watchers.get(), _profiled()
+    if not watchers and not profiled:
+        return None
+    observers = [watcher(name, lowered) for watcher in watchers]
+    if profiled:
         observers.append(_Annotations(lowered))
-    if len(observers) > 1:
-        return _Several(observers)
-    return observers[0] if observers else None
+    return observers[0] if len(observers) == 1 else _Several(observers)
 
 
 class _Annotations(Observer):
