@@ -160,7 +160,7 @@ def spans_of_calls(calls: Sequence[Call]) -> list[Span]:
     spans: list[Span] = []
     for step, call in enumerate(calls):
         spans += _spans(call, step, ends[step], zero, free)
-    return sorted(spans, key=lambda s: (s.start, s.submesh))
+    return sorted(spans, key=lambda s: s.start)  # what starts together stays in the order of issue
 
 
 def _ends(calls: Sequence[Call]) -> list[list[float]]:
