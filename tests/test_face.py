@@ -35,7 +35,7 @@ def test_errors_print_with_the_name_that_one_catches() -> None:
 
 
 def test_dir_and_version() -> None:
-    assert set(dir(mm)) == {*mm.__all__, "equinox", "flax", "nnx"}
+    assert set(dir(mm)) == {*mm.__all__, "equinox", "flax", "inspect", "nnx"}
     assert mm.__version__ == version("manymesh")
     with pytest.raises(AttributeError, match="module 'manymesh' has no attribute 'jitt'"):
         mm.jitt  # noqa: B018  # asking for it is the test

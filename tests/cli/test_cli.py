@@ -67,7 +67,7 @@ def test_help_teaches(run):
             assert command.NAME in out and command.HELP in " ".join(out.split())
     for command in COMMANDS:
         code, out, err = run(command.NAME, "--help")
-        assert (code, err) == (0, "") and "examples:\n" in out and "--json" in out
+        assert (code, err) == (0, "") and "examples:\n" in out and ("--json" in out or command.NAME == "launch")
         assert f"python -m manymesh {command.NAME}" in out
 
 

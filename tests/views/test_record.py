@@ -16,6 +16,7 @@ import pytest
 import manymesh as mm
 from manymesh import inspect, schedules
 from manymesh._plan._instructions import Receive, Run
+from manymesh._runtime._describe import rows
 from manymesh.errors import ArgumentError
 from views.steps import MICROBATCHES, made_up, predicted, two_stages
 
@@ -187,6 +188,18 @@ def test_a_simulation_is_a_prediction():
     by = {(d.label, d.kind): d for d in found.differences}
     assert by["stage 1", "forward"].seconds == pytest.approx(0)
     assert by["stage 1", "backward"].seconds == pytest.approx(4e-3)
+
+
+def test_a_plan_on_a_clock_is_a_prediction(recorded):
+    """Its rows have the labels of a recording: everything is matched, and the figures are those of the clock."""
+    compiled, run, _, _ = recorded
+    lowered = compiled._lowered
+    count = len(lowered.plan.instructions)
+    clock = list(range(count)), list(range(1, count + 1))
+    found = run.compare(rows(lowered.program, lowered.layout, lowered.plan, *clock))
+    assert all(d.measured is not None and d.predicted in (1, 2) for d in found.differences)
+    assert {d.predicted for d in found.differences if d.kind == "transfer"} == {2}  # from its Send to its Receive
+    assert found.predicted_seconds == count
 
 
 @pytest.mark.parametrize("prediction", [3, [(1, 2)], [(0, "x", "sideways", None, None, 0.0, 1.0)]])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-from .._plan._instructions import Instruction, Receive, Run, Send
+from .._layout._layout import Layout
+from .._plan._instructions import Instruction, Plan, Receive, Run, Send, Tag
 from .._plan._number import variables_of
-from .._program import nbytes
+from .._program import Program, nbytes
 from ._lower import Lowered
 
 Phase = Literal["forward", "backward", "weight", "other", "transfer"]
@@ -57,9 +59,9 @@ _describers: WeakKeyDictionary[Lowered, Describer] = WeakKeyDictionary()
 class Describer:
     """Puts the instructions of one step into words."""
 
-    def __init__(self, lowered: Lowered) -> None:
-        self._fragments, self._names = lowered.program.fragments, lowered.layout.names
-        self._variables = variables_of(lowered.program)
+    def __init__(self, program: Program, layout: Layout) -> None:
+        self._fragments, self._names = program.fragments, layout.names
+        self._variables = variables_of(program)
         self._known: dict[int, Description] = {}
 
     @classmethod
@@ -67,7 +69,7 @@ class Describer:
         """That of a step, made once: numbering the variables of a large one takes as long as running it."""
         found = _describers.get(lowered)
         if found is None:
-            found = _describers[lowered] = cls(lowered)
+            found = _describers[lowered] = cls(lowered.program, lowered.layout)
         return found
 
     def __call__(self, position: int, instruction: Instruction) -> Description:
@@ -96,3 +98,27 @@ def _ends(instruction: Send | Receive) -> tuple[int, int]:
     if isinstance(instruction, Send):
         return instruction.submesh, instruction.target
     return instruction.source, instruction.submesh
+
+
+Row = tuple[int, str, str, int | None, int | None, float, float]
+"""Submesh, label, kind, stage, microbatch, start, end: a prediction, as `manymesh.inspect.Span` has it."""
+
+
+def rows(program: Program, layout: Layout, plan: Plan, starts: Sequence[float], ends: Sequence[float]) -> list[Row]:
+    """A plan on a clock in the form that recordings are compared with.
+
+    Args:
+      program, layout, plan: the step.
+      starts, ends: ``float[instruction]``, seconds; a transfer is from the start of its `Send` to the end of its `Receive`.
+    """
+    describe = Describer(program, layout)
+    sent: dict[Tag, float] = {}
+    found: list[Row] = []
+    for k, ins in enumerate(plan.instructions):
+        if isinstance(ins, Send):
+            sent[ins.tag] = starts[k]
+            continue
+        what = describe(k, ins)
+        start = starts[k] if isinstance(ins, Run) else sent.get(ins.tag, starts[k])
+        found.append((what.submesh, what.label, what.kind, what.stage, what.microbatch, start, ends[k]))
+    return found
