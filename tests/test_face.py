@@ -12,9 +12,10 @@ import pytest
 import manymesh as mm
 import manymesh.equinox
 import manymesh.flax
+import manymesh.inspect
 import manymesh.nnx
 
-FACES = [mm, mm.errors, mm.meta, mm.schedules, mm.flax, mm.nnx, mm.equinox]
+FACES = [mm, mm.errors, mm.meta, mm.schedules, mm.flax, mm.nnx, mm.equinox, mm.inspect]
 
 
 @pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)
