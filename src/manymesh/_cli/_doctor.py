@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import jax
+from rich.markup import escape
 from rich.table import Table
 
 from ._parser import add_json, console, print_json
@@ -134,14 +135,8 @@ def _show(found: Diagnosis) -> None:
         out.print(f"          not installed (optional): {', '.join(missing)}", soft_wrap=True)
     kinds = ", ".join(f"{count} x {kind}" for kind, count in found.devices.items())
     out.print(f"[bold]Devices[/]   {kinds}; {found.processes} process{'es' * (found.processes != 1)}", soft_wrap=True)
-    out.print("[bold]Settings[/]", end="")
-    for name, value in [
-        *found.variables.items(),
-        *((k, v) for k, v in found.settings.items() if v not in (None, "", False, -1)),
-    ]:
-        out.print(f"  {name}={value}", soft_wrap=True, markup=False)
-        out.print("        ", end="")
-    out.print()
+    settings = [f"{k}={v}" for k, v in {**found.variables, **found.settings}.items() if v not in (None, "", False, -1)]
+    out.print("[bold]Settings[/]  " + escape("\n          ".join(settings) or "none"), soft_wrap=True)
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     for check in found.checks:
         mark = {True: "[green]ok[/]", False: "[red]failed[/]", None: "[yellow]left out[/]"}[check.ok]
