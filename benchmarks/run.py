@@ -38,6 +38,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "peers": (("--seconds", "40"), ("--quick", "--rounds", "5")),
     "dispatch": ((), ("--rounds", "5", "--tasks", "16")),
     "importing": ((), ("--rounds", "2")),
+    "recording": ((), ("--blocks", "2", "--width", "64", "--hidden", "64", "--batch", "64", "--rounds", "4")),
     "planning": ((), ("--stages", "8", "--microbatches", "16", "--layers", "12")),
     "compile": (("--rounds", "5"), ("--layers", "4", "--rounds", "1")),
     "memory": ((), ("--stages", "2")),

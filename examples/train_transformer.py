@@ -21,6 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
+from pathlib import Path
 from pydoc_data import topics
 
 import jax
@@ -38,13 +39,17 @@ from manymesh.flax import tabulate
 
 BATCH, LENGTH = 32, 128  # sequences in a batch, bytes in a sequence
 DATA_SHARDS = 2  # devices that share a batch, on every stage
+TIMELINE = Path(__file__).parents[1] / "build" / "timeline.png"
 TOLERANCE = 1e-4  # relative difference between the two loss curves
 
 
-def train(stages: int, schedule: str, microbatches: int, steps: int, console: Console) -> bool:
-    """Trains twice and compares; returns whether all is well."""
+def build(
+    stages: int, schedule: str, microbatches: int, devices: Sequence[Any], data_shards: int = DATA_SHARDS
+) -> tuple[Any, Any, Any]:
+    """The step, what creates its state from a key, and the shape of its batch."""
     # 1. Devices: a mesh with an axis for stages, cut along it.
-    mesh = jax.make_mesh((stages, DATA_SHARDS, 8 // (stages * DATA_SHARDS)), ("stage", "data", "model"))
+    shape = stages, data_shards, len(devices) // (stages * data_shards)
+    mesh = jax.make_mesh(shape, ("stage", "data", "model"), devices=devices)
     tasks = [mm.Task(mesh=submesh, logical_axes=RULES) for submesh in mm.submeshes(mesh, "stage")]
 
     # 2. Model and optimizer: Flax and Optax as ever.
@@ -68,11 +73,23 @@ def train(stages: int, schedule: str, microbatches: int, steps: int, console: Co
         return state.apply_gradients(grads=grads), loss
 
     step = mm.jit(step, donate_argnums=0)
+    return step, init, jax.ShapeDtypeStruct((BATCH, LENGTH), np.int32)
+
+
+def plan(devices: Sequence[Any]) -> tuple[Any, ...]:
+    """For ``python -m manymesh plan examples/train_transformer.py:plan --devices 64``: the step and its arguments."""
+    step, init, batch = build(4, "1f1b", 8, devices, max(DATA_SHARDS, len(devices) // 16))  # four heads for "model"
+    return step, jax.eval_shape(init, jax.random.key(0)), batch
+
+
+def train(stages: int, schedule: str, microbatches: int, steps: int, timeline: Path, console: Console) -> bool:
+    """Trains twice and compares; returns whether all is well."""
+    step, init, batch = build(stages, schedule, microbatches, jax.devices())
 
     # 4. Compile on shapes alone, then create the state where the step wants it: no device ever holds all of it.
     key = jax.random.key(0)
     with console.status("compiling"):
-        compiled = step.lower(jax.eval_shape(init, key), jax.ShapeDtypeStruct((BATCH, LENGTH), np.int32)).compile()
+        compiled = step.lower(jax.eval_shape(init, key), batch).compile()
         (state_shardings, _), _ = compiled.input_shardings
         state = mm.jit(init, out_shardings=state_shardings)(key)
     initial = jax.device_get(state)  # a copy, for the comparison below
@@ -88,10 +105,20 @@ def train(stages: int, schedule: str, microbatches: int, steps: int, console: Co
     print_cost(compiled, console)
 
     # 5. Train: as a pipeline, then the same steps in reference mode, which is plain JAX on one device.
-    pipeline = run(compiled, state, steps, console, "pipeline  ")
+    pipeline, state = run(compiled, state, steps, console, "pipeline  ")
     with mm.ignore_transforms():
-        reference = run(step, initial, steps, console, "one device")
-    return compare(pipeline, reference, console)
+        reference, _ = run(step, initial, steps, console, "one device")
+    well = compare(pipeline, reference, console)
+
+    # 6. Look: one more step, recorded.
+    with mm.inspect.record() as recording:
+        compiled(state, next(batches(1)))
+    console.print("\nWhere the time of a step goes")
+    console.print(recording.timeline())
+    timeline.parent.mkdir(parents=True, exist_ok=True)
+    for path in (timeline, timeline.with_suffix(".html")):
+        console.print(f"saved {recording.timeline().save(path)}", highlight=False, soft_wrap=True)
+    return well
 
 
 def print_cost(compiled: Any, console: Console) -> None:
@@ -129,8 +156,8 @@ def batches(steps: int) -> Iterator[np.ndarray[Any, Any]]:
         yield text[starts[:, None] + np.arange(LENGTH)].astype(np.int32)
 
 
-def run(step: Any, state: Any, steps: int, console: Console, name: str) -> list[float]:
-    """Trains and returns the loss before each step."""
+def run(step: Any, state: Any, steps: int, console: Console, name: str) -> tuple[list[float], Any]:
+    """Trains; returns the loss before each step, and the state at last."""
     losses: list[float] = []
     columns = (
         TextColumn(f"{name} {{task.description}}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -145,7 +172,7 @@ def run(step: Any, state: Any, steps: int, console: Console, name: str) -> list[
             began = began or time.perf_counter()  # the first step may compile
             rate = BATCH * LENGTH * (len(losses) - 1) / max(time.perf_counter() - began, 1e-9)
             progress.update(line, advance=1, description=f"loss {losses[-1]:.4f}", rate=f"{rate:,.0f} tokens/s")
-    return losses
+    return losses, state
 
 
 def compare(pipeline: list[float], reference: list[float], console: Console) -> bool:
@@ -190,6 +217,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--schedule", choices=("gpipe", "1f1b"), default="1f1b", help="order of the microbatches")
     parser.add_argument("--microbatches", type=positive, default=8, help="pieces of a batch")
     parser.add_argument("--steps", type=positive, default=40, help="training steps")
+    parser.add_argument(
+        "--timeline", type=Path, default=TIMELINE, help="where a picture of a step goes: .png, .svg or .pdf"
+    )
     options = parser.parse_args(argv)
     fitting = [n for n in range(1, BATCH + 1) if BATCH % n == 0 and BATCH // n % DATA_SHARDS == 0]
     if options.microbatches not in fitting:
@@ -206,7 +236,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demonstration; returns the exit code."""
     options = parse(argv)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    return 0 if train(options.stages, options.schedule, options.microbatches, options.steps, console) else 1
+    return (
+        0
+        if train(options.stages, options.schedule, options.microbatches, options.steps, options.timeline, console)
+        else 1
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,20 @@ def benchmark(monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["checkpoint", "compile", "dispatch", "importing", "memory", "one_core", "peers", "pipeline", "planning", "run"],
+    [
+        "checkpoint",
+        "compile",
+        "decoder",
+        "dispatch",
+        "importing",
+        "memory",
+        "one_core",
+        "peers",
+        "pipeline",
+        "planning",
+        "recording",
+        "run",
+    ],  # fmt: skip
 )
 def test_a_benchmark_can_be_imported(benchmark, name):
     assert callable(benchmark(name).main)
@@ -59,3 +72,11 @@ def test_checkpoints_beside_orbax_and_tensorstore(benchmark):
     checkpoint = benchmark("checkpoint")
     rows = checkpoint.compare("small", checkpoint.state_of(4, 4096), rounds=1)  # asserts equal values
     assert [row["what"] for row in rows] == ["save small"] * 2 + ["restore small"] * 2
+
+
+def test_recording_is_measured_with_every_span(benchmark):
+    recording = benchmark("recording")
+    size = benchmark("_model").Size(blocks=2, width=8, hidden=8, batch=8, microbatches=2)
+    row = recording.recorded(size, "1f1b", rounds=2, seconds=1)
+    assert row["what"].endswith(" spans") and " 0 spans" not in row["what"]
+    assert recording.off(size, "1f1b", calls=100)["met"] in (True, False)

@@ -13,9 +13,10 @@ import manymesh as mm
 import manymesh.checkpoint
 import manymesh.equinox
 import manymesh.flax
+import manymesh.inspect
 import manymesh.nnx
 
-FACES = [mm, mm.errors, mm.meta, mm.schedules, mm.flax, mm.nnx, mm.equinox, mm.checkpoint]
+FACES = [mm, mm.errors, mm.meta, mm.schedules, mm.flax, mm.nnx, mm.equinox, mm.checkpoint, mm.inspect]
 
 
 @pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)
@@ -36,7 +37,7 @@ def test_errors_print_with_the_name_that_one_catches() -> None:
 
 
 def test_dir_and_version() -> None:
-    assert set(dir(mm)) == {*mm.__all__, "checkpoint", "equinox", "flax", "nnx"}
+    assert set(dir(mm)) == {*mm.__all__, "checkpoint", "equinox", "flax", "inspect", "nnx"}
     assert mm.__version__ == version("manymesh")
     with pytest.raises(AttributeError, match="module 'manymesh' has no attribute 'jitt'"):
         mm.jitt  # noqa: B018  # asking for it is the test

@@ -20,6 +20,7 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 LAYERS = (
     "_publish",
     "_collector",
+    "_shown",
     "_errors",
     "errors",
     "_compat",
@@ -57,12 +58,14 @@ LAYERS = (
     "distributed",
     "_checkpoint",
     "checkpoint",
+    "_views",
     "inspect",
+    "_cli",
     "__main__",
 )
 
 # The face names these for type checkers; when a program runs, they are imported on first use.
-ADAPTERS = frozenset({"checkpoint", "equinox", "flax", "nnx"})
+ADAPTERS = frozenset({"checkpoint", "equinox", "flax", "inspect", "nnx"})
 
 # Packages besides the standard library that a layer may import at the head of a file.
 THIRD_PARTY: Mapping[str, frozenset[str]] = {
@@ -71,6 +74,7 @@ THIRD_PARTY: Mapping[str, frozenset[str]] = {
         ("_flax", "flax", "_nnx", "nnx"),
         frozenset({"jax", "numpy", "rich", "flax", "optax"}),
     ),
+    "_views": frozenset({"jax", "numpy", "rich", "matplotlib"}),  # for types; tests/views imports it without
     **dict.fromkeys(("_equinox", "equinox"), frozenset({"jax", "numpy", "rich", "equinox"})),
     **dict.fromkeys(("_checkpoint", "checkpoint"), frozenset({"jax", "numpy", "tensorstore"})),
 }
@@ -81,7 +85,7 @@ CLOSED_LAYERS = frozenset({"meta", "schedules"})
 NARROW: Mapping[str, frozenset[str]] = {"schedules": frozenset({"_errors", "schedules"})}
 
 # Optional or slow to import: the only packages that a function may import.
-LAZY = frozenset({"flax", "optax", "equinox", "orbax", "rich", "matplotlib"})
+LAZY = frozenset({"IPython", "flax", "optax", "equinox", "orbax", "rich", "matplotlib"})
 
 # Rooms in which at most this share of the annotations of signatures is a bare `Any`.
 TYPED = frozenset({"_program", "_passes"})

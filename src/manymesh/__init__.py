@@ -60,8 +60,8 @@ __all__ = [
     "with_sharding_constraint",
 ]
 
-# Each needs a package that is loaded when it is.
-_ADAPTERS = ("checkpoint", "equinox", "flax", "nnx")
+# Loaded when first asked for: each needs packages that not everybody has, or that take their time.
+_LAZY = ("checkpoint", "equinox", "flax", "inspect", "nnx")
 
 __version__: str
 
@@ -69,13 +69,14 @@ if _TYPE_CHECKING:
     from . import checkpoint as checkpoint
     from . import equinox as equinox
     from . import flax as flax
+    from . import inspect as inspect
     from . import nnx as nnx
 
 
 if not _TYPE_CHECKING:
 
     def __getattr__(name: str) -> _Any:
-        if name in _ADAPTERS:
+        if name in _LAZY:
             return _importlib.import_module(f"{__name__}.{name}")
         if name == "__version__":  # looking it up takes longer than importing a module
             return _importlib.import_module("importlib.metadata").version(__name__)
@@ -83,7 +84,7 @@ if not _TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_ADAPTERS})
+    return sorted({*__all__, *_LAZY})
 
 
 def _nnx_scopes() -> _contextlib.AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from . import _compat
 from ._errors import ArgumentError
 from ._layout._stacked import StackedValue
 from ._measure import loop_costs, measure
-from ._plan._instructions import Plan
+from ._plan._instructions import Plan, Receive, Run
+from ._program import Program
 from ._program._stacked import positions
 from ._report import Memory, Report, make_report
 from ._runtime._bind import bind
@@ -22,10 +24,12 @@ from ._runtime._observe import Observer
 from ._runtime._ownership import ownership
 from ._runtime._stacks import Stacks
 from ._runtime._transport import LocalTransport
+from ._runtime._watch import observer_of
+from ._shown import Shown
 from .schedules import Costs
 
 
-class Compiled:
+class Compiled(Shown):
     """A compiled step: callable with arguments of the structure it was compiled for.
 
     Attributes:
@@ -86,6 +90,10 @@ class Compiled:
         )
         self._copied = _shared_results(lowered.plan, frozenset(shift + k for k in own))
 
+    def __repr__(self) -> str:
+        made, reused = self._compilations
+        return f"Compiled({self.name}: {outline(self.program, self._lowered.plan)}; {made} compiled, {reused} reused)"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
         return self.call_flat(self._flatten(args, kwargs))
@@ -116,6 +124,8 @@ class Compiled:
                 unusable = isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted())
             if unusable:
                 raise self._unusable(i, x)
+        if observer is None:
+            observer = observer_of(self.name, self._lowered)
         try:
             results = self._executor(self._stacks.cut(leaves, observer), observer)
         except _compat.InternalFloatingPointError as error:
@@ -220,6 +230,17 @@ class Compiled:
             f"// fragment {f.name}, submesh {f.submesh}\n{executable.as_text()}"
             for f, executable in zip(self.program.fragments, self._lowered.executables, strict=True)
         )
+
+
+def outline(program: Program, plan: Plan) -> str:
+    """What a step consists of, in half a line."""
+    kinds = Counter(type(i) for i in plan.instructions)
+    loops = ", ".join(
+        f"{loop.num_microbatches} microbatches under {getattr(loop.schedule, 'name', loop.schedule)}"
+        for loop in program.loops
+    )
+    words = f"{len(program.fragments)} fragments on {len(program.submeshes)} submeshes, {kinds[Run]} launches and "
+    return f"{words}{kinds[Receive]} transfers a call{', ' * bool(loops)}{loops}"
 
 
 # The argument is deleted and its buffer is that of the result, as jax.jit does it.

@@ -13,6 +13,7 @@ from ._plan._instructions import Plan, Receive, Run
 from ._plan._number import variables_of
 from ._program import Program, Reduction, nbytes
 from ._runtime._lower import Lowered
+from ._shown import Shown, shortened
 from ._task import mesh_devices
 
 
@@ -56,7 +57,7 @@ class EdgeLine:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Shown):
     """What a compiled step consists of.
 
     Attributes:
@@ -102,6 +103,9 @@ class Report:
         for device, m in self.memory.items():
             lines.append(f"  {device}: {m.argument_bytes} bytes of arguments, peak {m.peak_bytes}")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return shortened(str(self), whole="str()")
 
     def _unmarked_groups(self) -> dict[tuple[int, str], list[str]]:
         """(submesh, why) -> the equations that are there, the most frequent first."""

@@ -14,6 +14,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from . import meta
 from ._errors import ArgumentError
+from ._shown import rich_html
 from .meta._named import axes_of, is_named_node, value_of
 from .meta._tasks import TasksLike
 
@@ -72,6 +73,14 @@ class ParameterTable:
             # Too narrow for six columns: two in one, a line each, rather than words cut off.
             table = self._table(("path\nshape", "logical names\nspec", "submesh\nper device"))
         yield table
+
+    def __repr__(self) -> str:
+        held = self.bytes_on
+        most = f", at most {format_bytes(max(held.values()))} a device" if held else ""
+        return f"ParameterTable({len(self.rows)} arrays on {len(held)} devices{most}; print it)"
+
+    def _repr_html_(self) -> str:
+        return rich_html(self)
 
     def _table(self, columns: tuple[str, ...]) -> Table:
         from rich.table import Table

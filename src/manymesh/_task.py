@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ._errors import ArgumentError, AxisError, MeshError, TaskError
+from ._shown import Shown, numbers
 from ._topology import auto_mesh, resolve_devices
 from .meta._rules import resolve
 
@@ -18,7 +19,7 @@ AxisRule = tuple[str, str | tuple[str, ...] | None]
 
 
 @dataclass(frozen=True, init=False, eq=True)
-class Task:
+class Task(Shown):
     """Where a part of a program runs, and what the names of its axes mean there.
 
     Args:
@@ -110,7 +111,8 @@ class Task:
         parts = [repr(self.name)]
         if self.mesh is not None:
             shape = dict(self.mesh.shape) if self.has_named_axes else tuple(self.mesh.devices.shape)
-            parts += [f"mesh={shape}", f"devices={[d.id for d in self.mesh.devices.flat]}"]
+            ids = [d.id for d in self.mesh.devices.flat]
+            parts += [f"mesh={shape}", f"devices={ids if len(ids) <= 16 else f'[{numbers(ids)}]'}"]
         if self.logical_axes is not None:
             parts.append(f"logical_axes={self.logical_axes}")
         return f"Task({', '.join(parts)})"

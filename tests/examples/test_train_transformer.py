@@ -30,7 +30,11 @@ sys.exit(demo.main(sys.argv[1:]))
 def run(*command):
     """Python in a process of its own, which sets up its own devices."""
     env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    env |= {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(EXAMPLES), "COLUMNS": "120"}
+    env |= {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "PYTHONPATH": os.pathsep.join((str(EXAMPLES), str(EXAMPLES.parent / "src"))),
+        "COLUMNS": "120",
+    }
     return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=300)
 
 
@@ -42,9 +46,10 @@ def demo():
         yield importlib.import_module("train_transformer")
 
 
-def test_it_trains_and_agrees_with_one_device():
-    """Table, schedule, cost, progress and both curves; exit code 0."""
-    done = run("-c", SMALL, "--steps", "3", "--microbatches", "4", "--schedule", "1f1b")
+def test_it_trains_and_agrees_with_one_device(tmp_path):
+    """Table, schedule, cost, progress, both curves, and where the time goes, as text and as a picture; exit code 0."""
+    picture = tmp_path / "made" / "timeline.png"
+    done = run("-c", SMALL, "--steps", "3", "--microbatches", "4", "--schedule", "1f1b", "--timeline", str(picture))
     assert done.returncode == 0, done.stdout + done.stderr
     for words in (
         "embed/table", "float32[256,16]", "vocab, embed", "P(None, model)", "4-7", "19 arrays",
@@ -55,6 +60,8 @@ def test_it_trains_and_agrees_with_one_device():
     ):  # fmt: skip
         assert words in done.stdout, words
     assert done.stderr == ""
+    assert done.stdout.endswith(f"saved {picture}\nsaved {picture.with_suffix('.html')}\n")
+    assert picture.read_bytes().startswith(b"\x89PNG") and "</html>" in picture.with_suffix(".html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from .. import _compat
 from .._compiled import Compiled
 from .._errors import ArgumentError
 from .._mark import current_recording, transforms_ignored
+from .._shown import Shown
 from ._arguments import (
     Arguments,
     as_tuple,
@@ -84,7 +85,7 @@ def jit(
     )  # fmt: skip
 
 
-class Jitted(Generic[P, R]):
+class Jitted(Shown, Generic[P, R]):
     """What `jit` returns."""
 
     def __init__(
@@ -103,6 +104,10 @@ class Jitted(Generic[P, R]):
         self._compiled: dict[Any, Compiled] = {}
         self._without_tasks: dict[Any, list[Compiled]] = {}  # programs that are where their arguments are, by key
         self._reference = jax.jit(fun, static_argnums=static[0] or None, static_argnames=static[1] or None)
+
+    def __repr__(self) -> str:
+        count = len(self._compiled)
+        return f"mm.jit({self.name}): {count} program{'s' * (count != 1)} compiled"
 
     @_compat.boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from .._compiled import Compiled
+from .._compiled import Compiled, outline
 from .._layout._donation import donation_pairs
 from .._layout._layout import Layout
 from .._layout._solve import solve
@@ -23,6 +23,7 @@ from .._progress import compiling
 from .._runtime._compile import Executables
 from .._runtime._lower import compile_and_look, lower
 from .._runtime._stacks import collapsed
+from .._shown import Shown
 from .._task import mesh_devices
 from .._topology import PlannedDevice, auto_mesh, require_devices
 from ._floats import explain_float
@@ -30,8 +31,8 @@ from ._names import names_of_values
 from ._step import Step
 
 
-@dataclass(eq=False)
-class Lowered:
+@dataclass(eq=False, repr=False)
+class Lowered(Shown):
     """A step split over its submeshes, laid out, not yet compiled.
 
     Attributes:
@@ -91,7 +92,10 @@ class Lowered:
 
     def as_text(self) -> str:
         """The program and the instructions of one call, readable."""
-        return f"{self.program!r}\n{self.plan.text([f.name for f in self.program.fragments])}"
+        return f"{self.program.as_text()}\n{self.plan.text([f.name for f in self.program.fragments])}"
+
+    def __repr__(self) -> str:
+        return f"Lowered({self._step.name}: {outline(self.program, self.plan)}; compile() makes it ready to run)"
 
     @_compat.boundary
     def compile(self) -> Compiled:

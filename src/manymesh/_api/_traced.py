@@ -18,6 +18,7 @@ from .._mark import Recording
 from .._passes._build import build
 from .._plan._emit import emit
 from .._program import Program
+from .._shown import Shown, joined
 from .._topology import auto_mesh
 from ._arguments import Arguments, donated_leaves
 from ._boxes import with_parameter
@@ -29,8 +30,8 @@ from ._shardings import check_submeshes, expand, mesh_of
 from ._step import Step
 
 
-@dataclass(eq=False)
-class Traced:
+@dataclass(eq=False, repr=False)
+class Traced(Shown):
     """A step as one jaxpr, with the meaning of its marks.
 
     Attributes:
@@ -50,6 +51,13 @@ class Traced:
     def out_info(self) -> Any:
         """Shapes and dtypes of the result, in its structure."""
         return jax.tree.unflatten(self._out_tree, [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in self._shapes])
+
+    def __repr__(self) -> str:
+        names = [t.name or "unnamed" for t in self._record.tasks.values()]
+        return (
+            f"Traced({self._step.name}: {len(self.jaxpr.jaxpr.eqns)} equations, {len(self.jaxpr.in_avals)} inputs, "
+            f"{len(self._shapes)} results, tasks {joined(sorted(set(names)), 8) or 'none'}; lower() splits it)"
+        )
 
     @_compat.boundary
     def lower(self) -> Lowered:

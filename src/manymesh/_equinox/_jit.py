@@ -72,6 +72,9 @@ class Jitted(Generic[P, R]):
         pure.__name__ = pure.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
         self._jitted = plain_jit(pure, donate_argnums=numbers, **options)
 
+    def __repr__(self) -> str:
+        return repr(self._jitted).replace("mm.jit", "equinox.jit", 1)
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step."""
         if current_recording() is not None:

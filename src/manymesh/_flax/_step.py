@@ -36,6 +36,9 @@ class TrainStep:
         self._shapes = _shapes((state, batch))
         self.compiled: Compiled = self._jitted.lower(state, batch).compile()
 
+    def __repr__(self) -> str:
+        return f"TrainStep({self.compiled!r})"
+
     @property
     def state_shardings(self) -> Any:
         """The sharding of every leaf of the state, in its structure."""

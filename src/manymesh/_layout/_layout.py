@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._compat import Var
+from .._shown import Shown, shortened
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Decision:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Layout(Shown):
     """Where the pieces of every value are.
 
     Attributes:
@@ -72,7 +73,8 @@ class Layout:
             ]
         return "\n".join(lines)
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return shortened(str(self), whole="str()")
 
     def _rows(self, s: int) -> Iterator[tuple[str, str, str, str]]:
         """Name, type, spec and rule of each value on a submesh; values that are alike share a line."""

@@ -32,6 +32,9 @@ class Jitted(Generic[P, R]):
         wanted = None if out_shardings is None else (None, out_shardings)
         self._jitted: PlainJitted[..., PureResult] = plain_jit(_carried(pure(fun)), out_shardings=wanted, **options)
 
+    def __repr__(self) -> str:
+        return repr(self._jitted).replace("mm.jit", "nnx.jit", 1)
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step and updates the modules among its arguments."""
         if current_recording() is not None:

@@ -6,9 +6,12 @@ their hashes, and each runs the instructions of the submeshes that it owns.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from .._shown import Shown
 
 
 class Value(NamedTuple):
@@ -116,7 +119,7 @@ class Ports(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """One call of the step.
 
     Attributes:
@@ -143,6 +146,11 @@ class Plan:
     def stream(self, submesh: int) -> tuple[Instruction, ...]:
         """The instructions of one submesh, in its order."""
         return tuple(i for i in self.instructions if i.submesh == submesh)
+
+    def __repr__(self) -> str:
+        counts = Counter(type(i).__name__ for i in self.instructions)
+        what = ", ".join(f"{count} {name}" for name, count in counts.items()) or "no instructions"
+        return f"Plan({what} on {self.num_slots} slots, {len(self.inputs)} inputs, {len(self.outputs)} results)"
 
     def text(self, names: Sequence[str], submesh: int | None = None) -> str:
         """One line for each instruction: ``submesh: what: slots read -> slots filled``.

@@ -6,12 +6,14 @@ flat jaxpr; inside a loop one variable stands for as many values as there are mi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jax.sharding import Mesh
 
+from .._shown import MOST, Shown, joined, numbers, shortened, stem
 from ._stacked import Stacked
 
 Kind = Literal["F", "B", "W"]
@@ -129,7 +131,7 @@ class Reduction:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class Program(Shown):
     """A whole step.
 
     Attributes:
@@ -168,18 +170,83 @@ class Program:
         """Fragments of a loop's body, in topological order."""
         return (f for f in self.fragments if f.loop == loop)
 
-    def __repr__(self) -> str:
+    def as_text(self) -> str:
+        """A line for each submesh, fragment, loop and edge."""
         lines = [f"Program: {len(self.fragments)} fragments on {len(self.submeshes)} submeshes"]
         for i, mesh in enumerate(self.submeshes):
             lines.append(f"  submesh {i}: {dict(mesh.shape)}, devices {[d.id for d in mesh.devices.flat]}")
         lines += [f"  {f!r}" for f in self.fragments]
-        for i, loop in enumerate(self.loops):
-            name = getattr(loop.schedule, "name", loop.schedule)
-            how = name if loop.in_order else f"one after the other, as its stages are in no order that {name} could run"
-            lines.append(
-                f"  loop {i} {loop.name}: {loop.num_microbatches} microbatches, {how}, stages on submeshes {loop.placement}"
-            )
+        lines += [f"  {line}" for line in _loops(self.loops)]
         for e in self.edges:
             each = "once a call" if e.loop is None else f"each microbatch of loop {e.loop}"
             lines.append(f"  {e.source} -> {e.target}: {e.var.aval.str_short()}, {e.nbytes} bytes {each}")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return _brief(self, self.as_text())
+
+
+_PHASES = {"F": "forward", "B": "backward", "W": "weight gradients"}
+_SHOWN = 3
+
+
+def _brief(program: Program, whole: str) -> str:
+    """The text of a program, in less than 40 lines.
+
+    Args:
+      program: the program.
+      whole: its text with a line for each thing.
+    """
+    if whole.count("\n") < MOST:
+        return whole
+    lines = [
+        f"Program: {len(program.fragments)} fragments on {len(program.submeshes)} submeshes (as_text() shows each)"
+    ]
+    lines += _submeshes(program)
+    lines += [f"  {line}" for line in _fragments(program.fragments)]
+    lines += [f"  {line}" for line in _loops(program.loops)]
+    lines += [f"  {line}" for line in _edges(program.edges)]
+    return shortened("\n".join(lines), whole="as_text()")
+
+
+def _loops(given: Sequence[LoopPlan]) -> Iterator[str]:
+    """A line for each microbatch loop."""
+    for i, loop in enumerate(given):
+        name = getattr(loop.schedule, "name", loop.schedule)
+        how = name if loop.in_order else f"one after the other, as its stages are in no order that {name} could run"
+        yield f"loop {i} {loop.name}: {loop.num_microbatches} microbatches, {how}, stages on submeshes {loop.placement}"
+
+
+def _submeshes(program: Program) -> Iterator[str]:
+    """Submeshes of one shape in one line."""
+    shapes: dict[str, list[int]] = defaultdict(list)
+    for i, mesh in enumerate(program.submeshes):
+        shapes[str(dict(mesh.shape))].append(i)
+    for shape, at in shapes.items():
+        ids = numbers(d.id for i in at for d in program.submeshes[i].devices.flat)
+        yield f"  submesh{'es' * (len(at) > 1)} {numbers(at)}: {shape}, devices {ids}"
+
+
+def _fragments(fragments: Sequence[Fragment]) -> Iterator[str]:
+    """Fragments whose names differ in numbers alone, and that run in the same phase of the same loop, in one line."""
+    groups: dict[tuple[str, int | None, str], list[Fragment]] = defaultdict(list)
+    for f in fragments:
+        groups[stem(f.name), f.loop, f.kind].append(f)
+    for (_, loop, kind), found in groups.items():
+        submeshes = numbers(f.submesh for f in found)
+        where = f"submesh{'es' * (not submeshes.isdecimal())} {submeshes}"
+        scope = "once a call" if loop is None else f"loop {loop} {_PHASES[kind]}"
+        yield f"{joined([f.name for f in found])}: {where}, {scope}"
+
+
+def _edges(edges: Sequence[Edge]) -> Iterator[str]:
+    """What goes one way in one scope, in one line."""
+    groups: dict[tuple[int, int, int | None], list[Edge]] = defaultdict(list)
+    for e in edges:
+        groups[e.source, e.target, e.loop].append(e)
+    for (source, target, loop), found in groups.items():
+        kinds = Counter(e.var.aval.str_short() for e in found).most_common()
+        words = [kind if count == 1 else f"{count} {kind}" for kind, count in kinds[:_SHOWN]]
+        words += [f"{len(found) - sum(n for _, n in kinds[:_SHOWN])} others"] * (len(kinds) > _SHOWN)
+        each = "once a call" if loop is None else f"each microbatch of loop {loop}"
+        yield f"{source} -> {target}: {', '.join(words)}, {sum(e.nbytes for e in found)} bytes {each}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jax.sharding import PartitionSpec
 
+from .._shown import rich_html
 from ._rules import Rule, Rules, parts_of
 
 if TYPE_CHECKING:  # Rich is imported when something is printed: it takes as long as a third of JAX
@@ -122,6 +123,15 @@ class Explanation:
 
     def __iter__(self) -> Iterator[LeafReport]:
         return iter(self.leaves)
+
+    def __repr__(self) -> str:
+        return (
+            f"Explanation({len(self.leaves)} leaves, {len(self.findings)} findings, {format_bytes(self.bytes_per_device)} "
+            "a device; print it)"
+        )
+
+    def _repr_html_(self) -> str:
+        return rich_html(self)
 
     def table(self) -> Table:
         """The leaves as a Rich table."""

@@ -30,6 +30,9 @@ class Custom(AbstractSchedule):
     name: ClassVar[str] = "custom"
     rows: tuple[tuple[Action, ...], ...]
 
+    def __repr__(self) -> str:
+        return f"Custom({len(self.rows)} rows of {sum(map(len, self.rows))} actions)"
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
         for submesh, row in enumerate(self.rows):

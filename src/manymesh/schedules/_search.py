@@ -34,6 +34,12 @@ class Choice:
     simulation: Simulation
     memory: tuple[float, ...]
 
+    def __repr__(self) -> str:
+        return f"Choice({self})"
+
+    def _repr_html_(self) -> str:
+        return f"{self}{self.simulation._repr_html_()}"
+
     def __str__(self) -> str:
         return (
             f"{self.schedule.name}, {self.num_microbatches} microbatches, placement {self.placement}: "

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from .._errors import ScheduleError
 from ._check import check
 from ._costs import Costs, Times
+from ._draw import draw_html
 from ._issue import issue_order
 from ._registry import get
 from ._types import AbstractSchedule, Action, Order
@@ -58,6 +59,9 @@ class Simulation:
             f"longest_span={self.longest_span:g}, live_activations={self.live_activations}, "
             f"timeline=<{len(self.timeline)} slots>)"
         )
+
+    def _repr_html_(self) -> str:
+        return draw_html(self)
 
 
 def simulate(

@@ -62,6 +62,9 @@ class Action:
         return f"{self.kind}{self.stage}@{self.microbatch}"
 
 
+_SHOWN = 24
+
+
 @dataclass(frozen=True)
 class Order:
     """What each submesh runs, in which order.
@@ -90,6 +93,14 @@ class Order:
     def num_submeshes(self) -> int:
         """The number of submeshes, which is the number of rows."""
         return len(self.rows)
+
+    def __repr__(self) -> str:
+        if sum(map(len, self.rows)) <= _SHOWN:
+            return f"Order({self.placement}, {self.num_microbatches} microbatches, {str(self)!r})"
+        return (
+            f"Order({self.num_stages} stages on {self.num_submeshes} submeshes, {self.num_microbatches} microbatches, "
+            f"{sum(map(len, self.rows))} actions; print it)"
+        )
 
     def __str__(self) -> str:
         return "\n".join(f"submesh {i}: {' '.join(map(str, row))}" for i, row in enumerate(self.rows))

@@ -1,0 +1,83 @@
+"""The command line: ``python -m manymesh``.
+
+Each command is a module with ``NAME``, ``HELP``, ``add_arguments(parser)`` and ``run(args) -> int``, and an entry in
+`COMMANDS`. Exit codes: 0 all is well, 1 something is wrong with what was asked about, 2 the words make no sense.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from .._errors import ManyMeshError
+from . import _doctor, _plan, _schedule, _trace
+from ._parser import Parser
+
+
+class Command(Protocol):
+    """What a module of a command has."""
+
+    NAME: str
+    HELP: str
+
+    def add_arguments(self, parser: Parser, /) -> None:
+        """Adds its options, and says in `description` and `epilog` what it is for, with examples."""
+
+    def run(self, args: object, /) -> int:
+        """Does it; gives the exit code."""
+
+
+COMMANDS = (_schedule, _plan, _doctor, _trace)
+
+_EPILOG = """
+start here:
+  python -m manymesh doctor                                    is this machine ready?
+  python -m manymesh schedule --compare --stages 4 --microbatches 8
+                                                               which schedule wastes least?
+  python -m manymesh plan train.py:plan --devices 64           what would run where, on devices you do not have?
+  python -m manymesh trace run.json --out run.html             where did the time of a recorded run go?
+
+Every command has --help with examples, and --json for programs that read what it says.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      argv: the words after ``python -m manymesh``; those of this process by default.
+
+    Returns:
+      The exit code.
+    """
+    parser = Parser(
+        prog="python -m manymesh", description="Looks at pipelines before and after they run.", epilog=_EPILOG
+    )
+    commands = parser.add_subparsers(title="commands", metavar="command", dest="command", required=True)
+    for module in COMMANDS:
+        command = cast(Command, module)
+        child = commands.add_parser(command.NAME, help=command.HELP)
+        command.add_arguments(child)
+        child.set_defaults(run=command.run)
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        return 2
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as exit:  # --help, or a word that makes no sense, which the parser has said
+        return exit.code if isinstance(exit.code, int) else 2
+    try:
+        return int(args.run(args))
+    except (ManyMeshError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # whoever read has seen enough
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what is flushed at exit goes there
+            return 0
+        words = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            words = f"{error.filename}: {error.strerror}"
+        print(f"manymesh {args.command}: {' '.join(words.split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,124 @@
+"""What an instruction does, in words that users know."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+from .._layout._layout import Layout
+from .._plan._instructions import Instruction, Plan, Receive, Run, Send, Tag
+from .._plan._number import variables_of
+from .._program import Program, nbytes
+from ._lower import Lowered
+
+Phase = Literal["forward", "backward", "weight", "other", "transfer"]
+"""What a time on a submesh is spent on. ``weight`` is the split half of a backward pass that makes weight gradients;
+``other`` is what runs outside microbatch loops, an optimizer for example."""
+
+_PHASES: dict[str, Phase] = {"F": "forward", "B": "backward", "W": "weight"}
+
+
+@dataclass(frozen=True)
+class Description:
+    """An instruction in words.
+
+    Attributes:
+      submesh: where it runs; of a transfer where it arrives.
+      label: name of the fragment; of a transfer ``maker -> submesh 1``.
+      kind: forward, backward, weight, other or transfer.
+      stage: the pipeline stage; of a transfer that of the maker. None outside loops.
+      microbatch: which, or None outside loops.
+      source: of a transfer the submesh it comes from.
+      values: of a transfer (what it is called, dtype and shape) of each value.
+      nbytes: of a transfer its bytes, all shards together.
+    """
+
+    submesh: int
+    label: str
+    kind: Phase
+    stage: int | None
+    microbatch: int | None
+    source: int | None = None
+    values: tuple[tuple[str, str], ...] = ()
+    nbytes: int = 0
+
+    def carried(self) -> str:
+        """What a transfer carries: ``float32[4,64] from front``, alike values counted."""
+        counts = Counter(f"{aval} {name}".strip() for name, aval in self.values)
+        words = [text if times == 1 else f"{times} x {text}" for text, times in counts.items()]
+        return ", ".join(words[:_SHOWN]) + (f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else "")
+
+
+_SHOWN = 3
+_describers: WeakKeyDictionary[Lowered, Describer] = WeakKeyDictionary()
+
+
+class Describer:
+    """Puts the instructions of one step into words."""
+
+    def __init__(self, program: Program, layout: Layout) -> None:
+        self._fragments, self._names = program.fragments, layout.names
+        self._variables = variables_of(program)
+        self._known: dict[int, Description] = {}
+
+    @classmethod
+    def of(cls, lowered: Lowered) -> Describer:
+        """That of a step, made once: numbering the variables of a large one takes as long as running it."""
+        found = _describers.get(lowered)
+        if found is None:
+            found = _describers[lowered] = cls(lowered.program, lowered.layout)
+        return found
+
+    def __call__(self, position: int, instruction: Instruction) -> Description:
+        """The instruction at a position of the plan, in words."""
+        found = self._known.get(position)
+        if found is None:
+            found = self._known[position] = self._describe(instruction)
+        return found
+
+    def _describe(self, instruction: Instruction) -> Description:
+        if isinstance(instruction, Run):
+            f = self._fragments[instruction.fragment]
+            kind: Phase = "other" if f.loop is None else _PHASES[f.kind]
+            return Description(instruction.submesh, f.name, kind, f.stage, instruction.microbatch)
+        values = [self._variables[k] for k in instruction.variables]
+        source, target = _ends(instruction)
+        maker = self._fragments[instruction.tag.maker]
+        return Description(
+            target, f"{maker.name} -> submesh {target}", "transfer", maker.stage, instruction.tag.microbatch, source,
+            tuple((self._names.get(v, ""), v.aval.str_short()) for v in values), sum(nbytes(v.aval) for v in values),
+        )  # fmt: skip
+
+
+def _ends(instruction: Send | Receive) -> tuple[int, int]:
+    """Where a transfer comes from and where it goes."""
+    if isinstance(instruction, Send):
+        return instruction.submesh, instruction.target
+    return instruction.source, instruction.submesh
+
+
+Row = tuple[int, str, str, int | None, int | None, float, float]
+"""Submesh, label, kind, stage, microbatch, start, end: a prediction, as `manymesh.inspect.Span` has it."""
+
+
+def rows(program: Program, layout: Layout, plan: Plan, starts: Sequence[float], ends: Sequence[float]) -> list[Row]:
+    """A plan on a clock in the form that recordings are compared with.
+
+    Args:
+      program, layout, plan: the step.
+      starts, ends: ``float[instruction]``, seconds; a transfer is from the start of its `Send` to the end of its `Receive`.
+    """
+    describe = Describer(program, layout)
+    sent: dict[Tag, float] = {}
+    found: list[Row] = []
+    for k, ins in enumerate(plan.instructions):
+        if isinstance(ins, Send):
+            sent[ins.tag] = starts[k]
+            continue
+        what = describe(k, ins)
+        start = starts[k] if isinstance(ins, Run) else sent.get(ins.tag, starts[k])
+        found.append((what.submesh, what.label, what.kind, what.stage, what.microbatch, start, ends[k]))
+    return found

@@ -1,0 +1,78 @@
+"""How objects show themselves: short texts, in notebooks as HTML."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Iterable, Sequence
+
+MOST = 39
+_NUMBER = re.compile(r"\d+")
+_PRE = "line-height:1.35;overflow-x:auto;margin:0"
+
+
+class Shown:
+    """Shows its ``repr`` in notebooks, in full width and without quotes."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="{_PRE}">{html.escape(repr(self))}</pre>'
+
+
+def rich_html(renderable: object) -> str:
+    """What Rich prints, as HTML for notebooks."""
+    from rich.console import Console
+
+    console = Console(record=True, file=io.StringIO(), width=140, force_jupyter=False)
+    console.print(renderable)
+    return console.export_html(inline_styles=True, code_format=f'<pre style="{_PRE}">{{code}}</pre>')
+
+
+def shortened(text: str, most: int = MOST, whole: str = "") -> str:
+    """A text of at most so many lines.
+
+    Lines that differ in numbers alone become one with their count; what is then too much is left out of the middle.
+
+    Args:
+      text: the text.
+      most: the lines it may have.
+      whole: says how to see all of it.
+    """
+    lines = text.split("\n")
+    if len(lines) <= most:
+        return text
+    alike: dict[str, list[str]] = {}
+    for line in lines:
+        alike.setdefault(_NUMBER.sub("#", line), []).append(line)
+    found = [same[0] if len(same) == 1 else f"{same[0]}  (and {len(same) - 1} alike)" for same in alike.values()]
+    hint = f"; {whole} shows all" if whole else ""
+    if len(found) > most:
+        half = (most - 1) // 2
+        left_out = len(found) - 2 * half
+        found = [*found[:half], f"  ... {left_out} more{hint}", *found[-half:]]
+    elif hint:
+        found[0] += f" (shortened{hint})"
+    return "\n".join(found)
+
+
+def joined(names: Sequence[str], most: int = 3) -> str:
+    """``layer_0 .. layer_47 (48)`` for many names, all of a few."""
+    return ", ".join(names) if len(names) <= most else f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def stem(name: str) -> str:
+    """A name without its numbers: ``layer_#`` of ``layer_12``."""
+    return _NUMBER.sub("#", name)
+
+
+def numbers(values: Iterable[int]) -> str:
+    """``0-3, 7``: sorted, those in a row together."""
+    runs: list[list[int]] = []
+    for k in sorted(set(values)):
+        if runs and runs[-1][1] == k - 1:
+            runs[-1][1] = k
+        else:
+            runs.append([k, k])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,232 @@
+"""Records what steps do while they run, with times from the devices."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
+
+from .._plan._instructions import Instruction, Receive, Run, Send, Tag
+from .._runtime._describe import Describer
+from .._runtime._lower import Lowered
+from .._runtime._observe import Observer
+from .._task import mesh_devices
+from ._spans import Span
+
+_clock = time.perf_counter
+LAUNCH = "its launch"
+
+
+class Recorder:
+    """Watches every call of every step, and says afterwards what each device did when.
+
+    Launching returns before anything is computed. So each result is handed to a thread that waits until it is there,
+    one thread for each submesh, where results come in the order of issue. A result whose buffer the next launch takes
+    over is gone by then: a thread of its own waits for it, and the launch goes on once that thread does.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._queues: dict[int, queue.SimpleQueue[tuple[Call, int, jax.Array] | None]] = {}
+        self._threads: list[threading.Thread] = []
+        self._pool = ThreadPoolExecutor(256, "manymesh-record")
+        self._pending: list[Future[None]] = []
+
+    def watch(self, name: str, lowered: Lowered) -> Observer:
+        """The observer of a call that begins; a `Watcher`."""
+        call = Call(name, lowered, self)
+        self.calls.append(call)
+        return call
+
+    def wait_in_order(self, call: Call, position: int, submesh: int, witness: jax.Array) -> None:
+        """Has the submesh's thread write down when an array is there."""
+        if submesh not in self._queues:
+            box = self._queues[submesh] = queue.SimpleQueue()
+            thread = threading.Thread(target=_wait, args=(box,), name=f"manymesh-record-{submesh}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._queues[submesh].put((call, position, witness))
+
+    def wait_now(self, call: Call, position: int, witness: jax.Array) -> None:
+        """Has a thread write down when an array is there, and returns when that thread is waiting."""
+        waiting = threading.Lock()
+        waiting.acquire()
+        self._pending.append(self._pool.submit(_wait_at_once, call, position, witness, waiting))
+        waiting.acquire()
+
+    def close(self) -> None:
+        """Waits until everything that was recorded is done."""
+        for box in self._queues.values():
+            box.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._pool.shutdown()
+
+
+def _wait(box: queue.SimpleQueue[tuple[Call, int, jax.Array] | None]) -> None:
+    while (item := box.get()) is not None:
+        call, position, witness = item
+        call.done[position] = _when(witness)
+        del item, witness  # not held while the next one is awaited
+
+
+def _wait_at_once(call: Call, position: int, witness: jax.Array, waiting: threading.Lock) -> None:
+    waiting.release()
+    call.done[position] = _when(witness)
+
+
+def _when(witness: jax.Array) -> float | None:
+    """When an array was there; None if its buffer was handed on before anybody could look."""
+    try:
+        witness.block_until_ready()
+    except RuntimeError:  # deleted; or what made it failed, which the caller hears from it
+        return None
+    return _clock()
+
+
+class _Witnesses(NamedTuple):
+    """For each instruction, which of its outputs to wait for and whether it may be gone soon; None for no outputs."""
+
+    of: tuple[tuple[int, bool] | None, ...]
+
+
+_witnesses: WeakKeyDictionary[Lowered, _Witnesses] = WeakKeyDictionary()
+
+
+def _find_witnesses(lowered: Lowered) -> _Witnesses:
+    found = _witnesses.get(lowered)
+    if found is None:
+        plan, donation = lowered.plan, lowered.layout.donation
+        given = {
+            ins.inputs[k]
+            for ins in plan.instructions
+            if isinstance(ins, Run)
+            for k, _ in donation.get(ins.fragment, ())
+        }
+        results = set(plan.outputs)  # the next step may take over their buffers
+        found = _witnesses[lowered] = _Witnesses(tuple(_witness(ins, given, results) for ins in plan.instructions))
+    return found
+
+
+def _witness(ins: Instruction, given: set[int], results: set[int | None]) -> tuple[int, bool] | None:
+    if isinstance(ins, Send) or not ins.outputs:
+        return None
+    for k, slot in enumerate(ins.outputs):
+        if slot not in given and slot not in results:
+            return k, False
+    return next(((k, True) for k, slot in enumerate(ins.outputs) if slot not in given), (0, True))
+
+
+class Call(Observer):
+    """One call of a step: when each instruction began, was issued, and was done."""
+
+    def __init__(self, name: str, lowered: Lowered, recorder: Recorder) -> None:
+        count = len(lowered.plan.instructions)
+        self.name, self.lowered, self._recorder = name, lowered, recorder
+        self.began: list[float | None] = [None] * count
+        self.issued: list[float | None] = [None] * count
+        self.done: list[float | None] = [None] * count
+        self._witnesses = _find_witnesses(lowered).of
+
+    def begin(self, position: int, instruction: Instruction, inputs: Sequence[jax.Array]) -> None:
+        self.began[position] = _clock()
+
+    def end(self, position: int, instruction: Instruction, outputs: Sequence[jax.Array]) -> None:
+        self.issued[position] = _clock()
+        if outputs and (witness := self._witnesses[position]) is not None:
+            k, soon_gone = witness
+            if soon_gone:
+                self._recorder.wait_now(self, position, outputs[k])
+            else:
+                self._recorder.wait_in_order(self, position, instruction.submesh, outputs[k])
+
+
+def spans_of_calls(calls: Sequence[Call]) -> list[Span]:
+    """What the submeshes did, in order of start; times in seconds since the first call began.
+
+    A device runs what it is given in the order of issue. So a launch starts when it was issued, when the one before
+    it on its devices is done, or when what it reads is there, whichever is last.
+    """
+    zero = min((t for call in calls for t in call.began if t is not None), default=0.0)
+    ends = _ends(calls)
+    free: dict[object, float] = {}  # device -> when it is done with what it has
+    spans: list[Span] = []
+    for step, call in enumerate(calls):
+        spans += _spans(call, step, ends[step], zero, free)
+    return sorted(spans, key=lambda s: s.start)  # what starts together stays in the order of issue
+
+
+def _ends(calls: Sequence[Call]) -> list[list[float]]:
+    """When each instruction was done, as tightly as is known.
+
+    A thread that waits may be woken late. But nothing is done later than what reads it, nor later than what the same
+    device ran after it.
+    """
+    after: dict[object, float] = {}  # device -> the end of what it ran next
+    found = []
+    for call in reversed(calls):
+        devices = [mesh_devices(mesh) for mesh in call.lowered.program.submeshes]
+        readers: dict[int, float] = {}  # slot -> the earliest end of what reads it
+        ends = [math.inf if t is None else t for t in call.done]
+        arrivals: dict[Tag, float] = {}
+        for k, ins in reversed(list(enumerate(call.lowered.plan.instructions))):
+            if call.issued[k] is None:
+                continue
+            if isinstance(ins, Send):
+                end = ends[k] = arrivals.get(ins.tag, math.inf)
+            else:
+                bounds = [readers[slot] for slot in ins.outputs if slot in readers]
+                if isinstance(ins, Run):
+                    bounds += [after[d] for d in devices[ins.submesh] if d in after]
+                end = ends[k] = min([ends[k], *bounds])
+            if isinstance(ins, Run):
+                after.update(dict.fromkeys(devices[ins.submesh], end))
+            if isinstance(ins, Receive):
+                arrivals[ins.tag] = end
+            else:
+                readers.update((slot, min(end, readers.get(slot, math.inf))) for slot in ins.inputs)
+        found.append(ends)
+    return found[::-1]
+
+
+def _spans(call: Call, step: int, ends: list[float], zero: float, free: dict[object, float]) -> list[Span]:
+    describe, plan = Describer.of(call.lowered), call.lowered.plan
+    devices = [mesh_devices(mesh) for mesh in call.lowered.program.submeshes]
+    ready: dict[int, tuple[float, str]] = {}  # slot -> when it is there, and what made it
+    sent: dict[Tag, tuple[float, float]] = {}  # when the Send began, when its values were there
+    spans = []
+    for k, ins in enumerate(plan.instructions):
+        began, issued = call.began[k], call.issued[k]
+        if began is None or issued is None:
+            continue  # another process runs it, or an error came before
+        read = () if isinstance(ins, Receive) else ins.inputs
+        there, maker = max((ready[slot] for slot in read if slot in ready), default=(0.0, ""))
+        if isinstance(ins, Send):
+            sent[ins.tag] = began, there
+            continue
+        what = describe(k, ins)
+        waited = ""
+        if isinstance(ins, Receive):
+            start = max(sent.get(ins.tag, (began, 0.0)))
+        else:
+            at = max((free.get(d, 0.0) for d in devices[ins.submesh]), default=0.0)
+            start = max(began, at, there)
+            if start > at:
+                waited = maker if start == there else LAUNCH
+        end = ends[k] if ends[k] < math.inf else max(issued, start)
+        start = min(start, end)
+        ready.update(dict.fromkeys(ins.outputs, (end, what.label)))
+        if isinstance(ins, Run):
+            free.update(dict.fromkeys(devices[ins.submesh], end))
+        spans.append(
+            Span(what.submesh, what.label, what.kind, what.stage, what.microbatch, start - zero, end - zero, step,
+                 what.source, what.nbytes, what.carried(), waited)
+        )  # fmt: skip
+    return spans

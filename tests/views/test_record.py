@@ -1,0 +1,243 @@
+"""Runs are recorded: every launch and transfer once, in an order that can have been, with times from the devices."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import threading
+import time
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import manymesh as mm
+from manymesh import inspect, schedules
+from manymesh._plan._instructions import Receive, Run
+from manymesh._runtime._describe import rows
+from manymesh.errors import ArgumentError
+from views.steps import MICROBATCHES, made_up, predicted, two_stages
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """Two recorded calls of a compiled step, and what an unrecorded run gives."""
+    step, params, x = two_stages()
+    compiled = step.lower(params, x).compile()
+    plain = jax.tree.map(jnp.copy, params)
+    for _ in range(2):
+        plain, _ = compiled(plain, x)
+    with mm.inspect.record() as run:
+        for _ in range(2):
+            params, _ = compiled(params, x)
+    return compiled, run, params, plain
+
+
+def test_every_instruction_is_there_once(recorded):
+    """For each call as many launches and transfers as the plan has, with their names, stages and microbatches."""
+    compiled, run, _, _ = recorded
+    plan, program = compiled._lowered.plan, compiled.program
+    expected: Counter[object] = Counter()
+    for ins in plan.instructions:
+        if isinstance(ins, Run):
+            f = program.fragments[ins.fragment]
+            kind = "other" if f.loop is None else {"F": "forward", "B": "backward", "W": "weight"}[f.kind]
+            expected[f.name, kind, ins.submesh, f.stage, ins.microbatch] += 1
+        elif isinstance(ins, Receive):
+            maker = program.fragments[ins.tag.maker]
+            label = f"{maker.name} -> submesh {ins.submesh}"
+            expected[label, "transfer", ins.submesh, maker.stage, ins.tag.microbatch] += 1
+    for call in range(2):
+        found = Counter((s.label, s.kind, s.submesh, s.stage, s.microbatch) for s in run.spans if s.step == call)
+        assert found == expected
+    assert run.steps == ("train", "train") and run.submeshes == ("d 2, devices 0,1", "device 2")
+    kinds = Counter(s.kind for s in run.spans)
+    assert kinds["forward"] == kinds["backward"] == 2 * 2 * MICROBATCHES
+
+
+def test_times_can_have_been(recorded):
+    """Nothing ends before it starts, a device does one thing at a time, and nothing is read before it is made."""
+    _, run, _, _ = recorded
+    assert all(0 <= s.start <= s.end for s in run.spans)
+    for submesh in range(2):
+        own = sorted((s for s in run.spans if s.submesh == submesh and s.kind != "transfer"), key=lambda s: s.start)
+        assert all(a.end <= b.start + 1e-9 for a, b in zip(own, own[1:], strict=False))
+    at = {(s.step, s.label, s.microbatch): s for s in run.spans}
+    for step in range(2):
+        for m in range(MICROBATCHES):
+            chain = [
+                "front", "front -> submesh 1", "back", "back_bwd", "back_bwd -> submesh 0", "front_bwd",
+            ]  # fmt: skip
+            spans = [at[step, label, m] for label in chain]
+            assert all(a.end <= b.start + 1e-9 for a, b in zip(spans, spans[1:], strict=False)), spans
+
+
+def test_results_are_those_of_an_unrecorded_run(recorded):
+    """Bit by bit, with buffers donated as ever."""
+    _, _, params, plain = recorded
+    jax.tree.map(np.testing.assert_array_equal, params, plain)
+
+
+def test_transfers_say_what_they_carry(recorded):
+    """Shape, maker and bytes."""
+    _, run, _, _ = recorded
+    crossing = {s.label: s for s in run.spans if s.kind == "transfer"}
+    assert crossing["front -> submesh 1"].carries == "float32[2,8] from front"
+    assert (crossing["front -> submesh 1"].nbytes, crossing["front -> submesh 1"].source) == (64, 0)
+
+
+def test_times_come_from_the_devices():
+    """A launch that returns at once takes as long as its device computes; the one behind it waits for it."""
+
+    def work(x):
+        return jax.lax.fori_loop(0, 400, lambda _, y: jnp.sin(y @ y), x)
+
+    slow = mm.task(work, "slow", devices=[0])
+    quick = mm.task(lambda x: x @ x, "quick", devices=[1])
+    step = mm.jit(lambda x: quick(slow(x)))
+    x = jnp.ones((160, 160))
+    jax.block_until_ready(step(x))
+    with mm.inspect.record() as run:
+        begin = time.perf_counter()
+        y = step(x)
+        issued = time.perf_counter() - begin
+        jax.block_until_ready(y)
+        whole = time.perf_counter() - begin
+    assert issued < whole / 2, "the step was not asynchronous, which this test is about"
+    spans = {s.label: s for s in run.spans}
+    assert spans["slow"].seconds > 0.7 * (whole - issued)
+    assert spans["quick"].start >= spans["slow"].end and run.seconds > 0.7 * whole
+
+
+def test_threads_end_with_the_recording(recorded):
+    """Those that wait are gone, and the next call is told to nobody."""
+    compiled, run, params, _ = recorded
+    assert not [t for t in threading.enumerate() if t.name.startswith("manymesh-record")]
+    count = len(run.spans)
+    compiled(jax.tree.map(jnp.copy, params), jnp.ones((MICROBATCHES * 2, 4)))
+    assert len(run.spans) == count
+
+
+def test_an_error_inside_leaves_what_was_recorded():
+    """The recording holds the calls before it."""
+    step = mm.jit(mm.task(jnp.sin, "wave", devices=[0]))
+    with pytest.raises(ZeroDivisionError), mm.inspect.record() as run:
+        step(jnp.ones(2))
+        raise ZeroDivisionError
+    assert [s.label for s in run.spans] == ["wave"]
+
+
+def test_nothing_recorded_can_be_shown():
+    """An empty block gives an empty timeline in every form."""
+    with mm.inspect.record() as run:
+        pass
+    assert run.spans == () and run.bubble_fraction == 0 and "nothing ran" in str(run.timeline())
+    assert "</html>" in run.timeline().html()
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path, recorded):
+    """Every field of every span; and the file is a trace for Perfetto as it is."""
+    import json
+
+    _, run, _, _ = recorded
+    path = run.save(tmp_path / "run.json")
+    again = inspect.Recording.load(path)
+    assert again == run and again.spans[0] == run.spans[0]
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(e["ph"] == "X" for e in events) == len(run.spans)
+    assert all({"name", "ts", "dur", "pid", "tid"} <= e.keys() for e in events if e["ph"] == "X")
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "nonsense", '{"manymesh": {"fields": ["a"], "spans": [[1]]}}'])
+def test_another_file_is_refused(tmp_path, text):
+    """With its name, and how to make one."""
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(ArgumentError, match=r"other.json is no recording of manymesh .* mm.inspect.record"):
+        inspect.Recording.load(path)
+
+
+def test_what_is_off_most_comes_first():
+    """By the seconds of a step; each with measured, predicted, and how often it runs."""
+    found = made_up().compare(predicted())
+    first = found.differences[0]
+    assert (first.label, first.kind, first.runs) == ("back_bwd", "backward", 2)
+    assert first.measured == pytest.approx(4e-3) and first.predicted == pytest.approx(3.6e-3)
+    assert first.seconds == pytest.approx(0.8e-3) and first.ratio == pytest.approx(1 / 0.9)
+    off = [abs(d.seconds) for d in found.differences]
+    assert off == sorted(off, reverse=True) and len(off) == 8
+    assert "most is off in backward 'back_bwd' on submesh 1" in found.summary()
+
+
+def test_what_never_ran_and_what_nobody_predicted_is_said():
+    """One of the two times is missing."""
+    rows = [r for r in predicted() if r[1] != "after_0"] + [(0, "after_9", "other", None, None, 0.0, 5e-3)]
+    found = {d.label: d for d in made_up().compare(rows).differences}
+    assert found["after_9"].measured is None and found["after_9"].seconds == pytest.approx(-5e-3)
+    assert found["after_0"].predicted is None and found["after_0"].seconds == pytest.approx(1e-3)
+    assert "was predicted but never ran" in made_up().compare(rows).summary()
+
+
+def test_a_simulation_is_a_prediction():
+    """Tasks of a stage and phase are matched with it together; what it says nothing of is left out."""
+    simulation = schedules.simulate("1f1b", 2, 2, forward=2e-3, backward=2e-3)
+    found = made_up().compare(simulation)
+    assert {d.label for d in found.differences} == {"stage 0", "stage 1"}
+    assert {d.kind for d in found.differences} == {"forward", "backward"}
+    by = {(d.label, d.kind): d for d in found.differences}
+    assert by["stage 1", "forward"].seconds == pytest.approx(0)
+    assert by["stage 1", "backward"].seconds == pytest.approx(4e-3)
+
+
+def test_a_plan_on_a_clock_is_a_prediction(recorded):
+    """Its rows have the labels of a recording: everything is matched, and the figures are those of the clock."""
+    compiled, run, _, _ = recorded
+    lowered = compiled._lowered
+    count = len(lowered.plan.instructions)
+    clock = list(range(count)), list(range(1, count + 1))
+    found = run.compare(rows(lowered.program, lowered.layout, lowered.plan, *clock))
+    assert all(d.measured is not None and d.predicted in (1, 2) for d in found.differences)
+    assert {d.predicted for d in found.differences if d.kind == "transfer"} == {2}  # from its Send to its Receive
+    assert found.predicted_seconds == count
+
+
+@pytest.mark.parametrize("prediction", [3, [(1, 2)], [(0, "x", "sideways", None, None, 0.0, 1.0)]])
+def test_no_prediction_is_refused(prediction):
+    """With the form that is expected."""
+    with pytest.raises(ArgumentError, match=r"prediction|kinds are forward, backward"):
+        made_up().compare(prediction)
+
+
+def test_profiles_name_every_launch(tmp_path, recorded):
+    """Also where two tasks share an executable; transfers by what they carry. Without a profile there is no observer."""
+    from manymesh._runtime._watch import observer_of
+
+    compiled, _, params, _ = recorded
+    assert observer_of("train", compiled._lowered) is None
+    params = jax.tree.map(jnp.copy, params)
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(compiled(params, jnp.ones((MICROBATCHES * 2, 4))))
+    (path,) = glob.glob(f"{tmp_path}/**/*.xplane.pb", recursive=True)
+    data = jax.profiler.ProfileData.from_file(path)
+    found = Counter(e.name for plane in data.planes for line in plane.lines for e in line.events)
+    for m in range(MICROBATCHES):
+        assert found[f"front forward stage 0 microbatch {m}"] == 1
+        assert found[f"back_bwd backward stage 1 microbatch {m}"] == 1
+        assert found[f"receive front -> submesh 1 microbatch {m}: float32[2,8] from front"] == 1
+
+
+def test_compilation_is_told(caplog, capsys):
+    """To a callback, one fragment at a time; to the logger; and, in a pipe, to nobody else."""
+    seen = []
+    run = mm.jit(lambda x: mm.task(jnp.cos, "b", devices=[1])(mm.task(jnp.sin, "a", devices=[0])(x)))
+    with caplog.at_level(logging.DEBUG, "manymesh"), inspect.progress(seen.append):
+        run(jnp.ones(3))
+    assert [(p.done, p.total) for p in seen] == [(0, 2), (1, 2), (2, 2)]
+    assert {p.fragment for p in seen} == {"", "a", "b"}
+    assert [r.levelname for r in caplog.records if r.name == "manymesh"] == ["DEBUG", "DEBUG", "INFO"]
+    assert "2 fragments are compiled" in caplog.text
+    with inspect.progress(False):
+        run(jnp.ones(4))
+    assert len(seen) == 3 and capsys.readouterr() == ("", "")
