@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import jax
 import numpy as np
 
-from ._plan._instructions import Instruction, Run, Tag
+from ._cost._clock import Crossing, Durations
+from ._plan._instructions import Instruction, Receive, Run, Tag
 from ._program import Program, nbytes
 from ._runtime._execute import Executor
 from ._runtime._lower import Lowered
@@ -24,14 +26,16 @@ class _Clock(Observer):
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._started = 0.0
+        self.cores: list[float] = []
+        self._started = self._worked = 0.0
 
     def begin(self, position: int, instruction: Instruction, inputs: Sequence[jax.Array]) -> None:
-        self._started = time.perf_counter()
+        self._worked, self._started = time.process_time(), time.perf_counter()
 
     def end(self, position: int, instruction: Instruction, outputs: Sequence[jax.Array]) -> None:
         jax.block_until_ready(outputs)
         self.seconds.append(time.perf_counter() - self._started)
+        self.cores.append((time.process_time() - self._worked) / max(self.seconds[-1], 1e-9))
 
 
 def measure(executor: Executor, leaves: list[Any]) -> list[float]:
@@ -48,6 +52,48 @@ def measure(executor: Executor, leaves: list[Any]) -> list[float]:
     jax.block_until_ready(leaves)
     executor(leaves, clock)
     return clock.seconds
+
+
+def measured_durations(
+    lowered: Lowered, executor: Executor, arguments: Callable[[], list[Any]], repeats: int
+) -> Durations:
+    """Runs a step several times, waiting after each instruction.
+
+    Where the devices are virtual and share the cores of one computer, it is measured how many each fragment uses, so
+    that what runs side by side can be told to slow each other down.
+
+    Args:
+      lowered: the step.
+      executor: runs it.
+      arguments: makes its arguments, flat; donated ones are gone after a run.
+      repeats: how many runs count, after a first one.
+    """
+    runs: dict[int, list[float]] = defaultdict(list)
+    cores: dict[int, list[float]] = defaultdict(list)
+    moves: dict[Crossing, list[float]] = defaultdict(list)
+    instructions = lowered.plan.instructions
+    for repeat in range(repeats + 1):
+        clock = _Clock()
+        leaves = arguments()
+        jax.block_until_ready(leaves)
+        executor(leaves, clock)
+        if not repeat:
+            continue
+        for ins, took, used in zip(instructions, clock.seconds, clock.cores, strict=True):
+            if isinstance(ins, Run):
+                runs[ins.fragment].append(took)
+                cores[ins.fragment].append(used)
+            elif isinstance(ins, Receive):  # the copy, of which its Send has nothing inside one process
+                moves[ins.source, ins.submesh, ins.variables].append(took)
+    count = range(len(lowered.program.fragments))
+    devices = [d for mesh in lowered.program.submeshes for d in mesh.devices.flat]
+    shared = all(d.platform == "cpu" for d in devices)
+    return Durations(
+        [median(runs[k]) if k in runs else 0.0 for k in count],
+        {key: median(took) for key, took in moves.items()},
+        cores=float(os.cpu_count() or 1) if shared else None,
+        demand=[min(max(median(cores[k]), 0.1), len(devices)) if k in cores else 1.0 for k in count],
+    )
 
 
 def loop_costs(lowered: Lowered, seconds: list[float], loop: int) -> Costs:
