@@ -197,7 +197,7 @@ def _xla(found: Estimate, index: int, executable: Any) -> Figures:
     cost = cost[0] if isinstance(cost, list) else cost
     ours, stats = found.works[index], executable.memory_analysis()
     return Figures(
-        float(cost.get("flops", 0.0)) + ours.repeated_flops,
+        float(cost.get("flops", 0.0)) + float(cost.get("transcendentals", 0.0)) + ours.repeated_flops,
         float(cost.get("bytes accessed", 0.0)) + ours.repeated_bytes,
         int(getattr(stats, "temp_size_in_bytes", 0) or 0),
     )

@@ -144,7 +144,8 @@ class _Counter:
             bodies, times = [(b, splits[1:], self.axes) for b in op.eqn.params["branches"]], 1.0
         else:  # the body of a shard_map sees what is left to a device by the axes that are its own
             jaxpr = op.eqn.params["jaxpr"]
-            others = {a: n for a, n in self.axes.items() if a not in op.eqn.params.get("manual_axes", self.axes)}
+            manual = _compat.manual_axes_of(op.eqn)
+            others = {a: n for a, n in self.axes.items() if a not in manual}
             bodies = [(jaxpr, [tuple(tuple(a for a in e if a in others) for e in s) for s in splits], others)]
             times = 1.0
         each = [
@@ -178,7 +179,7 @@ class _Counter:
         """Bytes read, bytes written, and most bytes at once besides arguments and results."""
         kept = self._kept()
         roots = self._roots(kept)
-        outputs = {k for k in self.found.outputs if k != NOTHING}
+        outputs = self._outputs({k: op for op in self.found.operations for k in op.makes})
         read = written = 0.0
         writes: list[_Write] = []
         for at, op in enumerate(self.found.operations):
@@ -201,27 +202,38 @@ class _Counter:
 
     def _kept(self) -> set[int]:
         """The values that are written to memory."""
-        kept = {*self.found.inputs, *(k for k in self.found.outputs if k != NOTHING)}
-        readers: dict[int, set[int]] = defaultdict(set)
-        for at, op in enumerate(self.found.operations):
-            for k in op.reads:
-                if k != NOTHING:
-                    readers[k].add(at)
         maker = {k: op for op in self.found.operations for k in op.makes}
+        kept = {*self.found.inputs, *self._outputs(maker)}
         for op in self.found.operations:
             if op.name in _HEAVY or op.name.startswith(("reduce_", "scatter")):
                 kept.update(op.makes)
             if op.name in _READS_MEMORY:
                 kept.update(self._behind(k, maker) for k in op.reads if k != NOTHING)
-            if op.name in _EXPENSIVE and len(readers[op.makes[0]]) > 2:
+        # XLA computes something expensive once, and in memory if several of what it fuses read it.
+        readers: dict[int, set[int]] = defaultdict(set)
+        for op in reversed(self.found.operations):
+            if op.name in _EXPENSIVE and len(readers[op.makes[0]]) > 1:
                 kept.add(op.makes[0])
+            into = {k for k in op.makes if k in kept}.union(*(readers[k] for k in op.makes if k not in kept))
+            for k in op.reads:
+                if k != NOTHING:
+                    readers[k] |= into
         return kept
+
+    def _outputs(self, maker: Mapping[int, Operation]) -> set[int]:
+        """The values that results are, or are views of."""
+        results = {k for k in self.found.outputs if k != NOTHING}
+        return {base if (base := self._behind(k, maker)) in maker else k for k in results}
 
     def _behind(self, k: int, maker: Mapping[int, Operation]) -> int:
         """The value of which another one is a view."""
-        while k in maker and maker[k].name in _VIEWS and maker[k].reads[0] != NOTHING:
+        while k in maker and self._is_view(maker[k]) and maker[k].reads[0] != NOTHING:
             k = maker[k].reads[0]
         return k
+
+    def _is_view(self, op: Operation) -> bool:
+        same = op.name == "broadcast_in_dim" and op.reads[0] != NOTHING
+        return op.name in _VIEWS or (same and self.found.sizes[op.reads[0]] == self.found.sizes[op.makes[0]])
 
     def _roots(self, kept: set[int]) -> list[frozenset[int]]:
         """For each value the values in memory from which it is computed when it is read."""
