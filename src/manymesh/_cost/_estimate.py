@@ -13,6 +13,7 @@ from .._layout._layout import Layout
 from .._plan._instructions import Plan, Receive, Send
 from .._plan._number import variables_of
 from .._program import Fragment, Program
+from .._task import mesh_devices
 from ._clock import Crossing, Durations
 from ._crossings import shard_bytes
 from ._kinds import Kind, kinds_of
@@ -55,9 +56,10 @@ def estimate(
     def of(f: Fragment) -> Work:
         axes = dict(program.submeshes[f.submesh].shape)
         ins, outs = (_splits(layout, f, variables, axes) for variables in (f.invars, f.outvars))
-        key = keys(f.jaxpr), ins, outs, tuple(axes.items())
+        on_cpu = next(iter(mesh_devices(program.submeshes[f.submesh]))).platform == "cpu"
+        key = keys(f.jaxpr), ins, outs, tuple(axes.items()), on_cpu
         if key not in known:
-            known[key] = work(f.jaxpr, axes, ins, outs)
+            known[key] = work(f.jaxpr, axes, ins, outs, breadth_first=on_cpu)
         return known[key]
 
     works = tuple(of(f) for f in program.fragments)

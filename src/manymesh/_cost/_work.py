@@ -7,7 +7,7 @@ XLA fuses arithmetic into what reads it; so only what a product, a sum or the li
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -76,7 +76,11 @@ _EXPENSIVE = frozenset("exp log tanh logistic erf sin cos pow rsqrt sqrt div cbr
 
 
 def work(
-    jaxpr: AbstractJaxpr, axes: Mapping[str, int], inputs: Sequence[Split], outputs: Sequence[Split] | None = None
+    jaxpr: AbstractJaxpr,
+    axes: Mapping[str, int],
+    inputs: Sequence[Split],
+    outputs: Sequence[Split] | None = None,
+    breadth_first: bool = False,
 ) -> Work:
     """Counts what a computation does on each device.
 
@@ -84,15 +88,17 @@ def work(
       jaxpr: the computation, open or closed.
       axes: size of each mesh axis.
       inputs, outputs: the axes that shard each dimension of what comes in and goes out.
+      breadth_first: whether XLA orders operations so that many can run at a time, as on CPU, and not so that little
+        memory is needed.
     """
     found = flatten(jaxpr)
     spread(found, axes, inputs, outputs)
-    return _Counter(found, axes).count()
+    return _Counter(found, axes, breadth_first).count()
 
 
 class _Counter:
-    def __init__(self, found: Operations, axes: Mapping[str, int]) -> None:
-        self.found, self.axes = found, axes
+    def __init__(self, found: Operations, axes: Mapping[str, int], breadth_first: bool) -> None:
+        self.found, self.axes, self.breadth_first = found, axes, breadth_first
         self.ways = [found.ways(split, axes) for split in found.splits]
         self.bytes = [size // n for size, n in zip(found.sizes, self.ways, strict=True)]
         self.matmul: dict[str, float] = defaultdict(float)
@@ -149,7 +155,7 @@ class _Counter:
             bodies = [(jaxpr, [tuple(tuple(a for a in e if a in others) for e in s) for s in splits], others)]
             times = 1.0
         each = [
-            work(b, axes, [_ranked(s, v) for s, v in zip(given, _compat.open_jaxpr(b).invars, strict=True)])
+            work(b, axes, [_ranked(s, v) for s, v in zip(given, _compat.open_jaxpr(b).invars, strict=True)], breadth_first=self.breadth_first)
             for b, given, axes in bodies
         ]
         most = max(each, key=lambda w: (w.flops, w.bytes_read))
@@ -192,7 +198,10 @@ class _Counter:
                 over = op.name not in _HEAVY and not op.name.startswith("reduce_")
                 writes.append(_Write(reads, makes, own, self.inner_room.get(at, 0), over))
         read += sum(self.bytes[k] for k in outputs & {*self.found.inputs})
-        return read, written, _most_at_once(writes, self.bytes)
+        if self.breadth_first:
+            writes = _by_breadth(writes, self.found.inputs)
+            return read, written, _most_at_once(writes, self.bytes, eager=False)
+        return read, written, _most_at_once(writes, self.bytes, eager=True)
 
     def _amount_read(self, op: Operation, k: int, reads: set[int]) -> float:
         """Bytes of a value that an operation reads: of a table, what is looked up."""
@@ -257,10 +266,44 @@ class _Write:
     over: bool
 
 
-def _most_at_once(writes: Sequence[_Write], size: Sequence[int]) -> int:
-    """Most bytes at once, where what needs no room of its own runs as soon as it can, as XLA's scheduler has it.
+def _by_breadth(writes: Sequence[_Write], inputs: Sequence[int]) -> list[_Write]:
+    """The order of a queue: what has all that it reads goes to its end, arguments in their order first."""
+    maker = {k: at for at, w in enumerate(writes) for k in w.makes}
+    readers: dict[int, list[int]] = defaultdict(list)
+    left = []
+    for at, w in enumerate(writes):
+        read = {k for k in w.reads if maker.get(k) != at}
+        left.append(len(read))
+        for k in read:
+            readers[k].append(at)
+    given = {k for w in writes for k in w.reads if k not in maker}
+    queue: deque[int] = deque([*(at for at, n in enumerate(left) if not n)])
+    ordered: list[_Write] = []
 
-    The sum of a gradient and its accumulator, which a jaxpr has at its end, frees the gradient at once.
+    def made(k: int) -> None:
+        for at in readers[k]:
+            left[at] -= 1
+            if not left[at]:
+                queue.append(at)
+
+    for k in [*sorted(given.difference(inputs)), *inputs]:
+        made(k)
+    while queue:
+        w = writes[queue.popleft()]
+        ordered.append(w)
+        for k in w.makes:
+            made(k)
+    return ordered
+
+
+def _most_at_once(writes: Sequence[_Write], size: Sequence[int], eager: bool) -> int:
+    """Most bytes at once.
+
+    Args:
+      writes: in the order in which they run.
+      size: bytes of each value.
+      eager: whether what needs no room of its own and frees some runs as soon as it can, as where XLA's scheduler
+        saves memory: the sum of a gradient and its accumulator, which a jaxpr has at its end, frees the gradient at once.
     """
     maker = {k: at for at, w in enumerate(writes) for k in w.makes}
     waits = [{maker[k] for k in w.reads if k in maker and maker[k] != at} for at, w in enumerate(writes)]
@@ -293,7 +336,8 @@ def _most_at_once(writes: Sequence[_Write], size: Sequence[int]) -> int:
         live += sum(size[k] for k in w.own if left[k]) - dying
         for later in readers[at]:
             waits[later].discard(at)
-        return [later for later in readers[at] if not waits[later] and not done[later] and frees(writes[later])]
+        ready = [later for later in readers[at] if not waits[later] and not done[later]]
+        return [later for later in ready if eager and frees(writes[later])]
 
     for at in range(len(writes)):
         ready = [at] if not done[at] else []
