@@ -80,9 +80,7 @@ def _queues(program: Program) -> list[list[int]]:
     return [[g for g, at in enumerate(groups) if s in at] for s in range(len(program.submeshes))]
 
 
-def _each_alone(
-    plan: Plan, durations: Durations, queues: Sequence[Sequence[int]]
-) -> tuple[list[float], list[float]]:
+def _each_alone(plan: Plan, durations: Durations, queues: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
     """The clock where every device has cores of its own."""
     ready = [0.0] * plan.num_slots
     free = [0.0] * (1 + max((g for groups in queues for g in groups), default=0))

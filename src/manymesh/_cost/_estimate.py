@@ -59,7 +59,7 @@ def estimate(
         on_cpu = next(iter(mesh_devices(program.submeshes[f.submesh]))).platform == "cpu"
         key = keys(f.jaxpr), ins, outs, tuple(axes.items()), on_cpu
         if key not in known:
-            known[key] = work(f.jaxpr, axes, ins, outs, breadth_first=on_cpu)
+            known[key] = work(f.jaxpr, axes, ins, outs, on_cpu=on_cpu)
         return known[key]
 
     works = tuple(of(f) for f in program.fragments)
@@ -110,9 +110,7 @@ def roofline(work: Work, hardware: Hardware, flops: float, nbytes: float) -> Roo
     return Roofline(compute * flops / ours, nbytes / hardware.memory_bandwidth, exchange, hardware.launch_overhead)
 
 
-def durations(
-    found: Estimate, hardware: Hardware | None, flops: Sequence[float], nbytes: Sequence[float]
-) -> Durations:
+def durations(found: Estimate, hardware: Hardware | None, flops: Sequence[float], nbytes: Sequence[float]) -> Durations:
     """What everything takes on a hardware; without one, FLOPs stand for seconds and transfers take no time.
 
     Args:
@@ -139,4 +137,6 @@ def _moves(layout: Layout, v: Var, ins: Send) -> bool:
 
 def crossing_of(ins: Send | Receive) -> Crossing:
     """What the durations of transfers go by."""
-    return (ins.submesh, ins.target, ins.variables) if isinstance(ins, Send) else (ins.source, ins.submesh, ins.variables)
+    return (
+        (ins.submesh, ins.target, ins.variables) if isinstance(ins, Send) else (ins.source, ins.submesh, ins.variables)
+    )

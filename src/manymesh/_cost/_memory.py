@@ -123,7 +123,9 @@ class _Slots:
             name: np.asarray(getattr(self, name), np.int64)
             for name in ("size", "number", "at", "fill", "free", "submesh", "extra")
         }
-        self.slot_kind = np.asarray(self.kind_of, np.int64)[self.arrays["number"]] if self.variables else np.zeros(0, int)
+        self.slot_kind = (
+            np.asarray(self.kind_of, np.int64)[self.arrays["number"]] if self.variables else np.zeros(0, int)
+        )
         self.by_submesh = [np.flatnonzero(self.arrays["at"] == s) for s in range(len(program.submeshes))]
         self.instructions = [np.flatnonzero(self.arrays["submesh"] == s) for s in range(len(program.submeshes))]
 
@@ -141,7 +143,9 @@ class _Slots:
             self._fills([slot], [self.numbers[v]], [self.bytes(self.numbers[v], s)], s, -1)
             if s == program.home[v]:
                 lent.add(slot)
-        makes = [[self.bytes(k, f.submesh) for k in p.makes] for f, p in zip(program.fragments, plan.ports, strict=True)]
+        makes = [
+            [self.bytes(k, f.submesh) for k in p.makes] for f, p in zip(program.fragments, plan.ports, strict=True)
+        ]
         total = [sum(sizes) for sizes in makes]
         arriving: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
         for k, ins in enumerate(plan.instructions):
@@ -221,8 +225,10 @@ class _Slots:
             line[0] += 1
             line[1] += self.size[slot]
         largest = sorted(held.items(), key=lambda item: -item[1][1])[:6]
-        return where, {k: n for k, n in made.items() if n > 0}, tuple(
-            Holding(name, kind, count, nbytes) for (name, kind), (count, nbytes) in largest if nbytes
+        return (
+            where,
+            {k: n for k, n in made.items() if n > 0},
+            tuple(Holding(name, kind, count, nbytes) for (name, kind), (count, nbytes) in largest if nbytes),
         )
 
     def _timeline(self, order: Numbers, live: Numbers, running: Numbers) -> tuple[Moment, ...]:

@@ -201,7 +201,9 @@ class _Spreading:
         rank = len(self.found.shapes[op.makes[0]])
         asked = split_of(spec, rank, self.axes)
         still_open = [d < len(spec) and spec[d] is PartitionSpec.UNCONSTRAINED for d in range(rank)]
-        split = tuple(b if free else a for a, b, free in zip(asked, before, still_open, strict=True)) if before else asked
+        split = (
+            tuple(b if free else a for a, b, free in zip(asked, before, still_open, strict=True)) if before else asked
+        )
         self.splits[op.makes[0]] = split
         self.fixed.add(op.makes[0])
         lost = tuple(a for entry in before for a in entry if not any(a in e for e in split))

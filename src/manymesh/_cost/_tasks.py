@@ -15,7 +15,9 @@ from .._program import Fragment, nbytes
 from ._estimate import Estimate
 
 # A parameter that went through these is still that parameter: cast, or laid out for a loop.
-_SAME = frozenset("convert_element_type copy reshape squeeze sharding_constraint transpose optimization_barrier".split())
+_SAME = frozenset(
+    "convert_element_type copy reshape squeeze sharding_constraint transpose optimization_barrier".split()
+)
 
 
 @dataclass(frozen=True)

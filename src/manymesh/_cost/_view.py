@@ -114,7 +114,8 @@ def values(lines: Sequence[ValueLine], edges: Sequence[EdgeLine]) -> Iterator[Re
         table.add_row(*row)
     yield table
     yield from (
-        f"  {e.source} -> {e.target}: {e.values} values in {e.transfers} transfers, {e.nbytes} bytes" for e in edges[:MANY]
+        f"  {e.source} -> {e.target}: {e.values} values in {e.transfers} transfers, {e.nbytes} bytes"
+        for e in edges[:MANY]
     )
     if len(edges) > MANY:
         yield f"  ... and between {len(edges) - MANY} more pairs"
@@ -187,7 +188,9 @@ def _folded(rows: Sequence[tuple[str, ...]], named: Sequence[int]) -> Iterator[t
         alike.setdefault(tuple(cell for k, cell in enumerate(row) if k not in named), []).append(row)
     for same in alike.values():
         first, last = same[0], same[-1]
-        cells = [a if a == b or k not in named else f"{a} ... {b}" for k, (a, b) in enumerate(zip(first, last, strict=True))]
+        cells = [
+            a if a == b or k not in named else f"{a} ... {b}" for k, (a, b) in enumerate(zip(first, last, strict=True))
+        ]
         if len(same) > 1:
             cells[0] = f"{len(same)} x {cells[0]}"
         yield tuple(cells)
@@ -232,5 +235,3 @@ def _seconds(seconds: float) -> str:
         if seconds * factor >= 1 or unit == "us":
             break
     return f"{seconds * factor:.3g} {unit}"
-
-

@@ -71,7 +71,9 @@ _NO_FLOPS = frozenset(
     "empty squeeze real imag create_token".split()
 )
 # Views: XLA makes no buffer for them.
-_VIEWS = frozenset("reshape squeeze expand_dims optimization_barrier name sharding_constraint manymesh_constraint".split())
+_VIEWS = frozenset(
+    "reshape squeeze expand_dims optimization_barrier name sharding_constraint manymesh_constraint".split()
+)
 _EXPENSIVE = frozenset("exp log tanh logistic erf sin cos pow rsqrt sqrt div cbrt exp2 log1p expm1 erf_inv".split())
 
 
@@ -80,7 +82,7 @@ def work(
     axes: Mapping[str, int],
     inputs: Sequence[Split],
     outputs: Sequence[Split] | None = None,
-    breadth_first: bool = False,
+    on_cpu: bool = False,
 ) -> Work:
     """Counts what a computation does on each device.
 
@@ -88,23 +90,24 @@ def work(
       jaxpr: the computation, open or closed.
       axes: size of each mesh axis.
       inputs, outputs: the axes that shard each dimension of what comes in and goes out.
-      breadth_first: whether XLA orders operations so that many can run at a time, as on CPU, and not so that little
-        memory is needed.
+      on_cpu: whether XLA's CPU backend runs it. It orders operations so that many can run at a time, and not so that
+        little memory is needed, and it copies some operands of products into another order of their dimensions.
     """
     found = flatten(jaxpr)
     spread(found, axes, inputs, outputs)
-    return _Counter(found, axes, breadth_first).count()
+    return _Counter(found, axes, on_cpu).count()
 
 
 class _Counter:
-    def __init__(self, found: Operations, axes: Mapping[str, int], breadth_first: bool) -> None:
-        self.found, self.axes, self.breadth_first = found, axes, breadth_first
+    def __init__(self, found: Operations, axes: Mapping[str, int], on_cpu: bool) -> None:
+        self.found, self.axes, self.on_cpu = found, axes, on_cpu
         self.ways = [found.ways(split, axes) for split in found.splits]
         self.bytes = [size // n for size, n in zip(found.sizes, self.ways, strict=True)]
         self.matmul: dict[str, float] = defaultdict(float)
         self.other = self.exchanged = self.exchanges = 0.0
         self.inner_read = self.inner_written = self.repeated_flops = self.repeated_bytes = 0.0
         self.open_loops = 0
+        self.heavy: set[int] = set()  # what products and the like make
         self.inner_room: dict[int, int] = {}  # position of a loop -> bytes that its body needs
 
     def count(self) -> Work:
@@ -155,7 +158,12 @@ class _Counter:
             bodies = [(jaxpr, [tuple(tuple(a for a in e if a in others) for e in s) for s in splits], others)]
             times = 1.0
         each = [
-            work(b, axes, [_ranked(s, v) for s, v in zip(given, _compat.open_jaxpr(b).invars, strict=True)], breadth_first=self.breadth_first)
+            work(
+                b,
+                axes,
+                [_ranked(s, v) for s, v in zip(given, _compat.open_jaxpr(b).invars, strict=True)],
+                on_cpu=self.on_cpu,
+            )
             for b, given, axes in bodies
         ]
         most = max(each, key=lambda w: (w.flops, w.bytes_read))
@@ -188,20 +196,53 @@ class _Counter:
         outputs = self._outputs({k: op for op in self.found.operations for k in op.makes})
         read = written = 0.0
         writes: list[_Write] = []
+        copies: dict[tuple[int, int], int] = {}
         for at, op in enumerate(self.found.operations):
             makes = [k for k in op.makes if k in kept]
             if makes:
                 reads = set().union(*(roots[k] for k in op.reads if k != NOTHING))
+                if self.on_cpu and op.name == "dot_general":
+                    reads = self._copied(op, reads, roots, copies, writes)
                 read += sum(self._amount_read(op, k, reads) for k in reads)
                 written += sum(self.bytes[k] for k in makes)
                 own = [k for k in makes if k not in outputs]
                 over = op.name not in _HEAVY and not op.name.startswith("reduce_")
                 writes.append(_Write(reads, makes, own, self.inner_room.get(at, 0), over))
         read += sum(self.bytes[k] for k in outputs & {*self.found.inputs})
-        if self.breadth_first:
+        if self.on_cpu:
             writes = _by_breadth(writes, self.found.inputs)
             return read, written, _most_at_once(writes, self.bytes, eager=False)
         return read, written, _most_at_once(writes, self.bytes, eager=True)
+
+    def _copied(
+        self,
+        op: Operation,
+        reads: set[int],
+        roots: Sequence[frozenset[int]],
+        copies: dict[tuple[int, int], int],
+        writes: list[_Write],
+    ) -> set[int]:
+        """What a product reads, with copies in place of operands whose dimensions are in an order that it cannot read.
+
+        What arithmetic makes just before is written in the right order.
+        """
+        (left, right), (left_batch, right_batch) = op.eqn.params["dimension_numbers"]
+        for side, (k, summed, batch) in enumerate(((op.reads[0], left, left_batch), (op.reads[1], right, right_batch))):
+            if k == NOTHING:
+                continue
+            rank = len(self.found.shapes[k])
+            others = [d for d in range(rank) if d not in summed and d not in batch]
+            order = [*batch, *(others if side == 0 else summed), *(summed if side == 0 else others)]
+            (base,) = roots[k] if len(roots[k]) == 1 else (k,)
+            given = base in self.found.inputs or base in self.heavy
+            if order == sorted(order) or (side and rank == 2) or not given:
+                continue
+            if (base, side) not in copies:
+                copies[base, side] = len(self.bytes)
+                self.bytes.append(self.bytes[base])
+                writes.append(_Write({base}, [copies[base, side]], [copies[base, side]], 0, False))
+            reads = (reads - {base}) | {copies[base, side]}
+        return reads
 
     def _amount_read(self, op: Operation, k: int, reads: set[int]) -> float:
         """Bytes of a value that an operation reads: of a table, what is looked up."""
@@ -212,6 +253,7 @@ class _Counter:
     def _kept(self) -> set[int]:
         """The values that are written to memory."""
         maker = {k: op for op in self.found.operations for k in op.makes}
+        self.heavy = {k for op in self.found.operations if op.name in _HEAVY for k in op.makes}
         kept = {*self.found.inputs, *self._outputs(maker)}
         for op in self.found.operations:
             if op.name in _HEAVY or op.name.startswith(("reduce_", "scatter")):
