@@ -31,7 +31,7 @@ def readme() -> Step:
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)[:1]
     names: dict[str, Any] = {}
     exec(compile(code.split("print(step.lower")[0], "README.md", "exec"), names)
-    return names["step"], (names["state"], names["batch"])
+    return _placed(names["step"], (names["state"], names["batch"]))
 
 
 class Cross(nn.Module):
@@ -126,9 +126,12 @@ def _training(loss: Callable[..., Any], params: Any, batch: Any, count: int) -> 
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments}, value
 
     state = {"params": params, "optimizer": optimizer.init(params)}
-    jitted = mm.jit(step, donate_argnums=0)
-    places = jitted.lower(state, batch).compile().input_shardings[0]
-    return jitted, jax.device_put((state, batch), places)
+    return _placed(mm.jit(step, donate_argnums=0), (state, batch))
+
+
+def _placed(step: Any, args: Any) -> Step:
+    """The arguments where the step wants them, as after a first call."""
+    return step, jax.device_put(args, step.lower(*args).compile().input_shardings[0])
 
 
 STEPS: dict[str, Callable[[], Step]] = {"readme": readme, "decoder": decoder, "encoder-decoder": encoder_decoder}

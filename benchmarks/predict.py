@@ -172,7 +172,7 @@ def asleep(rounds: int) -> list[dict[str, Any]]:
     wall = median(_wall(compiled, args) for _ in range(rounds))
     fragments = compiled.program.fragments
     runs = {f.name: f.runs for f in report.fragments}
-    work = sum(runs[f.name] * taken.runs[f.index] for f in fragments if f.loop is not None)
+    work = sum(runs[f.name] * (taken.runs[f.index] + taken.issues[f.index]) for f in fragments if f.loop is not None)
     bubble = 1 - work / (len(naps) * wall)
     return [
         compare("sleeping stages: time of a step", 1e3 * report.prediction.seconds, 1e3 * wall, "ms"),

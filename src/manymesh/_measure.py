@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ._cost._clock import Crossing, Durations
-from ._plan._instructions import Instruction, Receive, Run, Tag
+from ._plan._instructions import Instruction, Run, Send, Tag
 from ._program import Program, nbytes
 from ._runtime._execute import Executor
 from ._runtime._lower import Lowered
@@ -26,6 +26,7 @@ class _Clock(Observer):
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.issue: list[float] = []
         self.cores: list[float] = []
         self._started = self._worked = 0.0
 
@@ -33,6 +34,7 @@ class _Clock(Observer):
         self._worked, self._started = time.process_time(), time.perf_counter()
 
     def end(self, position: int, instruction: Instruction, outputs: Sequence[jax.Array]) -> None:
+        self.issue.append(time.perf_counter() - self._started)
         jax.block_until_ready(outputs)
         self.seconds.append(time.perf_counter() - self._started)
         self.cores.append((time.process_time() - self._worked) / max(self.seconds[-1], 1e-9))
@@ -68,31 +70,34 @@ def measured_durations(
       arguments: makes its arguments, flat; donated ones are gone after a run.
       repeats: how many runs count, after a first one.
     """
-    runs: dict[int, list[float]] = defaultdict(list)
-    cores: dict[int, list[float]] = defaultdict(list)
-    moves: dict[Crossing, list[float]] = defaultdict(list)
+    runs: dict[object, list[float]] = defaultdict(list)
+    issues: dict[object, list[float]] = defaultdict(list)
+    cores: dict[object, list[float]] = defaultdict(list)
     instructions = lowered.plan.instructions
     for repeat in range(repeats + 1):
         clock = _Clock()
         leaves = arguments()
         jax.block_until_ready(leaves)
         executor(leaves, clock)
-        if not repeat:
-            continue
-        for ins, took, used in zip(instructions, clock.seconds, clock.cores, strict=True):
-            if isinstance(ins, Run):
-                runs[ins.fragment].append(took)
-                cores[ins.fragment].append(used)
-            elif isinstance(ins, Receive):  # the copy, of which its Send has nothing inside one process
-                moves[ins.source, ins.submesh, ins.variables].append(took)
+        figures = zip(instructions, clock.seconds, clock.issue, clock.cores, strict=True)
+        for ins, took, issue, used in figures if repeat else ():
+            if isinstance(ins, Send):  # the copy is in the Receive
+                continue
+            key = ins.fragment if isinstance(ins, Run) else (ins.source, ins.submesh, ins.variables)
+            runs[key].append(took - issue)
+            issues[key].append(issue)
+            cores[key].append(used)
     count = range(len(lowered.program.fragments))
+    crossings: list[Crossing] = [key for key in runs if isinstance(key, tuple)]
     devices = [d for mesh in lowered.program.submeshes for d in mesh.devices.flat]
     shared = all(d.platform == "cpu" for d in devices)
     return Durations(
-        [median(runs[k]) if k in runs else 0.0 for k in count],
-        {key: median(took) for key, took in moves.items()},
-        cores=float(os.cpu_count() or 1) if shared else None,
-        demand=[min(max(median(cores[k]), 0.1), len(devices)) if k in cores else 1.0 for k in count],
+        [median(runs.get(k, (0.0,))) for k in count],
+        {key: median(runs[key]) for key in crossings},
+        [median(issues.get(k, (0.0,))) for k in count],
+        {key: median(issues[key]) for key in crossings},
+        float(os.cpu_count() or 1) if shared else None,
+        [min(max(median(cores.get(k, (1.0,))), 0.1), float(len(devices))) for k in count],
     )
 
 

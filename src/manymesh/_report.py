@@ -160,6 +160,8 @@ def make_report(
     lines = []
     for f, n, own in zip(program.fragments, figures, counted, strict=True):
         seconds, bound = (None, "") if by == "FLOPs" else (taken.runs[f.index], "measured")
+        if times is not None and times.issues:
+            seconds = taken.runs[f.index] + times.issues[f.index]
         if times is None and hardware is not None:
             bound = roofline(found.works[f.index], hardware, n.flops, n.nbytes).bound
         number = None if executables is None else numbers.setdefault(id(executables[f.index]), len(numbers))

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .._plan._instructions import Instruction, Plan, Receive, Run
+from .._plan._instructions import Instruction, Plan, Receive, Run, Send
 from .._program import Program
 from .._task import mesh_devices
 
@@ -21,16 +21,18 @@ class Durations:
     """What each thing takes, in seconds.
 
     Attributes:
-      runs: one run of each fragment, alone on the machine.
-      transfers: each batch of values between two submeshes.
-      issue: what the thread that issues instructions needs for each.
+      runs: one run of each fragment, alone on the machine, once it is issued.
+      transfers: each batch of values between two submeshes, once it is issued.
+      issues: what the thread that issues all instructions needs for one run of each fragment; nothing where it is empty.
+      transfer_issues: the same for batches of values.
       cores: where all devices share the cores of one computer, how many there are; None where each has its own.
       demand: how many of these each fragment uses while it is alone.
     """
 
     runs: Sequence[float]
     transfers: Mapping[Crossing, float] = field(default_factory=dict)
-    issue: float = 0.0
+    issues: Sequence[float] = ()
+    transfer_issues: Mapping[Crossing, float] = field(default_factory=dict)
     cores: float | None = None
     demand: Sequence[float] = ()
 
@@ -63,11 +65,26 @@ def run_clock(program: Program, plan: Plan, durations: Durations) -> Course:
       durations: what everything takes.
     """
     queues = _queues(program)
+    issued = _issued(plan, durations)
     if durations.cores is None:
-        starts, ends = _each_alone(plan, durations, queues)
+        starts, ends = _each_alone(plan, durations, queues, issued)
     else:
-        starts, ends = _sharing(plan, durations, queues, durations.cores)
+        starts, ends = _Sharing(plan, durations, queues, issued, durations.cores).run()
     return _course(program, plan, starts, ends)
+
+
+def _issued(plan: Plan, durations: Durations) -> list[float]:
+    """When each instruction has been issued: one after the other, by one thread."""
+    if not durations.issues and not durations.transfer_issues:
+        return [0.0] * len(plan.instructions)
+    issued, now = [], 0.0
+    for ins in plan.instructions:
+        if isinstance(ins, Run):
+            now += durations.issues[ins.fragment] if durations.issues else 0.0
+        elif isinstance(ins, Send):
+            now += durations.transfer_issues.get((ins.submesh, ins.target, ins.variables), 0.0)
+        issued.append(now)
+    return issued
 
 
 def _queues(program: Program) -> list[list[int]]:
@@ -80,7 +97,9 @@ def _queues(program: Program) -> list[list[int]]:
     return [[g for g, at in enumerate(groups) if s in at] for s in range(len(program.submeshes))]
 
 
-def _each_alone(plan: Plan, durations: Durations, queues: Sequence[Sequence[int]]) -> tuple[list[float], list[float]]:
+def _each_alone(
+    plan: Plan, durations: Durations, queues: Sequence[Sequence[int]], issued: Sequence[float]
+) -> tuple[list[float], list[float]]:
     """The clock where every device has cores of its own."""
     ready = [0.0] * plan.num_slots
     free = [0.0] * (1 + max((g for groups in queues for g in groups), default=0))
@@ -89,7 +108,7 @@ def _each_alone(plan: Plan, durations: Durations, queues: Sequence[Sequence[int]
     starts, ends = [0.0] * len(plan.instructions), [0.0] * len(plan.instructions)
     when = ready.__getitem__
     for k, ins in enumerate(plan.instructions):
-        start = k * durations.issue
+        start = issued[k]
         if isinstance(ins, Run):
             groups = queues[ins.submesh]
             start = max(start, max(map(when, ins.inputs), default=0.0), *(free[g] for g in groups))
@@ -114,8 +133,16 @@ def _each_alone(plan: Plan, durations: Durations, queues: Sequence[Sequence[int]
 class _Sharing:
     """The clock where all devices share the cores of one computer: what runs at a time slows each other down."""
 
-    def __init__(self, plan: Plan, durations: Durations, queues: Sequence[Sequence[int]], cores: float) -> None:
-        self.plan, self.durations, self.queues, self.cores = plan, durations, queues, cores
+    def __init__(
+        self,
+        plan: Plan,
+        durations: Durations,
+        queues: Sequence[Sequence[int]],
+        issued: Sequence[float],
+        cores: float,
+    ) -> None:
+        self.plan, self.durations, self.queues = plan, durations, queues
+        self.issued, self.cores = issued, cores
         self.now = 0.0
         count = len(plan.instructions)
         self.starts, self.ends = [-1.0] * count, [-1.0] * count
@@ -147,7 +174,7 @@ class _Sharing:
                 for queue in [q for q, positions in self.waiting.items() if positions]:
                     k = self.waiting[queue][-1]
                     ins = self.plan.instructions[k]
-                    if self.starts[k] >= 0 or k * self.durations.issue > self.now:
+                    if self.starts[k] >= 0 or self.issued[k] > self.now:
                         continue
                     if any(self.waiting[q][-1] != k for q in self._queues(ins)):
                         continue
@@ -172,7 +199,7 @@ class _Sharing:
         demand = {k: self._demand(k) for k in self.running}
         speed = min(1.0, self.cores / max(sum(demand.values()), 1e-9))
         moments = [self.now + work / speed for work in self.running.values()] + list(self.moving.values())
-        heads = [positions[-1] * self.durations.issue for positions in self.waiting.values() if positions]
+        heads = [self.issued[positions[-1]] for positions in self.waiting.values() if positions]
         moments += [t for t in heads if t > self.now]
         assert moments, "a plan in which something always can go on"
         following = min(moments)
@@ -205,12 +232,6 @@ class _Sharing:
             self.waiting[queue].pop()
         for slot in ins.outputs if isinstance(ins, (Run, Receive)) else ():
             self.pending[slot] = False
-
-
-def _sharing(
-    plan: Plan, durations: Durations, queues: Sequence[Sequence[int]], cores: float
-) -> tuple[list[float], list[float]]:
-    return _Sharing(plan, durations, queues, cores).run()
 
 
 def _course(program: Program, plan: Plan, starts: Sequence[float], ends: Sequence[float]) -> Course:
