@@ -67,7 +67,9 @@ def decoder(width: int = 256, length: int = 64, count: int = 8, layers: Sequence
 
     rng = np.random.default_rng(0)
     keys = iter(jax.random.split(jax.random.key(0), 16))
-    weights = [[mm.meta.unbox(block.init(next(keys), jnp.ones((1, 2, width))))["params"] for _ in range(n)] for n in layers]
+    weights = [
+        [mm.meta.unbox(block.init(next(keys), jnp.ones((1, 2, width))))["params"] for _ in range(n)] for n in layers
+    ]
     table, out = (rng.normal(0, 0.02, s).astype(np.float32) for s in ((512, width), (width, 512)))
     tokens = rng.integers(0, 512, (4 * count, length + 1))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
@@ -118,9 +120,7 @@ def _training(loss: Callable[..., Any], params: Any, batch: Any, count: int) -> 
     optimizer = optax.adamw(1e-3)
 
     def step(state: Any, batch: Any) -> Any:
-        grad = mm.microbatch(
-            jax.value_and_grad(loss), argnum=1, num_microbatches=count, schedule="1f1b", reduce="mean"
-        )
+        grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=count, schedule="1f1b", reduce="mean")
         value, grads = grad(state["params"], batch)
         updates, moments = optimizer.update(grads, state["optimizer"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments}, value

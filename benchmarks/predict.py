@@ -109,7 +109,9 @@ def bytes_and_peaks(name: str, lowered: Any, compiled: Any, args: Any) -> list[d
     rows = [compare(f"{name}: bytes that cross", arrived, watch.crossed, "B")]
     for when, report in (("before compiling", before), ("after", after)):
         worst = max(watch.peak, key=lambda d: abs(report.memory[d].peak_bytes / watch.peak[d] - 1))
-        rows.append(compare(f"{name}: peak of {worst}, {when}", report.memory[worst].peak_bytes, watch.peak[worst], "B"))
+        rows.append(
+            compare(f"{name}: peak of {worst}, {when}", report.memory[worst].peak_bytes, watch.peak[worst], "B")
+        )
     wrong = [o for o in after.off if o.what == "temporary bytes"][:3]
     for o in wrong:
         print(f"  {name}: room inside {o.where}: ours {o.counted:.0f}, XLA's {o.found:.0f} ({100 * o.by:+.0f} %)")
@@ -151,9 +153,7 @@ def asleep(rounds: int) -> list[dict[str, Any]]:
         def run(w: Any, x: Any) -> Any:
             return slowly(x @ w)
 
-        run.defvjp(
-            lambda w, x: (slowly(x @ w), (w, x)), lambda kept, g: (kept[1].T @ slower(g), slower(g) @ kept[0].T)
-        )
+        run.defvjp(lambda w, x: (slowly(x @ w), (w, x)), lambda kept, g: (kept[1].T @ slower(g), slower(g) @ kept[0].T))
         return lambda w, x: run(w, x)
 
     tasks = [mm.task(stage(nap), f"stage_{i}", devices=[i]) for i, nap in enumerate(naps)]

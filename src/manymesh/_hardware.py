@@ -61,7 +61,9 @@ class Hardware:
             if not rate > 0 or math.isnan(rate):
                 raise ArgumentError(f"Hardware: {name} has to be a positive number, found {rate!r}")
         if "float32" not in self.peak_flops:
-            raise ArgumentError("Hardware: peak_flops needs 'float32', by which dtypes that it does not name are counted")
+            raise ArgumentError(
+                "Hardware: peak_flops needs 'float32', by which dtypes that it does not name are counted"
+            )
 
     def flops_per_second(self, dtype: str) -> float:
         """The peak rate for operands of a dtype; that of float32 where nothing else is known."""
@@ -112,7 +114,14 @@ class Hardware:
     def of(cls, device: Any) -> Hardware | None:
         """What is known of a device of ``jax.devices()`` by its kind; None for one that is not among those above."""
         kind = str(getattr(device, "device_kind", "")).lower()
-        words = {"h100": "h100", "h200": "h200", "b200": "b200", "v5p": "tpu_v5p", "v6e": "tpu_v6e", "v6 lite": "tpu_v6e"}
+        words = {
+            "h100": "h100",
+            "h200": "h200",
+            "b200": "b200",
+            "v5p": "tpu_v5p",
+            "v6e": "tpu_v6e",
+            "v6 lite": "tpu_v6e",
+        }
         return next((cls.ready()[name] for word, name in words.items() if word in kind), None)
 
     @classmethod

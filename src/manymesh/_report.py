@@ -175,10 +175,11 @@ def make_report(
     off: tuple[Off, ...] = ()
     if executables is not None:
         off = _off(lines, held, memory(program, plan, found.layout, found.kinds, [f.temporary_bytes for f in counted]))
+    made, reused = compilations or (None, None)
     schedules = tuple((_schedule_name(x.schedule), x.placement, x.num_microbatches) for x in program.loops)
     named = zip(program.loops, schedules, course.loop_bubbles, strict=True)
     return Report(
-        tuple(lines), _edges(program, plan), *(compilations or (None, None)), held, program.unmarked, schedules,
+        tuple(lines), _edges(program, plan), made, reused, held, program.unmarked, schedules,
         program.reductions, tasks_of(found, flops), crossings(program, plan, found.layout),
         tuple(LoopLine(x.name, *how, bubble) for x, how, bubble in named),
         Prediction(
@@ -219,7 +220,9 @@ def _off(lines: Sequence[FragmentLine], held: Mapping[Any, Memory], counted: Map
                 found.setdefault((what, ours, xla), Off(f.name, what, ours, xla))
     for (d, m), own in zip(held.items(), counted.values(), strict=True):
         if m.peak_bytes != own.peak_bytes:
-            found.setdefault(("peak bytes", own.peak_bytes, m.peak_bytes), Off(str(d), "peak bytes", own.peak_bytes, m.peak_bytes))
+            found.setdefault(
+                ("peak bytes", own.peak_bytes, m.peak_bytes), Off(str(d), "peak bytes", own.peak_bytes, m.peak_bytes)
+            )
     return tuple(sorted(found.values(), key=lambda o: (o.what != "peak bytes", -abs(o.by))))
 
 

@@ -182,9 +182,7 @@ class Lowered:
     def _moved_results(self) -> dict[int, NamedSharding]:
         """The results that get the wanted sharding when they are finished."""
         direct = self._made_in_place()
-        return {
-            o: s for o, s in self._wanted.items() if o not in direct and _compat.is_var(self.program.outputs[o][0])
-        }
+        return {o: s for o, s in self._wanted.items() if o not in direct and _compat.is_var(self.program.outputs[o][0])}
 
     def _made_in_place(self) -> dict[int, Any]:
         """The wanted shardings that a fragment can give its result; another task's submesh, or a second layout of one

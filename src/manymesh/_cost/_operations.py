@@ -184,9 +184,8 @@ class _Spreading:
     def _tie(self, source: int, i: int, target: int, j: int) -> None:
         entry = self.splits[source][i]
         if entry and (self.found.shapes[source][i] == self.found.shapes[target][j] or self._regroups(source, target)):
-            split = [()] * len(self.found.shapes[target])
-            split[j] = entry  # type: ignore[call-overload]  # a list of empty tuples is one of tuples of names
-            self.wants(target, tuple(split))
+            rank = len(self.found.shapes[target])
+            self.wants(target, tuple(entry if d == j else () for d in range(rank)))
 
     def _regroups(self, source: int, target: int) -> bool:
         """Whether one value is the other one reshaped."""

@@ -16,7 +16,7 @@ from ._estimate import Estimate
 
 # A parameter that went through these is still that parameter: cast, or laid out for a loop.
 _SAME = frozenset(
-    "convert_element_type copy reshape squeeze sharding_constraint transpose optimization_barrier".split()
+    ["convert_element_type", "copy", "reshape", "squeeze", "sharding_constraint", "transpose", "optimization_barrier"]
 )
 
 
