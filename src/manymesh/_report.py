@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from ._cost import _view
 from ._cost._clock import Durations, run_clock
-from ._cost._crossings import ValueLine, arriving_elsewhere, crossings
+from ._cost._crossings import ValueLine, arriving_elsewhere, batches, crossings
 from ._cost._estimate import Estimate, durations, roofline
 from ._cost._lines import EdgeLine, Figures, FragmentLine, LoopLine, Off, Prediction
 from ._cost._memory import Memory as Memory
 from ._cost._memory import memory
 from ._cost._tasks import TaskLine, tasks_of
 from ._hardware import Hardware
-from ._plan._instructions import Plan, Receive, Run
+from ._plan._instructions import Plan, Run
 from ._plan._number import variables_of
 from ._program import Program, Reduction, nbytes
 
@@ -230,12 +230,11 @@ def _edges(program: Program, plan: Plan) -> tuple[EdgeLine, ...]:
     """What crosses, summed over a call."""
     sizes = [nbytes(v.aval) for v in variables_of(program)]
     crossing: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for ins in plan.instructions:
-        if isinstance(ins, Receive):
-            line = crossing[ins.source, ins.submesh]
-            line[0] += len(ins.variables)
-            line[1] += 1
-            line[2] += sum([sizes[k] for k in ins.variables])
+    for (source, target, numbers), count in batches(plan).items():
+        line = crossing[source, target]
+        line[0] += count * len(numbers)
+        line[1] += count
+        line[2] += count * sum([sizes[k] for k in numbers])
     for v, source, target in arriving_elsewhere(program, plan):
         line = crossing[source, target]
         line[0] += 1

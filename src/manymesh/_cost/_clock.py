@@ -101,29 +101,31 @@ def _each_alone(
     plan: Plan, durations: Durations, queues: Sequence[Sequence[int]], issued: Sequence[float]
 ) -> tuple[list[float], list[float]]:
     """The clock where every device has cores of its own."""
-    ready = [0.0] * plan.num_slots
     free = [0.0] * (1 + max((g for groups in queues for g in groups), default=0))
     links: dict[tuple[int, int], float] = defaultdict(float)
+    # What a submesh made itself is there when it goes on; only what arrives has to be waited for.
+    made: dict[tuple[int, int | None], float] = {}
     arrivals: dict[object, float] = {}
+    arrived: dict[int, float] = {}
+    keys = arrived.keys()
     starts, ends = [0.0] * len(plan.instructions), [0.0] * len(plan.instructions)
-    when = ready.__getitem__
     for k, ins in enumerate(plan.instructions):
         start = issued[k]
         if isinstance(ins, Run):
             groups = queues[ins.submesh]
-            start = max(start, max(map(when, ins.inputs), default=0.0), *(free[g] for g in groups))
+            start = max(start, *[free[g] for g in groups])
+            if not keys.isdisjoint(ins.inputs):
+                start = max(start, *[arrived[slot] for slot in ins.inputs if slot in arrived])
             end = start + durations.runs[ins.fragment]
             for g in groups:
                 free[g] = end
-            for slot in ins.outputs:
-                ready[slot] = end
+            made[ins.fragment, ins.microbatch] = end
         elif isinstance(ins, Receive):
             start = end = max(start, arrivals[ins.tag])
-            for slot in ins.outputs:
-                ready[slot] = end
+            arrived.update(dict.fromkeys(ins.outputs, end))
         else:
             link = ins.submesh, ins.target
-            start = max(start, links[link], max(map(when, ins.inputs), default=0.0))
+            start = max(start, links[link], made[ins.tag.maker, ins.tag.microbatch])
             end = start + durations.transfers.get((*link, ins.variables), 0.0)
             links[link] = arrivals[ins.tag] = end
         starts[k], ends[k] = start, end

@@ -51,9 +51,9 @@ class ValueLine:
 def crossings(program: Program, plan: Plan, layout: Layout) -> tuple[ValueLine, ...]:
     """The values that cross in a call, those that are alike as one line; in the order in which they first cross."""
     times: Counter[tuple[int, int, int]] = Counter()
-    for ins in plan.instructions:
-        if isinstance(ins, Receive):
-            times.update((k, ins.source, ins.submesh) for k in ins.variables)
+    for (source, target, numbers), count in batches(plan).items():
+        for k in numbers:
+            times[k, source, target] += count
     variables = variables_of(program)
     readers: dict[tuple[Var, int], str] = {}
     for f in program.fragments:
@@ -79,6 +79,11 @@ def crossings(program: Program, plan: Plan, layout: Layout) -> tuple[ValueLine, 
     for (number, source, target), count in times.items():
         note(variables[number], source, target, count)
     return tuple(ValueLine(*key[:7], values, key[7]) for key, values in lines.items())
+
+
+def batches(plan: Plan) -> Counter[tuple[int, int, tuple[int, ...]]]:
+    """(source, target, numbers of the variables) of what crosses together -> how often in a call."""
+    return Counter((i.source, i.submesh, i.variables) for i in plan.instructions if isinstance(i, Receive))
 
 
 def arriving_elsewhere(program: Program, plan: Plan) -> Iterator[tuple[Var, int, int]]:

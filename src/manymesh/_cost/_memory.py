@@ -22,7 +22,7 @@ from .._task import mesh_devices
 from ._crossings import shard_bytes
 from ._kinds import KINDS, Kind
 
-MOMENTS = 100  # so many moments of a device's memory are kept, each the worst of its neighbours
+MOMENTS = 50  # so many moments of a device's memory are kept, each the worst of its neighbours
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -114,20 +114,13 @@ class _Slots:
         self.kind_of = [KINDS.index(kinds.get(v, "activations")) for v in self.variables]
         self.known: dict[tuple[int, int], int] = {}  # (number, submesh) -> bytes a device
         self.end = len(plan.instructions)
-        self.size, self.number, self.at = ([0] * plan.num_slots for _ in range(3))
-        self.fill, self.free = [self.end] * plan.num_slots, [self.end] * plan.num_slots
-        self.submesh = [ins.submesh for ins in plan.instructions]
-        self.extra = [0] * self.end  # bytes that are alive only while an instruction runs
-        self._follow(rooms)
-        self.arrays = {
-            name: np.asarray(getattr(self, name), np.int64)
-            for name in ("size", "number", "at", "fill", "free", "submesh", "extra")
-        }
-        self.slot_kind = (
-            np.asarray(self.kind_of, np.int64)[self.arrays["number"]] if self.variables else np.zeros(0, int)
-        )
-        self.by_submesh = [np.flatnonzero(self.arrays["at"] == s) for s in range(len(program.submeshes))]
-        self.instructions = [np.flatnonzero(self.arrays["submesh"] == s) for s in range(len(program.submeshes))]
+        self.submesh = np.fromiter((ins.submesh for ins in plan.instructions), np.int64, self.end)
+        self.extra = np.zeros(self.end, np.int64)  # bytes that are alive only while an instruction runs
+        self.size, self.number, self.at, self.fill, self.free = self._follow(rooms)
+        of_kind = np.asarray(self.kind_of, np.int64)
+        self.kind = of_kind[self.number] if len(of_kind) else self.number
+        self.by_submesh = [np.flatnonzero(self.at == s) for s in range(len(program.submeshes))]
+        self.instructions = [np.flatnonzero(self.submesh == s) for s in range(len(program.submeshes))]
 
     def bytes(self, number: int, s: int) -> int:
         """Bytes a device of a variable on a submesh."""
@@ -135,38 +128,63 @@ class _Slots:
             self.known[number, s] = shard_bytes(self.variables[number], self.layout, s)
         return self.known[number, s]
 
-    def _follow(self, rooms: Sequence[int]) -> None:
-        program, plan = self.program, self.plan
-        lent = set()
+    def _follow(self, rooms: Sequence[int]) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+        """Of each slot: its bytes, the number of its variable, its submesh, and where it is filled and freed."""
+        program, plan, ports = self.program, self.plan, self.plan.ports
+        arguments = {self.numbers[v] for v in program.invars}
+        makes = [[self.bytes(k, f.submesh) for k in p.makes] for f, p in zip(program.fragments, ports, strict=True)]
+        needs, given = [], []
+        for f, made in zip(program.fragments, makes, strict=True):
+            handed = [i for i, _ in self.layout.donation.get(f.index, ())]
+            reused = sum(self.bytes(ports[f.index].reads[i], f.submesh) for i in handed)
+            needs.append(max(sum(made) - reused, 0) + rooms[f.index])
+            given.append([i for i in handed if ports[f.index].reads[i] in arguments])
+        slots: list[int] = []
+        numbers: list[int] = []
+        sizes: list[int] = []
+        counts: list[int] = []
+        freed: list[int] = []
+        freed_counts: list[int] = []
+        lent: set[int] = set()
         for i, s, slot in plan.inputs:
             v = program.invars[i]
-            self._fills([slot], [self.numbers[v]], [self.bytes(self.numbers[v], s)], s, -1)
+            slots.append(slot)
+            numbers.append(self.numbers[v])
+            sizes.append(self.bytes(self.numbers[v], s))
             if s == program.home[v]:
                 lent.add(slot)
-        makes = [
-            [self.bytes(k, f.submesh) for k in p.makes] for f, p in zip(program.fragments, plan.ports, strict=True)
-        ]
-        total = [sum(sizes) for sizes in makes]
+        places = [s for _, s, _ in plan.inputs]
         arriving: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
         for k, ins in enumerate(plan.instructions):
+            # Nothing here is done slot by slot in Python: a large plan has millions.
+            count = len(slots)
             if isinstance(ins, Run):
                 f = ins.fragment
-                given = [ins.inputs[i] for i, _ in self.layout.donation.get(f, ())]
-                self.extra[k] = max(total[f] - sum([self.size[slot] for slot in given]), 0) + rooms[f]
-                self._fills(ins.outputs, plan.ports[f].makes, makes[f], ins.submesh, k)
-                lent.difference_update(given)
+                self.extra[k] = needs[f]
+                slots += ins.outputs
+                numbers += ports[f].makes
+                sizes += makes[f]
+                lent.difference_update([ins.inputs[i] for i in given[f]])
             elif isinstance(ins, Receive):
                 key = ins.source, ins.submesh, ins.variables
                 if key not in arriving:
                     arriving[key] = [self._arriving(n, ins.source, ins.submesh) for n in ins.variables]
-                self._fills(ins.outputs, ins.variables, arriving[key], ins.submesh, k)
-            for slot in ins.free:
-                if slot not in lent:
-                    self.free[slot] = k
-
-    def _fills(self, slots: Sequence[int], numbers: Sequence[int], sizes: Sequence[int], s: int, k: int) -> None:
-        for slot, number, size in zip(slots, numbers, sizes, strict=True):
-            self.size[slot], self.number[slot], self.at[slot], self.fill[slot] = size, number, s, k
+                slots += ins.outputs
+                numbers += ins.variables
+                sizes += arriving[key]
+            counts.append(len(slots) - count)
+            freed += ins.free
+            freed_counts.append(len(ins.free))
+        order = np.arange(self.end)
+        filled_at = np.concatenate([np.full(len(places), -1), np.repeat(order, counts)])
+        on = np.concatenate([np.asarray(places, np.int64), np.repeat(self.submesh, counts)])
+        found = [np.full(plan.num_slots, start, np.int64) for start in (0, 0, 0, self.end, self.end)]
+        for of_slot, values in zip(found, (sizes, numbers, on, filled_at), strict=False):
+            of_slot[slots] = values
+        found[4][freed] = np.repeat(order, freed_counts)
+        found[4][list(lent)] = self.end
+        size, number, at, fill, free = found
+        return size, number, at, fill, free
 
     def _arriving(self, number: int, source: int, target: int) -> int:
         """What a value takes where it arrives: nothing where it was already."""
@@ -179,8 +197,7 @@ class _Slots:
         here = list(submeshes)
         slots = np.concatenate([self.by_submesh[s] for s in here])
         order = np.sort(np.concatenate([self.instructions[s] for s in here]))
-        size, fill, free = (self.arrays[name][slots] for name in ("size", "fill", "free"))
-        kind = self.slot_kind[slots]
+        size, fill, free, kind = (x[slots] for x in (self.size, self.fill, self.free, self.kind))
         live = np.zeros((len(order) + 1, len(KINDS)), np.int64)  # row k: before the k-th instruction here
         filled = fill < self.end
         np.add.at(live, (np.searchsorted(order, fill[filled]) + (fill[filled] >= 0), kind[filled]), size[filled])
@@ -188,7 +205,7 @@ class _Slots:
         np.subtract.at(live, (np.searchsorted(order, free[gone]) + 1, kind[gone]), size[gone])
         live = np.cumsum(live, axis=0)
         total = live.sum(axis=1)
-        running = np.append(total[:-1] + self.arrays["extra"][order], total[-1])
+        running = np.append(total[:-1] + self.extra[order], total[-1])
         peak = int(np.argmax(running))
         most = int(running[peak])
         if int(total.max()) > most:  # what arrives
@@ -213,17 +230,17 @@ class _Slots:
                     made[KINDS[self.kind_of[k]]] += self.bytes(k, ins.submesh)
                 for i, _ in self.layout.donation.get(ins.fragment, ()):
                     slot = ins.inputs[i]
-                    made[KINDS[self.kind_of[self.number[slot]]]] -= self.size[slot]
+                    made[KINDS[self.kind[slot]]] -= int(self.size[slot])
         if (rest := most - sum(made.values())) > 0:
             made["temporary"] = rest
-        fill, free = self.arrays["fill"][slots], self.arrays["free"][slots]
-        alive = slots[(fill < at) & (free >= at)]
+        alive = slots[(self.fill[slots] < at) & (self.free[slots] >= at)]
         held: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-        for slot in alive.tolist():
-            v = self.variables[self.number[slot]]
-            line = held[self.layout.names.get(v, ""), KINDS[self.kind_of[self.number[slot]]]]
-            line[0] += 1
-            line[1] += self.size[slot]
+        alike, counts = np.unique(self.number[alive], return_counts=True)
+        sizes = np.bincount(self.number[alive], weights=self.size[alive], minlength=len(self.variables))
+        for number, count in zip(alike.tolist(), counts.tolist(), strict=True):
+            line = held[self.layout.names.get(self.variables[number], ""), KINDS[self.kind_of[number]]]
+            line[0] += count
+            line[1] += int(sizes[number])
         largest = sorted(held.items(), key=lambda item: -item[1][1])[:6]
         return (
             where,

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 ROWS = 24  # a longer list is folded
-MANY = 100  # of what is not folded, no more than this
 
 
 def as_text(parts: Iterable[RenderableType]) -> str:
@@ -35,12 +34,12 @@ def schedule(loops: Sequence[LoopLine], p: Prediction | None) -> Iterator[str]:
     """The schedules, and the step on a clock."""
     for loop in loops:
         yield (
-            f"schedule {loop.schedule}: {loop.microbatches} microbatches, stages on submeshes {loop.placement}, bubble "
+            f"schedule {loop.schedule}: {loop.microbatches} microbatches, stages on submeshes {_some(loop.placement)}, bubble "
             f"{loop.bubble_fraction:.1%}"
         )
     if p is not None and p.seconds is not None:
-        busy = ", ".join(f"{b:.0%}" for b in p.busy[:ROWS]) + (", ..." if len(p.busy) > ROWS else "")
-        yield f"a step takes {_seconds(p.seconds)} by {p.by}: bubble {p.bubble_fraction:.1%}, submeshes busy {busy}"
+        busy = _some([f"{b:.0%}" for b in p.busy])
+        yield f"a step takes {_seconds(p.seconds)} by {p.by}: bubble {p.bubble_fraction:.1%}, busy {busy}"
     elif p is not None:
         yield f"bubble of the whole step {p.bubble_fraction:.1%}, by FLOPs alone: name a hardware for seconds"
 
@@ -113,12 +112,14 @@ def values(lines: Sequence[ValueLine], edges: Sequence[EdgeLine]) -> Iterator[Re
     for row in _folded(rows, named=(0, 1, 2)):
         table.add_row(*row)
     yield table
-    yield from (
-        f"  {e.source} -> {e.target}: {e.values} values in {e.transfers} transfers, {e.nbytes} bytes"
-        for e in edges[:MANY]
+    folded = _folded(
+        [
+            (f"{e.source} -> {e.target}", f"{e.values} values in {e.transfers} transfers, {e.nbytes} bytes")
+            for e in edges
+        ],
+        named=(0,),
     )
-    if len(edges) > MANY:
-        yield f"  ... and between {len(edges) - MANY} more pairs"
+    yield from (f"  {edge}: {what}" for edge, what in folded)
 
 
 def unmarked(equations: Sequence[tuple[str, int, str, int]]) -> Iterator[str]:
@@ -207,6 +208,12 @@ def _alike(memory: Iterable[tuple[Any, Memory]]) -> Iterator[tuple[str, Memory]]
         shown = sorted(shown, key=lambda item: -item[1].peak_bytes)
     for names, m in shown[:ROWS]:
         yield ", ".join(names) if len(names) <= 8 else f"{len(names)}: {names[0]} ... {names[-1]}", m
+
+
+def _some(items: Sequence[object]) -> str:
+    """The items, or, if there are many, the first of them and the last."""
+    shown = [str(item) for item in items]
+    return f"({', '.join(shown if len(shown) <= ROWS else [*shown[:8], '...', shown[-1]])})"
 
 
 # --- units ------------------------------------------------------------------------------------------------
