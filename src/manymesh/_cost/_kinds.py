@@ -19,8 +19,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 def kinds_of(program: Program, layout: Layout, states: Iterable[tuple[int, int]]) -> dict[Var, Kind]:
     """The kind of each variable that has one other than ``activations``.
 
-    Parameters are the arguments that every microbatch reads as they are and, outside loops, those that the step gives
-    back (or a gradient of them) and that a forward pass reads. Other arguments that it gives back are optimizer state.
+    Parameters are the arguments that every microbatch reads as they are and, outside loops, those that a forward pass
+    reads and that the step gives back, or a gradient of their shape. Other arguments that it gives back are optimizer state.
     Gradients are what a loop adds up over microbatches, and what a backward pass makes for the optimizer.
 
     Args:
@@ -34,11 +34,15 @@ def kinds_of(program: Program, layout: Layout, states: Iterable[tuple[int, int]]
     pieces = _behind(program, {v for loop in program.loops for _, outer in loop.xs for v in outer if _compat.is_var(v)})
     read = _behind(program, {v for f in program.fragments if f.tasks and f.kind == "F" for v in f.invars})
     kept = {program.invars[i] for i, _ in states}
+    made_back = {v for f in program.fragments if f.kind != "F" and f.loop is None for v in f.outvars}
+    handed_out = {
+        (_compat.shape(v), _compat.dtype(v)) for v, _ in program.outputs if _compat.is_var(v) and v in made_back
+    }
     invariant = _behind(program, {v for f in program.fragments if f.loop is not None for v in f.invars}) - pieces
     for v in program.invars[count:]:
         if not jnp.issubdtype(_compat.dtype(v), jnp.inexact):
             kinds[v] = "optimizer state" if v in kept and v not in read else "arguments"
-        elif v in read and v not in pieces and (v in kept or v in invariant):
+        elif v in read - pieces and (v in kept or v in invariant or (_compat.shape(v), _compat.dtype(v)) in handed_out):
             kinds[v] = "parameters"
         else:
             kinds[v] = "optimizer state" if v in kept else "arguments"
@@ -48,7 +52,6 @@ def kinds_of(program: Program, layout: Layout, states: Iterable[tuple[int, int]]
             if any(_compat.shape(v) for v in variables):
                 for v in variables:
                     kinds.setdefault(v, "gradients")
-    made_back = {v for f in program.fragments if f.kind != "F" and f.loop is None for v in f.outvars}
     read_back = {v for f in program.fragments if f.kind != "F" and f.tasks for v in f.invars}
     shapes = {_compat.shape(v) for v, kind in kinds.items() if kind == "parameters"}
     for v in made_back - read_back:
@@ -56,7 +59,7 @@ def kinds_of(program: Program, layout: Layout, states: Iterable[tuple[int, int]]
             kinds.setdefault(v, "gradients")
     for result, argument in layout.replaces.items():
         if kinds.get(argument) in ("parameters", "optimizer state"):
-            kinds[result] = kinds[argument]
+            kinds.setdefault(result, kinds[argument])
     for result, _ in program.outputs:
         if _compat.is_var(result):
             kinds.setdefault(result, "results")
