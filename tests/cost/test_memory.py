@@ -52,7 +52,10 @@ class Alive(Observer):
 def trained(schedule="1f1b", donate=True):
     """A step of Adam on three stages, the last of them on two devices that share the batch."""
     meshes = [jax.sharding.Mesh(np.array(jax.devices()[a:b]), ("data",)) for a, b in ((0, 1), (1, 2), (2, 4))]
-    layer = lambda w, x: jnp.tanh(mm.with_sharding_constraint(x, ("data",)) @ w["up"]) @ w["down"]
+
+    def layer(w, x):
+        return jnp.tanh(mm.with_sharding_constraint(x, ("data",)) @ w["up"]) @ w["down"]
+
     tasks = [mm.task(layer, f"stage_{i}", mesh=mesh) for i, mesh in enumerate(meshes)]
     optimizer = optax.adam(1e-3)
 

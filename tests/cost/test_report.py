@@ -27,7 +27,10 @@ def lowered(fun=step, *args):
 def planned(stages, count, width=64):
     """A chain of tasks on planned devices, two for each."""
     mesh = jax.make_mesh((stages, 2), ("stage", "data"), devices=mm.planned_devices(2 * stages))
-    layer = lambda w, x: jnp.tanh(mm.with_sharding_constraint(x, ("data",)) @ w)
+
+    def layer(w, x):
+        return jnp.tanh(mm.with_sharding_constraint(x, ("data",)) @ w)
+
     tasks = [mm.task(layer, f"stage_{i}", mesh=m) for i, m in enumerate(mm.submeshes(mesh, "stage"))]
 
     def objective(ws, x):
@@ -186,7 +189,7 @@ def test_a_report_is_shown_by_rich_and_told_in_a_line():
 def test_a_large_plan_is_told_in_a_page_in_seconds():
     """What is alike is folded with its count; 64 stages and 64 microbatches, on devices that nobody has."""
     made = planned(64, 64)
-    made.layout
+    assert made.layout.decisions  # which is not the report's to find
     start = time.process_time()
     report = made.report(Hardware.tpu_v5p())
     text = str(report)
@@ -237,7 +240,10 @@ def test_out_info_of_what_is_stacked_is_whole():
     """Layers on two submeshes are one array in the result."""
     stages = [jax.sharding.Mesh(jax.devices()[i : i + 1], ("x",)) for i in (0, 1)]
     layer = mm.task(lambda w, h: jnp.tanh(h @ w), "layer", mesh=stages)
-    scanned = lambda ws, h: jnp.sum(jax.lax.scan(lambda h, w: (layer(w, h), None), h, ws)[0])
+
+    def scanned(ws, h):
+        return jnp.sum(jax.lax.scan(lambda h, w: (layer(w, h), None), h, ws)[0])
+
     made = mm.jit(jax.grad(scanned)).lower(jnp.ones((4, 8, 8)), jnp.ones((2, 8)))
     found = made.compile()(jnp.ones((4, 8, 8)), jnp.ones((2, 8)))
     assert (made.out_info.shape, made.out_info.sharding) == (found.shape, found.sharding)

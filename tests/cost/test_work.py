@@ -69,7 +69,10 @@ def test_memory_of_a_perceptron_is_what_xla_takes():
 
 def test_operations_of_a_dtype_are_counted_apart():
     """A bfloat16 product beside a float32 one."""
-    fun = lambda x: (x @ x, x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16))
+
+    def fun(x):
+        return (x @ x, x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16))
+
     assert counted(fun, (16, 16)).matmul_flops == {"float32": 2 * 16**3, "bfloat16": 2 * 16**3}
 
 
@@ -125,7 +128,10 @@ def test_a_constraint_decides():
 
 def test_a_loop_counts_as_often_as_it_runs():
     """And it is known what of that XLA leaves out."""
-    fun = lambda x, ws: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    def fun(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
     found, once = counted(fun, (8, 16), (10, 16, 16)), counted(lambda x, w: jnp.tanh(x @ w), (8, 16), (16, 16))
     assert found.flops == 10 * once.flops
     xla = jax.jit(fun).lower(jnp.ones((8, 16)), jnp.ones((10, 16, 16))).compile().cost_analysis()["flops"]
@@ -136,7 +142,10 @@ def test_a_loop_counts_as_often_as_it_runs():
 
 def test_the_dearest_branch_counts():
     """Of a conditional."""
-    fun = lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+
+    def fun(x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+
     assert counted(fun, (8, 8)).matmul_flops == {"float32": 2 * 2 * 8**3}
 
 

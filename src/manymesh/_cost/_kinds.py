@@ -35,9 +35,8 @@ def kinds_of(program: Program, layout: Layout, states: Iterable[tuple[int, int]]
     read = _behind(program, {v for f in program.fragments if f.tasks and f.kind == "F" for v in f.invars})
     kept = {program.invars[i] for i, _ in states}
     made_back = {v for f in program.fragments if f.kind != "F" and f.loop is None for v in f.outvars}
-    handed_out = {
-        (_compat.shape(v), _compat.dtype(v)) for v, _ in program.outputs if _compat.is_var(v) and v in made_back
-    }
+    results = {(_compat.shape(v), _compat.dtype(v)) for v, _ in program.outputs if _compat.is_var(v)}
+    handed_out = results if any(f.kind != "F" for f in program.fragments) else set()
     invariant = _behind(program, {v for f in program.fragments if f.loop is not None for v in f.invars}) - pieces
     for v in program.invars[count:]:
         if not jnp.issubdtype(_compat.dtype(v), jnp.inexact):

@@ -159,12 +159,12 @@ class _Slots:
             # Nothing here is done slot by slot in Python: a large plan has millions.
             count = len(slots)
             if isinstance(ins, Run):
-                f = ins.fragment
-                self.extra[k] = needs[f]
+                index = ins.fragment
+                self.extra[k] = needs[index]
                 slots += ins.outputs
-                numbers += ports[f].makes
-                sizes += makes[f]
-                lent.difference_update([ins.inputs[i] for i in given[f]])
+                numbers += ports[index].makes
+                sizes += makes[index]
+                lent.difference_update([ins.inputs[i] for i in given[index]])
             elif isinstance(ins, Receive):
                 key = ins.source, ins.submesh, ins.variables
                 if key not in arriving:
@@ -179,10 +179,12 @@ class _Slots:
         filled_at = np.concatenate([np.full(len(places), -1), np.repeat(order, counts)])
         on = np.concatenate([np.asarray(places, np.int64), np.repeat(self.submesh, counts)])
         found = [np.full(plan.num_slots, start, np.int64) for start in (0, 0, 0, self.end, self.end)]
-        for of_slot, values in zip(found, (sizes, numbers, on, filled_at), strict=False):
-            of_slot[slots] = values
-        found[4][freed] = np.repeat(order, freed_counts)
-        found[4][list(lent)] = self.end
+        filled = (np.asarray(sizes, np.int64), np.asarray(numbers, np.int64), on, filled_at)
+        where = np.asarray(slots, np.int64)
+        for of_slot, values in zip(found[:4], filled, strict=True):
+            of_slot[where] = values
+        found[4][np.asarray(freed, np.int64)] = np.repeat(order, freed_counts)
+        found[4][np.asarray(sorted(lent), np.int64)] = self.end
         size, number, at, fill, free = found
         return size, number, at, fill, free
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from .. import _compat
 from .._compat import Var
@@ -14,9 +13,11 @@ from .._plan._instructions import Run
 from .._program import Fragment, nbytes
 from ._estimate import Estimate
 
-# A parameter that went through these is still that parameter: cast, or laid out for a loop.
+# A parameter that went through these is still that parameter, or a part of it: cast, laid out for a loop, unstacked.
 _SAME = frozenset(
-    ["convert_element_type", "copy", "reshape", "squeeze", "sharding_constraint", "transpose", "optimization_barrier"]
+    """
+    convert_element_type copy reshape squeeze sharding_constraint transpose optimization_barrier slice dynamic_slice split
+    """.split()
 )
 
 
@@ -58,11 +59,13 @@ def tasks_of(found: Estimate, flops: Sequence[float]) -> tuple[TaskLine, ...]:
     together: dict[tuple[str, int], list[Fragment]] = defaultdict(list)
     for f in program.fragments:
         together[" + ".join(f.tasks) or "outside tasks", f.submesh].append(f)
-    origin, inputs = _origins(program.fragments, found.kinds), set(program.invars)
+    origin = _origins(program.fragments, {v for v in program.invars if found.kinds.get(v) == "parameters"})
     lines = []
     for (name, submesh), fragments in together.items():
-        read = {origin.get(v, v) for f in fragments for v in f.invars}
-        own = [v for v in read & inputs if found.kinds.get(v) == "parameters"] if fragments[0].tasks else []
+        own: dict[Var, tuple[int, int]] = {}  # the parameter, or the part of it -> how many numbers, bytes
+        for v in (v for f in fragments if f.tasks for v in f.invars if v in origin):
+            count, whole = _count(v), origin[v]
+            own[v if count < _count(whole) else whole] = count, count * nbytes(whole.aval) // max(_count(whole), 1)
         forward = [f for f in fragments if f.kind == "F"]
         lines.append(
             TaskLine(
@@ -71,18 +74,23 @@ def tasks_of(found: Estimate, flops: Sequence[float]) -> tuple[TaskLine, ...]:
                 sum(runs[f.index] * flops[f.index] for f in forward),
                 sum(runs[f.index] * flops[f.index] for f in fragments if f.kind != "F"),
                 sum(runs[f.index] * found.works[f.index].bytes_read for f in fragments),
-                sum(int(np.prod(_compat.shape(v), dtype=np.int64)) for v in own), sum(nbytes(v.aval) for v in own),
+                sum(n for n, _ in own.values()), sum(size for _, size in own.values()),
             )
         )  # fmt: skip
     return tuple(sorted(lines, key=lambda line: line.name == "outside tasks"))
 
 
-def _origins(fragments: Sequence[Fragment], kinds: Mapping[Var, str]) -> dict[Var, Var]:
-    """The parameter that each value is, itself or a cast of it."""
-    origin = {v: v for f in fragments for v in f.invars if kinds.get(v) == "parameters"}
+def _count(v: Var) -> int:
+    return math.prod(_compat.shape(v))
+
+
+def _origins(fragments: Sequence[Fragment], parameters: Iterable[Var]) -> dict[Var, Var]:
+    """The parameter that each value is, or is a part of: itself, a cast, a layer of a stack."""
+    origin = {v: v for v in parameters}
     for f in fragments:
         if not f.tasks and f.loop is None:
             for eqn in _compat.open_jaxpr(f.jaxpr).eqns:
-                if eqn.primitive.name in _SAME and _compat.is_var(eqn.invars[0]) and eqn.invars[0] in origin:
-                    origin[eqn.outvars[0]] = origin[eqn.invars[0]]
+                source = eqn.invars[0] if eqn.invars else None
+                if eqn.primitive.name in _SAME and _compat.is_var(source) and source in origin:
+                    origin.update(dict.fromkeys(eqn.outvars, origin[source]))
     return origin
