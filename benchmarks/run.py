@@ -35,6 +35,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dispatch": ((), ("--rounds", "5", "--tasks", "16")),
     "importing": ((), ("--rounds", "2")),
     "planning": ((), ("--stages", "8", "--microbatches", "16")),
+    "predict": ((), ("--steps", "readme", "--rounds", "3")),
     "compile": (("--rounds", "5"), ("--layers", "4", "--rounds", "1")),
     "memory": ((), ("--stages", "2")),
     "metadata": ((), ("500",)),

@@ -23,7 +23,8 @@ def benchmark(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["compile", "dispatch", "importing", "memory", "one_core", "peers", "pipeline", "planning", "run"]
+    "name",
+    ["compile", "dispatch", "importing", "memory", "one_core", "peers", "pipeline", "planning", "predict", "run"],
 )
 def test_a_benchmark_can_be_imported(benchmark, name):
     assert callable(benchmark(name).main)
@@ -52,3 +53,12 @@ def test_as_many_activations_live_as_the_simulator_says(benchmark):
 
 def test_planning_needs_no_device(benchmark):
     assert benchmark("planning").measure("1f1b", stages=3, count=4)["met"] is True
+
+
+def test_what_is_predicted_of_the_readme_is_what_is_measured(benchmark):
+    """Bytes that cross are equal; the peak of each device is within five parts in a hundred before compiling, one after."""
+    step, args = benchmark("_steps").readme()
+    lowered = step.lower(*args)
+    crossed, before, after = benchmark("predict").bytes_and_peaks("readme", lowered, lowered.compile(), args)
+    assert crossed["figure"] == "+0.0 %"
+    assert before["met"] and abs(float(after["figure"].removesuffix(" %"))) < 1

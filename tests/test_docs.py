@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "docs" / name for name in ("compiler.md", "metadata.md", "nnx.md", "equinox.md")]
+PAGES = [ROOT / "docs" / name for name in ("compiler.md", "metadata.md", "nnx.md", "equinox.md", "planning.md")]
 # A block of code, and what it prints, if it prints something.
 BLOCKS = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:^```text\n(?P<text>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 

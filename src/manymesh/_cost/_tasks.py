@@ -15,9 +15,18 @@ from ._estimate import Estimate
 
 # A parameter that went through these is still that parameter, or a part of it: cast, laid out for a loop, unstacked.
 _SAME = frozenset(
-    """
-    convert_element_type copy reshape squeeze sharding_constraint transpose optimization_barrier slice dynamic_slice split
-    """.split()
+    [
+        "convert_element_type",
+        "copy",
+        "reshape",
+        "squeeze",
+        "sharding_constraint",
+        "transpose",
+        "optimization_barrier",
+        "slice",
+        "dynamic_slice",
+        "split",
+    ]
 )
 
 
