@@ -40,6 +40,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "importing": ((), ("--rounds", "2")),
     "recording": ((), ("--blocks", "2", "--width", "64", "--hidden", "64", "--batch", "64", "--rounds", "4")),
     "planning": ((), ("--stages", "8", "--microbatches", "16", "--layers", "12")),
+    "predict": ((), ("--steps", "readme", "--rounds", "3")),
     "compile": (("--rounds", "5"), ("--layers", "4", "--rounds", "1")),
     "memory": ((), ("--stages", "2")),
     "checkpoint": ((), ("--megabytes", "8", "--leaves", "20", "--rounds", "2")),

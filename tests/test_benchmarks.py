@@ -35,6 +35,7 @@ def benchmark(monkeypatch):
         "peers",
         "pipeline",
         "planning",
+        "predict",
         "recording",
         "run",
     ],  # fmt: skip
@@ -80,3 +81,12 @@ def test_recording_is_measured_with_every_span(benchmark):
     row = recording.recorded(size, "1f1b", rounds=2, seconds=1)
     assert row["what"].endswith(" spans") and " 0 spans" not in row["what"]
     assert recording.off(size, "1f1b", calls=100)["met"] in (True, False)
+
+
+def test_what_is_predicted_of_the_readme_is_what_is_measured(benchmark):
+    """Bytes that cross are equal; the peak of each device is within five parts in a hundred before compiling, one after."""
+    step, args = benchmark("_steps").readme()
+    lowered = step.lower(*args)
+    crossed, before, after = benchmark("predict").bytes_and_peaks("readme", lowered, lowered.compile(), args)
+    assert crossed["figure"] == "+0.0 %"
+    assert before["met"] and abs(float(after["figure"].removesuffix(" %"))) < 1

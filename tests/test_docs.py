@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     ROOT / "docs" / name
-    for name in ("compiler.md", "inspect.md", "metadata.md", "nnx.md", "equinox.md", "checkpoints.md")
+    for name in ("compiler.md", "inspect.md", "metadata.md", "nnx.md", "equinox.md", "checkpoints.md", "planning.md")
 ]
 WRITING = ("inspect",)  # pages whose examples write files; their folder goes
 # A block of code, or of calls of the command line, and what it prints, if it prints something.

@@ -25,6 +25,7 @@ LAYERS = (
     "errors",
     "_compat",
     "_key",
+    "_hardware",
     "_config",
     "_scope",
     "meta",
@@ -41,6 +42,7 @@ LAYERS = (
     "_layout",
     "_plan",
     "_runtime",
+    "_cost",
     "_report",
     "_measure",
     "_progress",
@@ -82,7 +84,11 @@ THIRD_PARTY_ELSEWHERE = frozenset({"jax", "numpy", "rich"})
 # These layers may not import anything else inside functions either.
 CLOSED_LAYERS = frozenset({"meta", "schedules"})
 # What a layer may import of the package, where that is less than every layer above it.
-NARROW: Mapping[str, frozenset[str]] = {"schedules": frozenset({"_errors", "schedules"})}
+NARROW: Mapping[str, frozenset[str]] = {
+    "schedules": frozenset({"_errors", "schedules"}),
+    # What a step costs is read off its plan: nothing that compiles or runs is in reach.
+    "_cost": frozenset({"_compat", "_cost", "_hardware", "_key", "_layout", "_passes", "_plan", "_program", "_task"}),
+}
 
 # Optional or slow to import: the only packages that a function may import.
 LAZY = frozenset({"IPython", "flax", "optax", "equinox", "orbax", "rich", "matplotlib"})
@@ -443,6 +449,7 @@ BAD = [
     (check_layers, "manymesh._novel", "", "add '_novel' to LAYERS"),
     (check_layers, "manymesh._api", "from ._novel import x", "'_novel' is no layer"),
     (check_layers, "manymesh.schedules._gpipe", "from .._task import Task", "imports only _errors, schedules"),
+    (check_layers, "manymesh._cost._memory", "from .._runtime._lower import lower", "imports only _compat, _cost"),
     (check_private_jax, "manymesh._task", "import jax._src.core", "jax._src.core"),
     (check_private_jax, "manymesh._task", "from jax._src import core", "jax._src.core"),
     (check_private_jax, "manymesh._task", "from jax import _src", "jax._src"),

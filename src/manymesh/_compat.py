@@ -295,6 +295,12 @@ def constrained_devices(eqn: Eqn) -> list[tuple[Any, ...]]:
     return [tuple(mesh.devices.flat) for mesh in meshes] + [(t,) for t in targets if isinstance(t, jax.Device)]
 
 
+def manual_axes_of(eqn: Eqn) -> frozenset[str]:
+    """The mesh axes that the body of a ``shard_map`` has for itself, under the names that versions give them."""
+    named = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
+    return frozenset(eqn.params["mesh"].axis_names if named is None else named)
+
+
 class ScanParts(NamedTuple):
     """What a ``scan`` equation says, in one form for all versions."""
 

@@ -11,9 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
 from . import _compat
+from ._cost._clock import Durations
+from ._cost._estimate import Estimate
 from ._errors import ArgumentError
+from ._hardware import Hardware
 from ._layout._stacked import StackedValue
-from ._measure import loop_costs, measure
+from ._measure import loop_costs, measure, measured_durations
 from ._plan._instructions import Plan, Receive, Run
 from ._program import Program
 from ._program._stacked import positions
@@ -39,6 +42,7 @@ class Compiled(Shown):
     """
 
     explain: Callable[[Any, list[Any]], Exception] | None = None  # what a result that is no number comes from
+    estimate: Callable[[], Estimate]  # what the step costs by our own count
 
     def __init__(
         self,
@@ -178,9 +182,35 @@ class Compiled(Shown):
         ]
         return jax.tree.unflatten(self._in_tree, described)
 
-    def report(self) -> Report:
-        """What the step consists of and costs; printable."""
-        return make_report(self._lowered, self._compilations)
+    def report(self, hardware: Hardware | None = None, *, times: Durations | None = None) -> Report:
+        """What the step consists of and costs by XLA's figures, and where our own count before compiling was off.
+
+        Args:
+          hardware: what to predict the step's time for; that of the step's devices, where it is known, by default.
+          times: measured durations to predict from instead, as from `durations`.
+        """
+        return make_report(
+            self.estimate(), executables=self._lowered.executables, compilations=self._compilations,
+            hardware=hardware, times=times,
+        )  # fmt: skip
+
+    def durations(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Durations:
+        """Times every fragment and every transfer: the step runs several times, one instruction at a time.
+
+        Args:
+          *args, **kwargs: arguments of the step; donated ones stay usable, for copies of them are used.
+          repeats: how many times it runs after a first run that does not count. Each duration is a median.
+
+        Returns:
+          Seconds, for ``report(times=...)`` of this step and of its `Lowered`.
+        """
+        leaves = self._flatten(args, kwargs)
+
+        def arguments() -> list[Any]:
+            given = [jnp.copy(x) if i in self._donated else x for i, x in enumerate(leaves)]
+            return self._stacks.cut(given)
+
+        return measured_durations(self._lowered, self._executor, arguments, repeats)
 
     def memory_analysis(self) -> dict[Any, Memory]:
         """Live bytes at the peak of a call, for each device: `report().memory`."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import jax
 import numpy as np
 
-from ._plan._instructions import Instruction, Run, Tag
+from ._cost._clock import Crossing, Durations
+from ._plan._instructions import Instruction, Run, Send, Tag
 from ._program import Program, nbytes
 from ._runtime._execute import Executor
 from ._runtime._lower import Lowered
@@ -24,14 +26,18 @@ class _Clock(Observer):
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._started = 0.0
+        self.issue: list[float] = []
+        self.cores: list[float] = []
+        self._started = self._worked = 0.0
 
     def begin(self, position: int, instruction: Instruction, inputs: Sequence[jax.Array]) -> None:
-        self._started = time.perf_counter()
+        self._worked, self._started = time.process_time(), time.perf_counter()
 
     def end(self, position: int, instruction: Instruction, outputs: Sequence[jax.Array]) -> None:
+        self.issue.append(time.perf_counter() - self._started)
         jax.block_until_ready(outputs)
         self.seconds.append(time.perf_counter() - self._started)
+        self.cores.append((time.process_time() - self._worked) / max(self.seconds[-1], 1e-9))
 
 
 def measure(executor: Executor, leaves: list[Any]) -> list[float]:
@@ -48,6 +54,51 @@ def measure(executor: Executor, leaves: list[Any]) -> list[float]:
     jax.block_until_ready(leaves)
     executor(leaves, clock)
     return clock.seconds
+
+
+def measured_durations(
+    lowered: Lowered, executor: Executor, arguments: Callable[[], list[Any]], repeats: int
+) -> Durations:
+    """Runs a step several times, waiting after each instruction.
+
+    Where the devices are virtual and share the cores of one computer, it is measured how many each fragment uses, so
+    that what runs side by side can be told to slow each other down.
+
+    Args:
+      lowered: the step.
+      executor: runs it.
+      arguments: makes its arguments, flat; donated ones are gone after a run.
+      repeats: how many runs count, after a first one.
+    """
+    runs: dict[object, list[float]] = defaultdict(list)
+    issues: dict[object, list[float]] = defaultdict(list)
+    cores: dict[object, list[float]] = defaultdict(list)
+    instructions = lowered.plan.instructions
+    for repeat in range(repeats + 1):
+        clock = _Clock()
+        leaves = arguments()
+        jax.block_until_ready(leaves)
+        executor(leaves, clock)
+        figures = zip(instructions, clock.seconds, clock.issue, clock.cores, strict=True)
+        for ins, took, issue, used in figures if repeat else ():
+            if isinstance(ins, Send):  # the copy is in the Receive
+                continue
+            key = ins.fragment if isinstance(ins, Run) else (ins.source, ins.submesh, ins.variables)
+            runs[key].append(took - issue)
+            issues[key].append(issue)
+            cores[key].append(used)
+    count = range(len(lowered.program.fragments))
+    crossings: list[Crossing] = [key for key in runs if isinstance(key, tuple)]
+    devices = [d for mesh in lowered.program.submeshes for d in mesh.devices.flat]
+    shared = all(d.platform == "cpu" for d in devices)
+    return Durations(
+        [median(runs.get(k, (0.0,))) for k in count],
+        {key: median(runs[key]) for key in crossings},
+        [median(issues.get(k, (0.0,))) for k in count],
+        {key: median(issues[key]) for key in crossings},
+        float(os.cpu_count() or 1) if shared else None,
+        [min(max(median(cores.get(k, (1.0,))), 0.1), float(len(devices))) for k in count],
+    )
 
 
 def loop_costs(lowered: Lowered, seconds: list[float], loop: int) -> Costs:

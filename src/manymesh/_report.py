@@ -1,238 +1,244 @@
-"""What a compiled step consists of and what it costs, as data that prints itself."""
+"""What a step consists of and what it costs, before it is compiled and after: data that prints itself."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from jax.sharding import Sharding
-
-from ._plan._instructions import Plan, Receive, Run
+from ._cost import _view
+from ._cost._clock import Durations, run_clock
+from ._cost._crossings import ValueLine, arriving_elsewhere, batches, crossings
+from ._cost._estimate import Estimate, durations, roofline
+from ._cost._lines import EdgeLine, Figures, FragmentLine, LoopLine, Off, Prediction
+from ._cost._memory import Memory as Memory
+from ._cost._memory import memory
+from ._cost._tasks import TaskLine, tasks_of
+from ._hardware import Hardware
+from ._plan._instructions import Plan, Run
 from ._plan._number import variables_of
 from ._program import Program, Reduction, nbytes
-from ._runtime._lower import Lowered
-from ._shown import Shown, shortened
-from ._task import mesh_devices
+from ._shown import Shown
+
+if TYPE_CHECKING:  # imported when a report is printed
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Memory of one device during a call.
-
-    Attributes:
-      argument_bytes: what arrives.
-      peak_bytes: most bytes alive at once: arguments, values between fragments, and what XLA uses inside the
-        fragment that runs.
-    """
-
-    argument_bytes: int
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
-class FragmentLine:
-    """One fragment in a report."""
-
-    name: str
-    submesh: int
-    kind: str
-    stage: int | None
-    runs: int
-    executable: int
-    inputs: int
-    outputs: int
-
-
-@dataclass(frozen=True)
-class EdgeLine:
-    """What crosses between two submeshes in one call: values, and arguments that are read away from their home."""
-
-    source: int
-    target: int
-    values: int
-    transfers: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report(Shown):
-    """What a compiled step consists of.
+    """What a step consists of and what it costs. Printed, it is a page; ``repr`` is one line, ``to_dict`` plain data.
 
     Attributes:
       fragments: its fragments and how often each runs in a call.
       edges: what crosses, summed over a call.
-      compiled: executables compiled for this step.
-      reused: fragments that share an executable with another.
+      compiled: executables compiled for this step; None before compiling.
+      reused: fragments that share an executable with another; None before compiling.
       memory: device -> `Memory`.
       unmarked: (primitive, submesh, why it is there, count) of the equations outside tasks.
       schedules: for each microbatch loop, its schedule's name, its stages' submeshes and microbatches.
       reductions: for each sum over microbatches whose batch is sharded, whether the devices' parts are added up once
         a call, and if not, why.
+      tasks: what each task costs in a call.
+      values: what crosses, by name.
+      loops: the microbatch loops with their bubbles.
+      prediction: the step on a clock.
+      off: after compiling, where our own count was off, the worst first.
+      findings: what looks like a mistake: losses that are added up though each is a mean, with the number that this
+        multiplies them by; tasks of which nothing is used; and the like.
+      hardware: what times are predicted for.
     """
 
     fragments: tuple[FragmentLine, ...]
     edges: tuple[EdgeLine, ...]
-    compiled: int
-    reused: int
+    compiled: int | None
+    reused: int | None
     memory: dict[Any, Memory]
     unmarked: tuple[tuple[str, int, str, int], ...]
     schedules: tuple[tuple[str, tuple[int, ...], int], ...]
     reductions: tuple[Reduction, ...] = ()
+    tasks: tuple[TaskLine, ...] = ()
+    values: tuple[ValueLine, ...] = ()
+    loops: tuple[LoopLine, ...] = ()
+    prediction: Prediction | None = None
+    off: tuple[Off, ...] = ()
+    findings: tuple[str, ...] = ()
+    hardware: Hardware | None = None
 
-    def __str__(self) -> str:
-        lines = [f"{len(self.fragments)} fragments, {self.compiled} compiled, {self.reused} reused"]
-        for name, placement, count in self.schedules:
-            lines.append(f"schedule {name}: {count} microbatches, stages on submeshes {placement}")
-        if self.reductions:
-            once = sum(bool(r.axes) for r in self.reductions)
-            lines.append(f"{once} of {len(self.reductions)} sums over a sharded batch are taken once a call")
-            lines += [f"  {r!r}" for r in self.reductions if not r.axes]
-        width = max((len(f.name) for f in self.fragments), default=0)
-        for f in self.fragments:
-            stage = "" if f.stage is None else f" stage {f.stage}"
-            lines.append(
-                f"  {f.name:{width}}  submesh {f.submesh}  {f.kind}{stage}  x{f.runs}  executable {f.executable}  "
-                f"{f.inputs} -> {f.outputs}"
-            )
-        for e in self.edges:
-            lines.append(f"  {e.source} -> {e.target}: {e.values} values in {e.transfers} transfers, {e.nbytes} bytes")
-        for (submesh, why), primitives in self._unmarked_groups().items():
-            lines.append(f"  unmarked on submesh {submesh}, {why}: {', '.join(primitives)}")
-        for device, m in self.memory.items():
-            lines.append(f"  {device}: {m.argument_bytes} bytes of arguments, peak {m.peak_bytes}")
-        return "\n".join(lines)
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the device that needs most."""
+        return max((m.peak_bytes for m in self.memory.values()), default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as dicts, lists, strings and numbers, for JSON; devices are strings. The clock's times of each
+        instruction are left out."""
+        plain = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        if self.prediction is not None:
+            del plain["prediction"]["course"]
+        for line, value in zip(plain["values"], self.values, strict=True):
+            line["total_bytes"] = value.total_bytes
+        for line, off in zip(plain["off"], self.off, strict=True):
+            line["by"] = off.by
+        return plain
 
     def __repr__(self) -> str:
-        return shortened(str(self), whole="str()")
+        crossing = sum(e.nbytes for e in self.edges)
+        time = ""
+        if self.prediction is not None and self.prediction.seconds is not None:
+            time = f", {self.prediction.seconds:.3g} s a step by {self.prediction.by}"
+        how = "planned" if self.compiled is None else f"{self.compiled} compiled"
+        return (
+            f"Report({len(self.fragments)} fragments, {how}, on {len(self.memory)} devices; at most {self.peak_bytes} bytes "
+            f"on one, {crossing} bytes cross{time})"
+        )
 
-    def _unmarked_groups(self) -> dict[tuple[int, str], list[str]]:
-        """(submesh, why) -> the equations that are there, the most frequent first."""
-        groups: dict[tuple[int, str], list[str]] = {}
-        for primitive, submesh, why, count in sorted(self.unmarked, key=lambda u: (u[1], u[2], -u[3], u[0])):
-            groups.setdefault((submesh, why), []).append(primitive if count == 1 else f"{count} {primitive}")
-        return groups
+    def __str__(self) -> str:
+        return _view.as_text(self._parts())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self._parts()
+
+    def _parts(self) -> Iterator[RenderableType]:
+        """The parts of the page, in order; strings are lines."""
+        count = f"{len(self.fragments)} fragments"
+        if self.compiled is None:
+            yield f"{count}, planned, not compiled; figures are our own count"
+        else:
+            yield f"{count}, {self.compiled} compiled, {self.reused} reused; figures are XLA's"
+        yield from (f"finding: {finding}" for finding in self.findings)
+        yield from _view.schedule(self.loops, self.prediction)
+        yield from _view.sums(self.reductions)
+        yield _view.tasks(self.tasks)
+        yield from _view.fragments(self.fragments)
+        yield from _view.values(self.values, self.edges)
+        yield from _view.unmarked(self.unmarked)
+        yield _view.devices(self.memory)
+        yield from _view.peaks(self.memory, self.hardware)
+        yield from _view.off(self.off)
 
 
-def make_report(lowered: Lowered, compilations: tuple[int, int]) -> Report:
-    """Builds the report of a lowered program; reads plans, runs nothing.
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(v) for v in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def make_report(
+    found: Estimate,
+    *,
+    executables: Sequence[Any] | None = None,
+    compilations: tuple[int, int] | None = None,
+    hardware: Hardware | None = None,
+    times: Durations | None = None,
+) -> Report:
+    """Builds the report of a step; reads plans and what XLA says of its executables, runs nothing.
 
     Args:
-      lowered: the program.
+      found: the step, and our own count of what it costs.
+      executables: one for each fragment, once it is compiled.
       compilations: how many executables were compiled for it, and how many reused.
+      hardware: what to predict times for; that of the step's devices, if it is known, by default.
+      times: measured durations, to predict from instead.
     """
-    program, plan = lowered.program, lowered.plan
+    program, plan = found.program, found.plan
+    if hardware is None:
+        devices = [d for mesh in program.submeshes for d in mesh.devices.flat[:1]]
+        hardware = next((h for d in devices if (h := Hardware.of(d)) is not None), None)
+    counted = [Figures(w.flops, w.bytes_read + w.bytes_written, w.temporary_bytes) for w in found.works]
+    figures = counted if executables is None else [_xla(found, k, e) for k, e in enumerate(executables)]
+    flops, traffic = [f.flops for f in figures], [f.nbytes for f in figures]
+    taken = times or durations(found, hardware, flops, traffic)
+    course = run_clock(program, plan, taken)
+    by = "measured fragments" if times is not None else "FLOPs" if hardware is None else hardware.name
     runs = Counter(ins.fragment for ins in plan.instructions if isinstance(ins, Run))
-    ids: dict[int, int] = {}
-    lines = tuple(
-        FragmentLine(
-            f.name, f.submesh, f.kind, f.stage, runs[f.index], ids.setdefault(id(lowered.executables[f.index]), len(ids)),
-            len(f.invars), len(f.outvars),
-        )
-        for f in program.fragments
-    )  # fmt: skip
-    schedules = tuple(
-        (getattr(x.schedule, "name", str(x.schedule)), x.placement, x.num_microbatches) for x in program.loops
-    )
+    numbers: dict[int, int] = {}
+    lines = []
+    for f, n, own in zip(program.fragments, figures, counted, strict=True):
+        seconds, bound = (None, "") if by == "FLOPs" else (taken.runs[f.index], "measured")
+        if times is not None and times.issues:
+            seconds = taken.runs[f.index] + times.issues[f.index]
+        if times is None and hardware is not None:
+            bound = roofline(found.works[f.index], hardware, n.flops, n.nbytes).bound
+        number = None if executables is None else numbers.setdefault(id(executables[f.index]), len(numbers))
+        lines.append(
+            FragmentLine(
+                f.name, f.submesh, f.kind, f.stage, runs[f.index], number, len(f.invars), len(f.outvars), n, own,
+                seconds, bound,
+            )
+        )  # fmt: skip
+    held = memory(program, plan, found.layout, found.kinds, [f.temporary_bytes for f in figures])
+    off: tuple[Off, ...] = ()
+    if executables is not None:
+        off = _off(lines, held, memory(program, plan, found.layout, found.kinds, [f.temporary_bytes for f in counted]))
+    made, reused = compilations or (None, None)
+    schedules = tuple((_schedule_name(x.schedule), x.placement, x.num_microbatches) for x in program.loops)
+    named = zip(program.loops, schedules, course.loop_bubbles, strict=True)
     return Report(
-        lines, _edges(program, plan), *compilations, _memory(lowered), program.unmarked, schedules, program.reductions
+        tuple(lines), _edges(program, plan), made, reused, held, program.unmarked, schedules,
+        program.reductions, tasks_of(found, flops), crossings(program, plan, found.layout),
+        tuple(LoopLine(x.name, *how, bubble) for x, how, bubble in named),
+        Prediction(
+            by, None if by == "FLOPs" else course.seconds, course.bubble_fraction,
+            tuple(b / course.seconds if course.seconds else 0.0 for b in course.busy), course,
+        ),
+        off, found.findings, hardware,
+    )  # fmt: skip
+
+
+def _schedule_name(schedule: Any) -> str:
+    return str(getattr(schedule, "name", schedule))
+
+
+def _xla(found: Estimate, index: int, executable: Any) -> Figures:
+    """XLA's figures of a fragment, with the later rounds of its loops, which XLA does not count, as we count them."""
+    cost = executable.cost_analysis() or {}
+    cost = cost[0] if isinstance(cost, list) else cost
+    ours, stats = found.works[index], executable.memory_analysis()
+    return Figures(
+        float(cost.get("flops", 0.0)) + float(cost.get("transcendentals", 0.0)) + ours.repeated_flops,
+        float(cost.get("bytes accessed", 0.0)) + ours.repeated_bytes,
+        int(getattr(stats, "temp_size_in_bytes", 0) or 0),
     )
+
+
+def _off(lines: Sequence[FragmentLine], held: Mapping[Any, Memory], counted: Mapping[Any, Memory]) -> tuple[Off, ...]:
+    """Where our count and XLA's differ; fragments that are alike once, differences of a few bytes not at all."""
+    found: dict[tuple[str, float, float], Off] = {}
+    for f in lines:
+        pairs = {
+            "flops": (f.counted.flops, f.figures.flops),
+            "bytes": (f.counted.nbytes, f.figures.nbytes),
+            "temporary bytes": (f.counted.temporary_bytes, f.figures.temporary_bytes),
+        }
+        for what, (ours, xla) in pairs.items():
+            if abs(ours - xla) > 1024:
+                found.setdefault((what, ours, xla), Off(f.name, what, ours, xla))
+    for (d, m), own in zip(held.items(), counted.values(), strict=True):
+        if m.peak_bytes != own.peak_bytes:
+            found.setdefault(
+                ("peak bytes", own.peak_bytes, m.peak_bytes), Off(str(d), "peak bytes", own.peak_bytes, m.peak_bytes)
+            )
+    return tuple(sorted(found.values(), key=lambda o: (o.what != "peak bytes", -abs(o.by))))
 
 
 def _edges(program: Program, plan: Plan) -> tuple[EdgeLine, ...]:
     """What crosses, summed over a call."""
     sizes = [nbytes(v.aval) for v in variables_of(program)]
     crossing: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for ins in plan.instructions:
-        if isinstance(ins, Receive):
-            line = crossing[ins.source, ins.submesh]
-            line[0] += len(ins.variables)
-            line[1] += 1
-            line[2] += sum(sizes[k] for k in ins.variables)
-    for i, s, _ in plan.inputs:  # an argument that several submeshes read comes to its home, and goes on from there
-        v = program.invars[i]
-        if i >= len(program.consts) and s != program.home[v]:
-            line = crossing[program.home[v], s]
-            line[0] += 1
-            line[1] += 1
-            line[2] += nbytes(v.aval)
+    for (source, target, numbers), count in batches(plan).items():
+        line = crossing[source, target]
+        line[0] += count * len(numbers)
+        line[1] += count
+        line[2] += count * sum([sizes[k] for k in numbers])
+    for v, source, target in arriving_elsewhere(program, plan):
+        line = crossing[source, target]
+        line[0] += 1
+        line[1] += 1
+        line[2] += nbytes(v.aval)
     return tuple(EdgeLine(a, b, *line) for (a, b), line in sorted(crossing.items()))
-
-
-class _Live:
-    """Bytes that are alive on the devices. Devices that are in the same submeshes are counted as one group."""
-
-    def __init__(self, program: Program) -> None:
-        places: dict[Any, list[int]] = defaultdict(list)
-        for s, mesh in enumerate(program.submeshes):
-            for d in mesh_devices(mesh):
-                places[d].append(s)
-        groups = list(dict.fromkeys(map(tuple, places.values())))
-        self.group = {d: groups.index(tuple(at)) for d, at in places.items()}
-        self.of = [[g for g, at in enumerate(groups) if s in at] for s in range(len(program.submeshes))]
-        self.now, self.peak, self.arguments = ([0] * len(groups) for _ in range(3))
-        self.held: dict[int, tuple[int, int]] = {}  # slot -> (submesh, bytes a device)
-
-    def fill(self, slot: int, s: int, size: int) -> None:
-        """A slot takes up bytes on each device of a submesh."""
-        self.held[slot] = s, size
-        for g in self.of[s]:
-            self.now[g] += size
-            self.peak[g] = max(self.peak[g], self.now[g])
-
-    def free(self, slots: tuple[int, ...]) -> None:
-        """Slots that are filled take up nothing any more."""
-        for slot in slots:
-            if slot in self.held:
-                s, size = self.held.pop(slot)
-                for g in self.of[s]:
-                    self.now[g] -= size
-
-    def passing(self, s: int, size: int) -> None:
-        """Bytes are alive for a moment, beside all the others."""
-        for g in self.of[s]:
-            self.peak[g] = max(self.peak[g], self.now[g] + size)
-
-
-def _memory(lowered: Lowered) -> dict[Any, Memory]:
-    """Follows the plan and counts the bytes that are alive on each device."""
-    program, plan = lowered.program, lowered.plan
-    live = _Live(program)
-    for i, s, slot in plan.inputs:
-        live.fill(slot, s, _shard_bytes(program.invars[i].aval, lowered.sharding(program.invars[i], s)))
-    live.arguments = list(live.now)
-    makes, temporary = [], []
-    for f, executable in zip(program.fragments, lowered.executables, strict=True):
-        stats = executable.memory_analysis()
-        makes.append([_shard_bytes(v.aval, x) for v, x in zip(f.outvars, executable.output_shardings, strict=True)])
-        temporary.append(int(getattr(stats, "temp_size_in_bytes", 0) or 0))
-    variables = variables_of(program)
-    arriving: dict[tuple[int, int, int], int] = {}  # (variable, source, target) -> bytes a device
-    for ins in plan.instructions:
-        if isinstance(ins, Run):
-            reused = sum(live.held[ins.inputs[k]][1] for k, _ in lowered.layout.donation.get(ins.fragment, ()))
-            live.passing(ins.submesh, max(sum(makes[ins.fragment]) - reused, 0) + temporary[ins.fragment])
-            live.free(ins.free)
-            for slot, size in zip(ins.outputs, makes[ins.fragment], strict=True):
-                live.fill(slot, ins.submesh, size)
-            live.free(ins.free)
-        elif isinstance(ins, Receive):
-            for slot, number in zip(ins.outputs, ins.variables, strict=True):
-                key = number, ins.source, ins.submesh
-                if key not in arriving:
-                    v, sharding = variables[number], lowered.sharding(variables[number], ins.submesh)
-                    moves = sharding != lowered.sharding(v, ins.source)
-                    arriving[key] = _shard_bytes(v.aval, sharding) if moves else 0
-                live.fill(slot, ins.submesh, arriving[key])
-            live.free(ins.free)
-        else:
-            live.free(ins.free)
-    return {d: Memory(live.arguments[g], max(live.peak[g], live.arguments[g])) for d, g in live.group.items()}
-
-
-def _shard_bytes(aval: Any, sharding: Sharding) -> int:
-    if not aval.shape:
-        return nbytes(aval)
-    whole = int(np.prod(aval.shape, dtype=np.int64)) or 1
-    return nbytes(aval) * int(np.prod(sharding.shard_shape(aval.shape), dtype=np.int64)) // whole

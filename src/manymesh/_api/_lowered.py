@@ -13,6 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from .._compiled import Compiled, outline
+from .._cost._clock import Durations
+from .._cost._estimate import Estimate, estimate
+from .._hardware import Hardware
 from .._layout._donation import donation_pairs
 from .._layout._layout import Layout
 from .._layout._solve import solve
@@ -20,6 +23,7 @@ from .._layout._stacked import Joints, stacked_inputs, stacked_outputs
 from .._plan._instructions import Plan
 from .._program import Program
 from .._progress import compiling
+from .._report import Memory, Report, make_report
 from .._runtime._compile import Executables
 from .._runtime._lower import compile_and_look, lower
 from .._runtime._stacks import collapsed
@@ -55,6 +59,70 @@ class Lowered(Shown):
     _joints: Joints
     _plain: Callable[..., Any]
     follows_arguments: bool
+    findings: tuple[str, ...] = ()
+
+    @property
+    def in_tree(self) -> Any:
+        """The structure of ``(args, kwargs)``; static arguments are None in it."""
+        return self._in_tree
+
+    @property
+    def out_tree(self) -> Any:
+        """The structure of the result."""
+        return self._out_tree
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes and dtypes of the result, in its structure, each with its sharding."""
+        stacked = stacked_outputs(self.program, self.layout, self._joints, self._moved_results())
+        within = {k: x for x in stacked for k in x.positions}
+        leaves = []
+        for o, (v, s) in enumerate(self.program.outputs):
+            if o not in within:
+                sharding = self._wanted.get(o, self.layout.sharding(v, s) if _compat.is_var(v) else None)
+                leaves.append(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding))
+            elif o == within[o].positions.start:
+                leaves.append(within[o].aval)
+        return jax.tree.unflatten(self._out_tree, leaves)
+
+    @functools.cached_property
+    def _estimate(self) -> Estimate:
+        """What the step costs by our own count; made when it is first asked for."""
+        return estimate(self.program, self.plan, self.layout, self._states, self.findings)
+
+    def report(self, hardware: Hardware | None = None, *, times: Durations | None = None) -> Report:
+        """What the step will cost, without compiling and without devices: FLOPs, bytes, what crosses, memory, time.
+
+        Args:
+          hardware: what to predict the step's time for; that of the step's devices, where it is known, by default.
+          times: measured durations to predict from instead, as from ``Compiled.durations``.
+
+        Returns:
+          A `Report`. Its figures are our own count; that of the compiled step has XLA's, and how far ours were off.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, manymesh as mm
+          >>> from manymesh.inspect import Hardware
+          >>> front, back = (mm.task(lambda w, x: x @ w, n, devices=[i]) for i, n in enumerate(("front", "back")))
+          >>> x = jax.ShapeDtypeStruct((64, 64), "float32")
+          >>> report = mm.jit(lambda v, w, x: back(w, front(v, x))).lower(x, x, x).report(Hardware.h100())
+          >>> [(task.name, task.forward_flops) for task in report.tasks]
+          [('front', 524288.0), ('back', 524288.0)]
+          >>> report.values[0].name, report.values[0].nbytes
+          ('front -> back', 16384)
+        """
+        return make_report(self._estimate, hardware=hardware, times=times)
+
+    def memory_analysis(self) -> dict[Any, Memory]:
+        """Live bytes at the peak of a call, for each device, by our own count: ``report().memory``."""
+        return self.report().memory
+
+    def cost_analysis(self) -> dict[str, dict[str, float]]:
+        """Our own count of one run of each fragment on each of its devices, in XLA's words, by the fragment's name."""
+        return {
+            f.name: {"flops": w.flops, "bytes accessed": w.bytes_read + w.bytes_written}
+            for f, w in zip(self.program.fragments, self._estimate.works, strict=True)
+        }
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -108,7 +176,6 @@ class Lowered(Shown):
         require_devices(step.name, self.program.submeshes)
         executables = step.executables.setdefault(_compat.trace_settings(), Executables())
         before = (executables.compiled, executables.reused)
-        direct = self._made_in_place()
         layout = self.layout
         with compiling(step.name, len(self.program.fragments)) as progress:
             lowered = lower(
@@ -122,7 +189,7 @@ class Lowered(Shown):
             for o, (v, s) in enumerate(self.program.outputs)
             if not _compat.is_var(v)
         }
-        moved = {o: s for o, s in self._wanted.items() if o not in direct and o not in literals}
+        moved = self._moved_results()
         made = (executables.compiled - before[0], executables.reused - before[1])
         compiled = Compiled(
             lowered, literals, self._in_tree, self._out_tree, tuple(sorted(self._donated)), made, step.name,
@@ -130,7 +197,13 @@ class Lowered(Shown):
             moved, self._found,
         )  # fmt: skip
         compiled.explain = functools.partial(explain_float, step.name, self._plain)
+        compiled.estimate = lambda: self._estimate
         return compiled
+
+    def _moved_results(self) -> dict[int, NamedSharding]:
+        """The results that get the wanted sharding when they are finished."""
+        direct = self._made_in_place()
+        return {o: s for o, s in self._wanted.items() if o not in direct and _compat.is_var(self.program.outputs[o][0])}
 
     def _made_in_place(self) -> dict[int, Any]:
         """The wanted shardings that a fragment can give its result; another task's submesh, or a second layout of one

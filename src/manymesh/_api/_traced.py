@@ -113,7 +113,7 @@ class Traced(Shown):
         return Lowered(
             step, given.treedef, self._out_tree, program, plan, outside.shardings_in(wanted_in),
             outside.shardings_in(arriving), found, outside.shardings_out(wanted_out), states, given_away,
-            outside.joints({**arriving, **wanted_in}, wanted_out), self._plain, follows,
+            outside.joints({**arriving, **wanted_in}, wanted_out), self._plain, follows, tuple(self._record.findings),
         )  # fmt: skip
 
     def _without_tasks(self) -> Program:

@@ -1,0 +1,74 @@
+"""What the values of a step are to its user: parameters, optimizer state, gradients, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+
+from .. import _compat
+from .._compat import Var
+from .._layout._layout import Layout
+from .._program import Program
+
+Kind = Literal["parameters", "optimizer state", "arguments", "constants", "gradients", "activations", "results"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def kinds_of(program: Program, layout: Layout, states: Iterable[tuple[int, int]]) -> dict[Var, Kind]:
+    """The kind of each variable that has one other than ``activations``.
+
+    Parameters are the arguments that every microbatch reads as they are and, outside loops, those that a forward pass
+    reads and that the step gives back, or a gradient of their shape. Other arguments that it gives back are optimizer state.
+    Gradients are what a loop adds up over microbatches, and what a backward pass makes for the optimizer.
+
+    Args:
+      program: the program.
+      layout: says what is replaced by what.
+      states: (input, result) positions where the result is the next value of the input, or has its form.
+    """
+    kinds: dict[Var, Kind] = {}
+    count = len(program.consts)
+    kinds.update(dict.fromkeys(program.invars[:count], "constants"))
+    pieces = _behind(program, {v for loop in program.loops for _, outer in loop.xs for v in outer if _compat.is_var(v)})
+    read = _behind(program, {v for f in program.fragments if f.tasks and f.kind == "F" for v in f.invars})
+    kept = {program.invars[i] for i, _ in states}
+    made_back = {v for f in program.fragments if f.kind != "F" and f.loop is None for v in f.outvars}
+    results = {(_compat.shape(v), _compat.dtype(v)) for v, _ in program.outputs if _compat.is_var(v)}
+    handed_out = results if any(f.kind != "F" for f in program.fragments) else set()
+    invariant = _behind(program, {v for f in program.fragments if f.loop is not None for v in f.invars}) - pieces
+    for v in program.invars[count:]:
+        if not jnp.issubdtype(_compat.dtype(v), jnp.inexact):
+            kinds[v] = "optimizer state" if v in kept and v not in read else "arguments"
+        elif v in read - pieces and (v in kept or v in invariant or (_compat.shape(v), _compat.dtype(v)) in handed_out):
+            kinds[v] = "parameters"
+        else:
+            kinds[v] = "optimizer state" if v in kept else "arguments"
+    for loop in program.loops:
+        for carry in loop.carries:
+            variables = [v for v in carry if _compat.is_var(v)]
+            if any(_compat.shape(v) for v in variables):
+                for v in variables:
+                    kinds.setdefault(v, "gradients")
+    read_back = {v for f in program.fragments if f.kind != "F" and f.tasks for v in f.invars}
+    shapes = {_compat.shape(v) for v, kind in kinds.items() if kind == "parameters"}
+    for v in made_back - read_back:
+        if _compat.shape(v) in shapes:
+            kinds.setdefault(v, "gradients")
+    for result, argument in layout.replaces.items():
+        if kinds.get(argument) in ("parameters", "optimizer state"):
+            kinds.setdefault(result, kinds[argument])
+    for result, _ in program.outputs:
+        if _compat.is_var(result):
+            kinds.setdefault(result, "results")
+    return kinds
+
+
+def _behind(program: Program, wanted: set[Var]) -> set[Var]:
+    """Those values, and what unmarked fragments before the loops made them of."""
+    found = set(wanted)
+    for f in reversed(program.fragments):
+        if not f.tasks and f.loop is None and not found.isdisjoint(f.outvars):
+            found.update(f.invars)
+    return found

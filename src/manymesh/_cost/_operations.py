@@ -1,0 +1,227 @@
+"""A fragment's jaxpr as one flat list of operations over numbered values, with the axes that shard each value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jax.sharding import PartitionSpec
+
+from .. import _compat
+from .._compat import AbstractJaxpr, Atom, Eqn, Var
+from .._passes._unreduced._links import links, shape_of
+from .._program._calls import call_body
+from .._program._nodes import nbytes
+
+Axes = tuple[str, ...]
+Split = tuple[Axes, ...]  # the mesh axes that shard each dimension of a value
+
+NOTHING = -1  # the number of a literal, and of a result that nobody wants
+_CONSTRAINTS = ("sharding_constraint", "manymesh_constraint")
+
+
+@dataclass(slots=True)
+class Operation:
+    """An equation that is no call.
+
+    Attributes:
+      eqn: the equation.
+      reads, makes: numbers of its values.
+    """
+
+    eqn: Eqn
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of its primitive."""
+        return str(self.eqn.primitive.name)
+
+
+@dataclass
+class Operations:
+    """What a jaxpr does, its calls opened.
+
+    Attributes:
+      operations: in order.
+      shapes, sizes: shape and bytes of each value, all its shards together.
+      inputs, outputs: numbers of what comes in and what goes out.
+      splits: the axes that shard each dimension of each value, once `spread` was called.
+      summed: position of an operation -> axes over which its terms are added up across devices.
+      gathered: position of a constraint -> axes that its result has lost.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    splits: list[Split] = field(default_factory=list)
+    summed: dict[int, Axes] = field(default_factory=dict)
+    gathered: dict[int, Axes] = field(default_factory=dict)
+
+    def new(self, atom: Atom) -> int:
+        """A number for a new value."""
+        self.shapes.append(shape_of(atom))
+        self.sizes.append(nbytes(atom.aval))
+        return len(self.shapes) - 1
+
+    def ways(self, split: Split, axes: Mapping[str, int]) -> int:
+        """Into how many pieces a split cuts a value."""
+        return math.prod(axes[a] for entry in split for a in entry)
+
+
+def flatten(jaxpr: AbstractJaxpr) -> Operations:
+    """The operations of a jaxpr, open or closed."""
+    found = Operations()
+    parts = _compat.open_jaxpr(jaxpr)
+    found.inputs = tuple(found.new(v) for v in parts.invars)
+    found.outputs = tuple(_open(found, jaxpr, found.inputs))
+    return found
+
+
+def _open(found: Operations, jaxpr: AbstractJaxpr, arguments: Sequence[int]) -> list[int]:
+    parts = _compat.open_jaxpr(jaxpr)
+    numbers: dict[Var, int] = dict(zip(parts.invars, arguments, strict=True))
+    numbers.update((v, found.new(v)) for v in parts.constvars)
+
+    def number(atom: Atom) -> int:
+        return numbers[atom] if _compat.is_var(atom) else NOTHING
+
+    for eqn in parts.eqns:
+        reads = tuple([number(v) for v in eqn.invars])
+        body = call_body(eqn)
+        if body is not None:
+            made = _open(found, body, reads)
+        else:
+            made = [found.new(v) for v in eqn.outvars]
+            found.operations.append(Operation(eqn, reads, tuple(made)))
+        numbers.update(zip(eqn.outvars, made, strict=True))
+    return [number(v) for v in parts.outvars]
+
+
+def split_of(spec: PartitionSpec, rank: int, axes: Mapping[str, int]) -> Split:
+    """The mesh axes of each dimension that a spec names."""
+    entries = [e if isinstance(e, tuple) else (e,) if isinstance(e, str) else () for e in spec]
+    entries += [()] * (rank - len(entries))
+    return tuple(tuple(a for a in entry if axes.get(a, 1) > 1) for entry in entries[:rank])
+
+
+def spread(
+    found: Operations, axes: Mapping[str, int], inputs: Sequence[Split], outputs: Sequence[Split] | None = None
+) -> None:
+    """Finds how every value inside a fragment is sharded: forward from what comes in, back from what goes out, forward.
+
+    XLA's partitioner decides when it compiles; this follows the same links between dimensions, each axis once a value.
+
+    Args:
+      found: the operations; their splits are filled in.
+      axes: size of each mesh axis.
+      inputs, outputs: the splits of what comes in and what goes out; None for results that lie as they come.
+    """
+    spreading = _Spreading(found, axes)
+    for k, split in zip(found.inputs, inputs, strict=True):
+        spreading.splits[k] = split
+    spreading.forward()
+    for k, split in zip(found.outputs, outputs or [()] * len(found.outputs), strict=True):
+        if k != NOTHING and split:
+            spreading.wants(k, split)
+    spreading.backward()
+    spreading.forward()
+    found.splits = spreading.splits
+
+
+class _Spreading:
+    def __init__(self, found: Operations, axes: Mapping[str, int]) -> None:
+        self.found, self.axes = found, axes
+        self.splits: list[Split] = [((),) * len(shape) for shape in found.shapes]
+        self.fixed = set(found.inputs)
+        self.links = [list(links(op.eqn)) if op.name not in _CONSTRAINTS else [] for op in found.operations]
+
+    def wants(self, k: int, split: Split) -> None:
+        """A value takes axes that it does not have yet, in dimensions that have none and that they divide."""
+        if k in self.fixed:
+            return
+        used = {a for entry in self.splits[k] for a in entry}
+        merged = list(self.splits[k])
+        for d, (entry, size) in enumerate(zip(split, self.found.shapes[k], strict=True)):
+            free = tuple(a for a in entry if a not in used)
+            if free and not merged[d] and size % math.prod(self.axes[a] for a in free) == 0:
+                merged[d] = free
+                used.update(free)
+        self.splits[k] = tuple(merged)
+
+    def forward(self) -> None:
+        """What operands have, results have."""
+        for at, op in enumerate(self.found.operations):
+            if op.name in _CONSTRAINTS:
+                self._constrain(at, op)
+                continue
+            for a, i, b, j in self.links[at]:
+                source, target = self._value(op, a), self._value(op, b)
+                if source != NOTHING and target != NOTHING and b < 0:
+                    self._tie(source, i, target, j)
+            self._note_sums(at, op)
+
+    def backward(self) -> None:
+        """What results have, operands have."""
+        for at in range(len(self.found.operations) - 1, -1, -1):
+            op = self.found.operations[at]
+            if op.name in _CONSTRAINTS:
+                if op.reads[0] != NOTHING:
+                    self.wants(op.reads[0], self.splits[op.makes[0]])
+                continue
+            for a, i, b, j in self.links[at]:
+                source, target = self._value(op, b), self._value(op, a)
+                if source != NOTHING and target != NOTHING and b < 0:
+                    self._tie(source, j, target, i)
+
+    def _value(self, op: Operation, position: int) -> int:
+        return op.reads[position] if position >= 0 else op.makes[~position]
+
+    def _tie(self, source: int, i: int, target: int, j: int) -> None:
+        entry = self.splits[source][i]
+        if entry and (self.found.shapes[source][i] == self.found.shapes[target][j] or self._regroups(source, target)):
+            rank = len(self.found.shapes[target])
+            self.wants(target, tuple(entry if d == j else () for d in range(rank)))
+
+    def _regroups(self, source: int, target: int) -> bool:
+        """Whether one value is the other one reshaped."""
+        return math.prod(self.found.shapes[source]) == math.prod(self.found.shapes[target])
+
+    def _constrain(self, at: int, op: Operation) -> None:
+        spec = getattr(op.eqn.params.get("sharding"), "spec", None)
+        before = self.splits[op.reads[0]] if op.reads[0] != NOTHING else ()
+        if spec is None:
+            self.wants(op.makes[0], before)
+            return
+        rank = len(self.found.shapes[op.makes[0]])
+        asked = split_of(spec, rank, self.axes)
+        still_open = [d < len(spec) and spec[d] is PartitionSpec.UNCONSTRAINED for d in range(rank)]
+        split = (
+            tuple(b if free else a for a, b, free in zip(asked, before, still_open, strict=True)) if before else asked
+        )
+        self.splits[op.makes[0]] = split
+        self.fixed.add(op.makes[0])
+        lost = tuple(a for entry in before for a in entry if not any(a in e for e in split))
+        self.found.gathered.pop(at, None)
+        if lost:
+            self.found.gathered[at] = lost
+
+    def _note_sums(self, at: int, op: Operation) -> None:
+        """The axes over which an operation adds up what its devices have."""
+        if op.name == "dot_general":
+            (left, right), _ = op.eqn.params["dimension_numbers"]
+            gone = [(op.reads[0], d) for d in left] + [(op.reads[1], d) for d in right]
+        elif op.name.startswith("reduce_") and "axes" in op.eqn.params:
+            gone = [(op.reads[0], d) for d in op.eqn.params["axes"]]
+        else:
+            return
+        kept = {a for k in op.makes for entry in self.splits[k] for a in entry}
+        summed = dict.fromkeys(a for k, d in gone if k != NOTHING for a in self.splits[k][d])
+        over = tuple(a for a in summed if a not in kept)
+        self.found.summed.pop(at, None)
+        if over:
+            self.found.summed[at] = over

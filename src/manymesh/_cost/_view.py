@@ -1,0 +1,244 @@
+"""A report as a page of text. What is alike is one line, with a count."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .._hardware import Hardware
+from .._program import Reduction
+from ._crossings import ValueLine
+from ._lines import EdgeLine, FragmentLine, LoopLine, Off, Prediction
+from ._memory import Memory
+from ._tasks import TaskLine
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+ROWS = 24  # a longer list is folded
+
+
+def as_text(parts: Iterable[RenderableType]) -> str:
+    """A page as plain text, its tables at most 140 characters wide and its other lines as long as they are."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    console = Console(file=out, width=140, color_system=None)
+    for part in parts:
+        console.print(part, crop=False, soft_wrap=isinstance(part, str), markup=False, highlight=False)
+    return out.getvalue().rstrip("\n")
+
+
+def schedule(loops: Sequence[LoopLine], p: Prediction | None) -> Iterator[str]:
+    """The schedules, and the step on a clock."""
+    for loop in loops:
+        yield (
+            f"schedule {loop.schedule}: {loop.microbatches} microbatches, stages on submeshes {_some(loop.placement)}, bubble "
+            f"{loop.bubble_fraction:.1%}"
+        )
+    if p is not None and p.seconds is not None:
+        busy = _some([f"{b:.0%}" for b in p.busy])
+        yield f"a step takes {_seconds(p.seconds)} by {p.by}: bubble {p.bubble_fraction:.1%}, busy {busy}"
+    elif p is not None:
+        yield f"bubble of the whole step {p.bubble_fraction:.1%}, by FLOPs alone: name a hardware for seconds"
+
+
+def sums(reductions: Sequence[Reduction]) -> Iterator[str]:
+    """The sums over a batch that has devices of its own, and why some are taken in every microbatch."""
+    if reductions:
+        once = sum(bool(r.axes) for r in reductions)
+        yield f"{once} of {len(reductions)} sums over a sharded batch are taken once a call"
+        yield from (f"  {r!r}" for r in reductions if not r.axes)
+
+
+def tasks(lines: Sequence[TaskLine]) -> RenderableType:
+    """What each task costs."""
+    from rich.table import Table
+
+    table = Table(title="tasks, in a call, on each device", title_justify="left")
+    for column in ("task", "submesh", "stage", "runs", "forward", "backward", "reads", "parameters"):
+        table.add_column(column, justify="left" if column == "task" else "right", overflow="fold")
+
+    def cells(line: Any) -> tuple[str, ...]:
+        stage = "" if line.stage is None else str(line.stage)
+        size = f"{line.parameters:,} ({_bytes(line.parameter_bytes)})" if line.parameters else ""
+        return (
+            line.name, str(line.submesh), stage, str(line.runs), _flops(line.forward_flops), _flops(line.backward_flops),
+            _bytes(line.bytes_read), size,
+        )  # fmt: skip
+
+    for row in _folded([cells(line) for line in lines], named=(0, 1, 2)):
+        table.add_row(*row)
+    return table
+
+
+def fragments(lines: Sequence[FragmentLine]) -> Iterator[str]:
+    """What each fragment is and does."""
+    rows = []
+    for f in lines:
+        stage = "" if f.stage is None else f" stage {f.stage}"
+        executable = "" if f.executable is None else f"executable {f.executable}"
+        seconds = "" if f.seconds is None else f"{_seconds(f.seconds)} ({f.bound})"
+        rows.append(
+            (
+                f.name, f"submesh {f.submesh}", f"{f.kind}{stage}", f"x{f.runs}", executable, f"{f.inputs} -> {f.outputs}",
+                _flops(f.figures.flops), _bytes(f.figures.nbytes), f"+{_bytes(f.figures.temporary_bytes)}", seconds,
+            )
+        )  # fmt: skip
+    shown = list(_folded(rows, named=(0, 1, 2, 4)))
+    widths = [max((len(row[k]) for row in shown), default=0) for k in range(10)]
+    yield "fragments: runs, inputs and results, and of one run FLOPs, bytes, room inside"
+    for row in shown:
+        yield ("  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True) if w)).rstrip()
+
+
+def values(lines: Sequence[ValueLine], edges: Sequence[EdgeLine]) -> Iterator[RenderableType]:
+    """What crosses, by name, and what that comes to between submeshes."""
+    from rich.table import Table
+
+    if not lines:
+        return
+    table = Table(title="what crosses", title_justify="left")
+    for column in ("value", "from", "to", "type", "layout", "bytes", "times", "in a call"):
+        table.add_column(column, justify="left" if column in ("value", "type", "layout") else "right", overflow="fold")
+    rows = [
+        (
+            v.name if v.values == 1 else f"{v.values} x {v.name}", str(v.source), str(v.target), v.type, v.layout,
+            _bytes(v.nbytes), str(v.times), _bytes(v.total_bytes),
+        )
+        for v in lines
+    ]  # fmt: skip
+    for row in _folded(rows, named=(0, 1, 2)):
+        table.add_row(*row)
+    yield table
+    folded = _folded(
+        [
+            (f"{e.source} -> {e.target}", f"{e.values} values in {e.transfers} transfers, {e.nbytes} bytes")
+            for e in edges
+        ],
+        named=(0,),
+    )
+    yield from (f"  {edge}: {what}" for edge, what in folded)
+
+
+def unmarked(equations: Sequence[tuple[str, int, str, int]]) -> Iterator[str]:
+    """Where equations outside tasks are, and why."""
+    groups: dict[tuple[int, str], list[str]] = {}
+    for primitive, submesh, why, count in sorted(equations, key=lambda u: (u[1], u[2], -u[3], u[0])):
+        groups.setdefault((submesh, why), []).append(primitive if count == 1 else f"{count} {primitive}")
+    shown = list(groups.items())
+    yield from (f"  unmarked on submesh {s}, {why}: {', '.join(names)}" for (s, why), names in shown[:ROWS])
+    if len(shown) > ROWS:
+        yield f"  ... and on {len(shown) - ROWS} more"
+
+
+def devices(memory: Mapping[Any, Memory]) -> RenderableType:
+    """The memory of each device."""
+    from rich.table import Table
+
+    table = Table(title="memory of each device", title_justify="left")
+    kinds = list(dict.fromkeys(kind for m in memory.values() for kind in m.made_of))
+    for column in ("devices", "arguments", "peak", "at", *kinds):
+        table.add_column(column, justify="left" if column in ("devices", "at") else "right", overflow="fold")
+    for devices, m in _alike(memory.items()):
+        made = [_bytes(m.made_of.get(kind, 0)) for kind in kinds]
+        table.add_row(devices, _bytes(m.argument_bytes), _bytes(m.peak_bytes), m.at, *made)
+    return table
+
+
+def peaks(memory: Mapping[Any, Memory], hardware: Hardware | None) -> Iterator[str]:
+    """What the largest peak consists of."""
+    most = max(memory.items(), key=lambda item: item[1].peak_bytes, default=None)
+    if most is not None and most[1].holds:
+        device, m = most
+        yield f"the peak of {device}, {m.peak_bytes} bytes at {m.at}, holds most of"
+        for h in m.holds:
+            yield f"  {h.values} x {h.name} ({h.kind}), {_bytes(h.nbytes)}"
+        if hardware is not None and hardware.memory_bytes is not None:
+            room = hardware.memory_bytes
+            fits = "fits in" if m.peak_bytes <= room else "DOES NOT FIT in"
+            yield f"it {fits} the {_bytes(room)} of {hardware.name}"
+
+
+def off(differences: Sequence[Off]) -> Iterator[str]:
+    """Where our own count was off."""
+    if differences:
+        yield "our own count was off (ours, XLA's)"
+    for o in differences[:ROWS]:
+        yield f"  {o.where}: {o.what} {o.counted:.6g}, {o.found:.6g} ({o.by:+.1%})"
+    if len(differences) > ROWS:
+        yield f"  ... and at {len(differences) - ROWS} more places"
+
+
+# --- folding ----------------------------------------------------------------------------------------------
+
+
+def _folded(rows: Sequence[tuple[str, ...]], named: Sequence[int]) -> Iterator[tuple[str, ...]]:
+    """Rows of a table. Where there are many, those that differ in their names alone become one, with a count.
+
+    Args:
+      rows: the cells of each row.
+      named: the columns in which rows that are alike may differ.
+    """
+    if len(rows) <= ROWS:
+        yield from rows
+        return
+    alike: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        alike.setdefault(tuple(cell for k, cell in enumerate(row) if k not in named), []).append(row)
+    for same in alike.values():
+        first, last = same[0], same[-1]
+        cells = [
+            a if a == b or k not in named else f"{a} ... {b}" for k, (a, b) in enumerate(zip(first, last, strict=True))
+        ]
+        if len(same) > 1:
+            cells[0] = f"{len(same)} x {cells[0]}"
+        yield tuple(cells)
+
+
+def _alike(memory: Iterable[tuple[Any, Memory]]) -> Iterator[tuple[str, Memory]]:
+    """Devices with equal memory as one, then at most as many rows as a list has."""
+    groups: dict[tuple[Any, ...], tuple[list[str], Memory]] = {}
+    for device, m in memory:
+        key = (m.argument_bytes, m.peak_bytes, tuple(m.made_of.items()))
+        groups.setdefault(key, ([], m))[0].append(str(getattr(device, "id", device)))
+    shown = list(groups.values())
+    if len(shown) > ROWS:
+        shown = sorted(shown, key=lambda item: -item[1].peak_bytes)
+    for names, m in shown[:ROWS]:
+        yield ", ".join(names) if len(names) <= 8 else f"{len(names)}: {names[0]} ... {names[-1]}", m
+
+
+def _some(items: Sequence[object]) -> str:
+    """The items, or, if there are many, the first of them and the last."""
+    shown = [str(item) for item in items]
+    return f"({', '.join(shown if len(shown) <= ROWS else [*shown[:8], '...', shown[-1]])})"
+
+
+# --- units ------------------------------------------------------------------------------------------------
+
+
+def _bytes(count: float) -> str:
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024 or unit == "GiB":
+            break
+    return f"{count:.1f} {unit}"
+
+
+def _flops(count: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if count < 1000 or unit == "T":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}FLOP"
+
+
+def _seconds(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1 or unit == "us":
+            break
+    return f"{seconds * factor:.3g} {unit}"

@@ -1,0 +1,223 @@
+"""What a fragment computes, reads, and needs room for on each of its devices: counted over its jaxpr.
+
+Products and convolutions count two operations a term, other arithmetic one for each element, changes of shape none.
+`_room` counts what goes through memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .. import _compat
+from .._compat import AbstractJaxpr, Eqn, Var
+from .._passes._unreduced._links import shape_of
+from ._operations import NOTHING, Operation, Operations, Split, flatten, spread
+from ._room import traffic
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one run of a fragment does on each of its devices.
+
+    Attributes:
+      matmul_flops: operations of products and convolutions, by the dtype of their operands.
+      other_flops: other arithmetic operations.
+      bytes_read: of arguments and of what is computed on the way, as far as it is written to memory.
+      bytes_written: results, and what is computed on the way.
+      temporary_bytes: most bytes at once besides arguments and results.
+      exchanged_bytes: what a device sends to others of its submesh, for sums and gathers.
+      exchanges: how many such sums and gathers there are.
+      repeated_flops, repeated_bytes: what of all that is in later rounds of loops. XLA's own count has each loop's
+        body once.
+      open_loops: loops of unknown length, whose body counts once.
+    """
+
+    matmul_flops: Mapping[str, float] = field(default_factory=dict)
+    other_flops: float = 0.0
+    bytes_read: float = 0.0
+    bytes_written: float = 0.0
+    temporary_bytes: int = 0
+    exchanged_bytes: float = 0.0
+    exchanges: float = 0
+    repeated_flops: float = 0.0
+    repeated_bytes: float = 0.0
+    open_loops: int = 0
+
+    @property
+    def flops(self) -> float:
+        """All operations."""
+        return sum(self.matmul_flops.values()) + self.other_flops
+
+
+# No arithmetic, only another way to look at the same numbers.
+_NO_FLOPS = frozenset(
+    [
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "broadcast_in_dim",
+        "transpose",
+        "iota",
+        "copy",
+        "convert_element_type",
+        "bitcast_convert_type",
+        "slice",
+        "dynamic_slice",
+        "concatenate",
+        "pad",
+        "rev",
+        "gather",
+        "dynamic_update_slice",
+        "stop_gradient",
+        "optimization_barrier",
+        "name",
+        "split",
+        "sharding_constraint",
+        "manymesh_constraint",
+        "select_n",
+        "copy_p",
+        "device_put",
+        "pvary",
+        "random_wrap",
+        "random_unwrap",
+        "reduce_precision",
+        "empty",
+        "real",
+        "imag",
+        "create_token",
+    ]
+)
+
+
+def work(
+    jaxpr: AbstractJaxpr,
+    axes: Mapping[str, int],
+    inputs: Sequence[Split],
+    outputs: Sequence[Split] | None = None,
+    on_cpu: bool = False,
+) -> Work:
+    """Counts what a computation does on each device.
+
+    Args:
+      jaxpr: the computation, open or closed.
+      axes: size of each mesh axis.
+      inputs, outputs: the axes that shard each dimension of what comes in and goes out.
+      on_cpu: whether XLA's CPU backend runs it. It orders operations so that many can run at a time, and not so that
+        little memory is needed, and it copies some operands of products into another order of their dimensions.
+    """
+    found = flatten(jaxpr)
+    spread(found, axes, inputs, outputs)
+    return _Counter(found, axes, on_cpu).count()
+
+
+class _Counter:
+    def __init__(self, found: Operations, axes: Mapping[str, int], on_cpu: bool) -> None:
+        self.found, self.axes, self.on_cpu = found, axes, on_cpu
+        self.ways = [found.ways(split, axes) for split in found.splits]
+        self.bytes = [size // n for size, n in zip(found.sizes, self.ways, strict=True)]
+        self.matmul: dict[str, float] = defaultdict(float)
+        self.other = self.exchanged = self.exchanges = 0.0
+        self.inner_read = self.inner_written = self.repeated_flops = self.repeated_bytes = 0.0
+        self.open_loops = 0
+        self.inner_room: dict[int, int] = {}  # position of a loop -> bytes that its body needs
+
+    def count(self) -> Work:
+        for at, op in enumerate(self.found.operations):
+            self._operations_of(at, op)
+            self._exchange(at, op)
+        read, written, room = traffic(self.found, self.bytes, self.inner_room, self.on_cpu)
+        return Work(
+            dict(self.matmul), self.other, read + self.inner_read, written + self.inner_written, room, self.exchanged,
+            self.exchanges, self.repeated_flops, self.repeated_bytes, self.open_loops,
+        )  # fmt: skip
+
+    # --- arithmetic -----------------------------------------------------------------------------------
+
+    def _operations_of(self, at: int, op: Operation) -> None:
+        rule = _FLOPS.get(op.name)
+        if rule is not None:
+            axes = {a for k in op.makes for entry in self.found.splits[k] for a in entry}
+            axes.update(self.found.summed.get(at, ()))
+            dtype = str(_compat.dtype(op.eqn.invars[0]))
+            self.matmul[dtype] += rule(op.eqn) / math.prod(self.axes[a] for a in axes)
+        elif op.name in ("scan", "while", "cond", "shard_map"):
+            self._inside(at, op)
+        elif op.name.startswith(("reduce_", "arg", "cum", "scatter")) and op.reads and op.reads[0] != NOTHING:
+            k = op.reads[2] if op.name.startswith("scatter") and op.reads[2] != NOTHING else op.reads[0]
+            self.other += math.prod(self.found.shapes[k]) / self.ways[k]
+        elif op.name not in _NO_FLOPS:
+            self.other += sum(math.prod(self.found.shapes[k]) / self.ways[k] for k in op.makes[:1])
+
+    def _inside(self, at: int, op: Operation) -> None:
+        """The body of a loop or conditional, as often as it runs."""
+        splits = [self.found.splits[k] if k != NOTHING else () for k in op.reads]
+        if op.name == "scan":
+            parts = _compat.scan_parts(op.eqn)
+            fixed = parts.num_consts + parts.num_carry
+            bodies = [(parts.jaxpr, [s[1:] if i >= fixed else s for i, s in enumerate(splits)], self.axes)]
+            times = float(parts.length)
+        elif op.name == "while":
+            count = op.eqn.params["cond_nconsts"]
+            bodies, times = [(op.eqn.params["body_jaxpr"], splits[count:], self.axes)], 1.0
+            self.open_loops += 1
+        elif op.name == "cond":
+            bodies, times = [(b, splits[1:], self.axes) for b in op.eqn.params["branches"]], 1.0
+        else:  # the body of a shard_map sees what is left to a device by the axes that are its own
+            jaxpr = op.eqn.params["jaxpr"]
+            manual = _compat.manual_axes_of(op.eqn)
+            others = {a: n for a, n in self.axes.items() if a not in manual}
+            bodies = [(jaxpr, [tuple(tuple(a for a in e if a in others) for e in s) for s in splits], others)]
+            times = 1.0
+        each = [
+            work(
+                b,
+                axes,
+                [_ranked(s, v) for s, v in zip(given, _compat.open_jaxpr(b).invars, strict=True)],
+                on_cpu=self.on_cpu,
+            )
+            for b, given, axes in bodies
+        ]
+        most = max(each, key=lambda w: (w.flops, w.bytes_read))
+        for dtype, flops in most.matmul_flops.items():
+            self.matmul[dtype] += times * flops
+        self.other += times * most.other_flops
+        self.exchanged += times * most.exchanged_bytes
+        self.exchanges += times * most.exchanges
+        self.inner_read += times * most.bytes_read
+        self.inner_written += times * most.bytes_written
+        self.repeated_flops += (times - 1) * most.flops + most.repeated_flops
+        self.repeated_bytes += (times - 1) * (most.bytes_read + most.bytes_written) + most.repeated_bytes
+        self.open_loops += most.open_loops
+        self.inner_room[at] = max(w.temporary_bytes for w in each)
+
+    def _exchange(self, at: int, op: Operation) -> None:
+        """Sums and gathers over devices: a ring sends a value's bytes once for each of both halves of a sum."""
+        for axes, factor in ((self.found.summed.get(at, ()), 2.0), (self.found.gathered.get(at, ()), 1.0)):
+            n = math.prod(self.axes[a] for a in axes)
+            if n > 1:
+                self.exchanged += factor * (n - 1) / n * sum(self.bytes[k] for k in op.makes)
+                self.exchanges += 1
+
+
+def _ranked(split: Split, v: Var) -> Split:
+    """A split for a value; a literal operand has none, whatever its rank."""
+    rank = len(shape_of(v))
+    return split if len(split) == rank else ((),) * rank
+
+
+def _dot(eqn: Eqn) -> float:
+    (left, _), _ = eqn.params["dimension_numbers"]
+    shape = shape_of(eqn.invars[0])
+    return float(2 * math.prod(shape_of(eqn.outvars[0])) * math.prod(shape[d] for d in left))
+
+
+def _conv(eqn: Eqn) -> float:
+    numbers, kernel = eqn.params["dimension_numbers"], shape_of(eqn.invars[1])
+    terms = math.prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)
+    return float(2 * math.prod(shape_of(eqn.outvars[0])) * terms / eqn.params.get("batch_group_count", 1))
+
+
+_FLOPS: dict[str, Callable[[Eqn], float]] = {"dot_general": _dot, "conv_general_dilated": _conv}

@@ -1,0 +1,250 @@
+"""Reports of lowered and compiled steps."""
+
+import io
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+import manymesh as mm
+from manymesh._report import Report
+from manymesh.inspect import Hardware
+from stages import WIDTH, back, loss, microbatched, parameters, rows
+
+
+def step(p, x):
+    value, grads = microbatched()(p, x)
+    return jax.tree.map(lambda w, g: w - g, p, grads), value
+
+
+def lowered(fun=step, *args):
+    return mm.jit(fun, donate_argnums=0).lower(*(args or (parameters(), rows())))
+
+
+def planned(stages, count, width=64):
+    """A chain of tasks on planned devices, two for each."""
+    mesh = jax.make_mesh((stages, 2), ("stage", "data"), devices=mm.planned_devices(2 * stages))
+
+    def layer(w, x):
+        return jnp.tanh(mm.with_sharding_constraint(x, ("data",)) @ w)
+
+    tasks = [mm.task(layer, f"stage_{i}", mesh=m) for i, m in enumerate(mm.submeshes(mesh, "stage"))]
+
+    def objective(ws, x):
+        for task, w in zip(tasks, ws, strict=True):
+            x = task(w, x)
+        return jnp.mean(x**2)
+
+    grad = mm.microbatch(jax.value_and_grad(objective), argnum=1, num_microbatches=count, reduce="mean")
+    weights = [jax.ShapeDtypeStruct((width, width), "float32")] * stages
+    return mm.jit(grad).lower(weights, jax.ShapeDtypeStruct((8 * count, width), "float32"))
+
+
+def test_nothing_is_compiled_for_a_report(monkeypatch):
+    """Nor put on a device."""
+    made = lowered()
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a report acts")
+
+    monkeypatch.setattr(jax, "device_put", refuse)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    report = made.report(Hardware.h100())
+    assert report.compiled is None and report.off == ()
+    assert {f.executable for f in report.fragments} == {None}
+
+
+def test_a_task_says_where_it_is_and_what_it_does():
+    """Products of [2, 4] and [4, 4], one each way forward; two back, but one where no gradient goes on; little besides."""
+    tasks = {task.name: task for task in lowered().report().tasks}
+    product = 2 * 2 * WIDTH * WIDTH
+    assert (tasks["front"].submesh, tasks["back"].submesh) == (0, 1)
+    assert {t.parameters for t in (tasks["front"], tasks["back"])} == {WIDTH * WIDTH}
+    assert tasks["front"].runs == tasks["back"].runs == 4
+    assert 4 * product <= tasks["front"].forward_flops < 6 * product
+    assert 4 * product <= tasks["front"].backward_flops < 8 * product
+    assert 8 * product <= tasks["back"].backward_flops < 12 * product
+
+
+def test_what_crosses_has_a_name():
+    """An activation, its gradient; a weight that two submeshes read by its path; and it adds up to the edges."""
+
+    def tied(p, x):
+        return jnp.sum(back(p["front"], mm.task(lambda w, x: x @ w, "first", devices=[0])(p["front"], x)))
+
+    report = lowered().report()
+    assert {v.name: (v.source, v.target, v.type, v.times) for v in report.values} == {
+        "front -> back": (0, 1, "float32[2,4]", 4),
+        "back_bwd -> front_bwd": (1, 0, "float32[2,4]", 4),
+    }
+    wide = {"front": jnp.ones((WIDTH, WIDTH))}
+    values = {v.name: v for v in mm.jit(tied).lower(wide, rows()).report().values}
+    assert values["args[0]['front']"].total_bytes == 4 * WIDTH * WIDTH
+    for made in (report, mm.jit(tied).lower(wide, rows()).report()):
+        for e in made.edges:
+            between = [v for v in made.values if (v.source, v.target) == (e.source, e.target)]
+            assert sum(v.total_bytes for v in between) == e.nbytes
+            assert sum(v.values * v.times for v in between) == e.values
+
+
+def test_after_compiling_the_figures_are_those_of_xla():
+    """Ours stand beside them, and where they differ it says where and by how much."""
+    made = lowered()
+    compiled = made.compile()
+    before, after = made.report(), compiled.report()
+    assert (before.edges, before.values, before.schedules) == (after.edges, after.values, after.schedules)
+    costs = compiled.cost_analysis()
+    for f, ours in zip(after.fragments, before.fragments, strict=True):
+        cost = costs[f.name]
+        assert f.figures.flops == cost.get("flops", 0) + cost.get("transcendentals", 0)
+        assert f.counted == ours.figures
+    assert "our own count" in str(before) and "XLA's" in str(after)
+
+
+def test_a_wrong_count_is_named(monkeypatch):
+    """A fragment of which XLA says something else."""
+    compiled = mm.jit(lambda x: back(x, x)).lower(jnp.ones((64, 64))).compile()
+    (executable,) = compiled._lowered.executables
+
+    class Other:
+        def cost_analysis(self):
+            return {"flops": 1e6, "bytes accessed": executable.cost_analysis()["bytes accessed"]}
+
+        def memory_analysis(self):
+            return executable.memory_analysis()
+
+    monkeypatch.setattr(compiled._lowered, "executables", [Other()])
+    (off,) = [o for o in compiled.report().off if o.what == "flops"]
+    assert (off.where, off.found) == ("back", 1e6)
+    assert off.by == pytest.approx(off.counted / 1e6 - 1)
+    assert f"back: flops {off.counted:.6g}, 1e+06 ({off.by:+.1%})" in str(compiled.report())
+
+
+def test_the_time_of_a_step_is_for_a_hardware():
+    """Twice the rates, half the time; nobody's rates, no seconds but a bubble."""
+    made = planned(2, 4, width=1024)
+    fast, slow = (Hardware("x", {"float32": r}, r, r, 0.0, 0.0) for r in (2e12, 1e12))
+    times = [made.report(h).prediction for h in (fast, slow)]
+    assert times[1].seconds == pytest.approx(2 * times[0].seconds)
+    assert times[1].bubble_fraction == pytest.approx(times[0].bubble_fraction)
+    nobody = made.report().prediction
+    assert nobody.seconds is None and nobody.by == "FLOPs" and 0 < nobody.bubble_fraction < 1
+    assert "name a hardware for seconds" in str(made.report())
+    assert "s by x: bubble" in str(made.report(fast))
+
+
+def test_a_fragment_says_what_its_time_goes_for():
+    """Arithmetic, memory, links or launches, whichever the hardware is poor in."""
+    made = planned(2, 2)
+    rich = {"peak": 1e18, "memory": 1e18, "link": 1e18, "latency": 0.0, "launch": 0.0}
+
+    def bound(**poor):
+        h = rich | poor
+        hardware = Hardware("x", {"float32": h["peak"]}, h["memory"], h["link"], h["latency"], h["launch"])
+        report = made.report(hardware)
+        return next(f.bound for f in report.fragments if f.name == "stage_0_bwd")
+
+    assert [bound(peak=1.0), bound(memory=1.0), bound(launch=1.0)] == ["compute", "memory", "launch"]
+
+
+def test_a_sum_of_means_is_in_the_report():
+    """With the number by which it multiplies the loss."""
+
+    def summed(p, x):
+        return mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4)(p, x)
+
+    with pytest.warns(UserWarning, match="4 times"):
+        made = lowered(summed, parameters(), rows())
+    (finding,) = made.report().findings
+    assert "are 4 times those of the whole batch" in finding
+    assert f"finding: {finding}" in str(made.report()).splitlines()
+    assert lowered().report().findings == ()
+
+
+def test_a_report_is_plain_data():
+    """JSON, and back the same numbers."""
+    report = lowered().report(Hardware.h200())
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert plain["prediction"]["seconds"] == report.prediction.seconds
+    assert plain["hardware"]["name"] == "H200"
+    assert sum(v["total_bytes"] for v in plain["values"]) == sum(e.nbytes for e in report.edges)
+    assert {name: m["peak_bytes"] for name, m in plain["memory"].items()} == {
+        str(d): m.peak_bytes for d, m in report.memory.items()
+    }
+
+
+def test_a_report_is_shown_by_rich_and_told_in_a_line():
+    """A page in a terminal, as narrow as it is; one line as ``repr``."""
+    report = lowered().report()
+    out = io.StringIO()
+    Console(file=out, width=100).print(report)
+    assert "front -> back" in out.getvalue()
+    assert "\n" not in repr(report) and f"at most {report.peak_bytes} bytes" in repr(report)
+    assert isinstance(report, Report)
+
+
+def test_a_large_plan_is_told_in_a_page_in_seconds():
+    """What is alike is folded with its count; 64 stages and 64 microbatches, on devices that nobody has."""
+    made = planned(64, 64)
+    assert made.layout.decisions  # which is not the report's to find
+    start = time.process_time()
+    report = made.report(Hardware.tpu_v5p())
+    text = str(report)
+    assert time.process_time() - start < 10  # a second on an idle machine
+    assert len(text.splitlines()) < 160 and len(repr(report)) < 300
+    assert "62 x stage_1 ... stage_62" in text
+    assert "126 x 0 -> 1 ... 63 -> 62" in text
+    assert len(report.memory) == 128
+
+
+def test_a_device_that_is_too_small_is_said_to_be():
+    """By the hardware's memory."""
+    small = Hardware("tiny", {"float32": 1.0}, 1.0, 1.0, memory_bytes=100)
+    assert "it DOES NOT FIT in the 100 B of tiny" in str(lowered().report(small))
+    assert "it fits in" in str(lowered().report(Hardware.h100()))
+
+
+def test_measured_durations_make_a_prediction():
+    """Of the step and of each fragment, also in the report before compiling."""
+    made = lowered()
+    compiled = made.compile()
+    taken = compiled.durations(parameters(), rows(), repeats=1)
+    assert len(taken.runs) == len(taken.issues) == len(made.program.fragments)
+    assert all(t > 0 for t in taken.issues) and set(taken.transfers) == set(taken.transfer_issues)
+    for report in (made.report(times=taken), compiled.report(times=taken)):
+        assert report.prediction.by == "measured fragments"
+        assert report.prediction.seconds >= max(f.seconds for f in report.fragments)
+    p = parameters()
+    compiled.durations(p, rows(), repeats=1)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(p))  # donated ones are copied
+
+
+def test_lowered_answers_what_that_of_jax_does():
+    """Structures, shapes with shardings, and costs without compiling."""
+    made = lowered()
+    args = (parameters(), rows())
+    assert made.in_tree == jax.tree.structure((args, {}))
+    value = made.compile()(*args)
+    assert made.out_tree == jax.tree.structure(value)
+    for info, x in zip(jax.tree.leaves(made.out_info), jax.tree.leaves(value), strict=True):
+        assert (info.shape, info.dtype, info.sharding) == (x.shape, x.dtype, x.sharding)
+    costs = made.cost_analysis()
+    assert set(costs) == {f.name for f in made.program.fragments}
+    assert costs["front"]["flops"] >= 2 * 2 * WIDTH * WIDTH
+
+
+def test_out_info_of_what_is_stacked_is_whole():
+    """Layers on two submeshes are one array in the result."""
+    stages = [jax.sharding.Mesh(jax.devices()[i : i + 1], ("x",)) for i in (0, 1)]
+    layer = mm.task(lambda w, h: jnp.tanh(h @ w), "layer", mesh=stages)
+
+    def scanned(ws, h):
+        return jnp.sum(jax.lax.scan(lambda h, w: (layer(w, h), None), h, ws)[0])
+
+    made = mm.jit(jax.grad(scanned)).lower(jnp.ones((4, 8, 8)), jnp.ones((2, 8)))
+    found = made.compile()(jnp.ones((4, 8, 8)), jnp.ones((2, 8)))
+    assert (made.out_info.shape, made.out_info.sharding) == (found.shape, found.sharding)
+    assert sum(t.parameters for t in made.report().tasks) == 4 * 8 * 8

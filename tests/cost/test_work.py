@@ -1,0 +1,190 @@
+"""Our own count of what a computation does, beside what XLA says of it."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from manymesh._cost._operations import flatten, split_of, spread
+from manymesh._cost._work import work
+
+KEY = jax.random.key(0)
+
+
+def counted(fun, *shapes, axes=None, ins=None, outs=None, on_cpu=True):
+    """The work of a function of float32 arrays of these shapes."""
+    closed = jax.make_jaxpr(fun)(*[jax.ShapeDtypeStruct(s, "float32") for s in shapes])
+    axes = axes or {}
+    splits = [split_of(p, len(s), axes) for p, s in zip(ins or [P()] * len(shapes), shapes, strict=True)]
+    results = (
+        None if outs is None else [split_of(p, len(v.shape), axes) for p, v in zip(outs, closed.out_avals, strict=True)]
+    )
+    return work(closed, axes, splits, results, on_cpu=on_cpu)
+
+
+def attention(x, q, k, v):
+    return jax.nn.dot_product_attention(*(jnp.einsum("bse,ehd->bshd", x, w) for w in (q, k, v)))
+
+
+def perceptron(x, up, down):
+    return x + jax.nn.gelu(x @ up) @ down
+
+
+MODELS = {
+    "perceptron": (perceptron, ((64, 32), (32, 128), (128, 32))),
+    "its gradient": (jax.grad(lambda *a: jnp.sum(perceptron(*a) ** 2), (0, 1, 2)), ((64, 32), (32, 128), (128, 32))),
+    "attention": (attention, ((4, 64, 32), (32, 4, 8), (32, 4, 8), (32, 4, 8))),
+    "convolution": (
+        lambda x, w: jax.lax.conv_general_dilated(x, w, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")),
+        ((2, 17, 17, 8), (3, 3, 8, 16)),
+    ),
+    "depthwise": (
+        lambda x, w: jax.lax.conv_general_dilated(
+            x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=8
+        ),
+        ((2, 10, 10, 8), (3, 3, 1, 16)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_operations_are_those_that_xla_counts(name):
+    """To within three parts of a hundred; most of them products."""
+    fun, shapes = MODELS[name]
+    cost = jax.jit(fun).lower(*[jax.ShapeDtypeStruct(s, "float32") for s in shapes]).compile().cost_analysis()
+    assert counted(fun, *shapes).flops == pytest.approx(cost["flops"] + cost.get("transcendentals", 0), rel=0.03)
+
+
+def test_memory_of_a_perceptron_is_what_xla_takes():
+    """Bytes to and from memory, and the room inside: the product and what is made of it."""
+    fun, shapes = MODELS["perceptron"]
+    compiled = jax.jit(fun).lower(*[jax.ShapeDtypeStruct(s, "float32") for s in shapes]).compile()
+    found = counted(fun, *shapes)
+    assert found.bytes_read + found.bytes_written == pytest.approx(compiled.cost_analysis()["bytes accessed"], rel=0.1)
+    assert found.temporary_bytes == 4 * 64 * 128 + 4 * 64 * 32
+
+
+def test_operations_of_a_dtype_are_counted_apart():
+    """A bfloat16 product beside a float32 one."""
+
+    def fun(x):
+        return (x @ x, x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16))
+
+    assert counted(fun, (16, 16)).matmul_flops == {"float32": 2 * 16**3, "bfloat16": 2 * 16**3}
+
+
+@pytest.mark.parametrize(
+    ("ins", "ways", "exchanged"),
+    [
+        ((P("data"), P()), 2, 0),  # rows
+        ((P(), P(None, "model")), 4, 0),  # columns
+        ((P("data"), P(None, "model")), 8, 0),
+        ((P(None, "model"), P("model")), 4, 2 * 3 / 4 * 4 * 32 * 16),  # terms: their sum goes around a ring
+        ((P("data", "model"), P("model")), 8, 2 * 3 / 4 * 4 * 32 * 16 / 2),
+        ((P(), P()), 1, 0),
+    ],
+)
+def test_a_product_is_divided_as_its_operands_are(ins, ways, exchanged):
+    """Over rows, columns and terms; summing terms sends bytes."""
+    found = counted(jnp.matmul, (32, 64), (64, 16), axes={"data": 2, "model": 4}, ins=ins)
+    assert found.matmul_flops == {"float32": 2 * 32 * 64 * 16 / ways}
+    assert found.exchanged_bytes == exchanged
+
+
+def test_a_layout_goes_through_calls_reshapes_and_norms():
+    """And back from the results: what nothing says of an operand, its result does."""
+
+    @jax.jit
+    def fun(x, w):
+        x = x - jnp.mean(x, -1, keepdims=True)
+        heads = (x @ w).reshape(8, 4, 16)
+        return jnp.sum(jnp.swapaxes(heads, 0, 1), -1), jnp.zeros((8, 4)) + 1
+
+    closed = jax.make_jaxpr(fun)(jnp.ones((8, 32)), jnp.ones((32, 64)))
+    axes = {"data": 2, "model": 4}
+    found = flatten(closed)
+    outs = [split_of(p, 2, axes) for p in (P("model", "data"), P("data"))]
+    spread(found, axes, [split_of(P("data"), 2, axes), split_of(P(None, "model"), 2, axes)], outs)
+    results = [found.splits[k] for k in found.outputs]
+    assert results == [(("model",), ("data",)), (("data",), ())]
+    assert any(op.name == "transpose" for op in found.operations)
+
+
+def test_a_constraint_decides():
+    """What it takes away is gathered."""
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def fun(x):
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.lax.with_sharding_constraint(x, P()) * 2
+
+    found = counted(fun, (8, 4), axes={"data": 2}, ins=[P("data")])
+    assert (found.exchanges, found.exchanged_bytes) == (1, 1 / 2 * 4 * 8 * 4)
+    assert found.other_flops == 32
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    """And it is known what of that XLA leaves out."""
+
+    def fun(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    found, once = counted(fun, (8, 16), (10, 16, 16)), counted(lambda x, w: jnp.tanh(x @ w), (8, 16), (16, 16))
+    assert found.flops == 10 * once.flops
+    xla = jax.jit(fun).lower(jnp.ones((8, 16)), jnp.ones((10, 16, 16))).compile().cost_analysis()["flops"]
+    assert found.flops - found.repeated_flops == pytest.approx(xla, rel=0.05)
+    endless = counted(lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ x, x), (8, 8))
+    assert (endless.open_loops, endless.matmul_flops) == (1, {"float32": 2 * 8**3})
+
+
+def test_the_dearest_branch_counts():
+    """Of a conditional."""
+
+    def fun(x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+
+    assert counted(fun, (8, 8)).matmul_flops == {"float32": 2 * 2 * 8**3}
+
+
+def test_a_gradient_is_not_kept_beside_the_sum_that_takes_it():
+    """Where XLA saves memory, each of many sums runs as soon as its gradient is there; on CPU all gradients wait."""
+
+    def fun(x, y, *sums):
+        return [s + x.T @ (y * k) for k, s in enumerate(sums, 1)]
+
+    shapes = ((4, 64), (4, 64), *[(64, 64)] * 4)
+    gradient, operand = 4 * 64 * 64, 4 * 4 * 64
+    saving, wide = (counted(fun, *shapes, on_cpu=c).temporary_bytes for c in (False, True))
+    assert gradient <= saving < 2 * gradient
+    assert wide > 3 * gradient > saving + 4 * operand
+
+
+def test_arithmetic_is_fused_unless_it_is_dear_and_read_twice():
+    """A chain needs no room; an exponential that two products' results wait for does."""
+    assert counted(lambda x: jnp.sin(x * 2) + 1, (64, 64)).temporary_bytes == 0
+    twice = counted(lambda x: (e := jnp.exp(x), e * 2, e * 3)[1:], (64, 64))
+    assert twice.temporary_bytes == 4 * 64 * 64
+    assert twice.bytes_written == 3 * 4 * 64 * 64
+
+
+def test_a_view_needs_no_room():
+    """Reshaping what a product made, for a result or for another product."""
+    found = counted(lambda x, w: (x @ w).reshape(2, 32, 16), (64, 8), (8, 16))
+    assert found.temporary_bytes == 0
+    assert found.bytes_written == 4 * 64 * 16
+
+
+def test_looking_up_reads_what_is_looked_up():
+    """Not the whole table."""
+    closed = jax.make_jaxpr(lambda table, i: table[i])(jnp.ones((1000, 8)), np.arange(4))
+    found = work(closed, {}, [((), ()), ((),)], None)
+    assert found.bytes_read < 4 * 1000 * 8 / 10
+
+
+def test_nothing_is_done_by_nothing():
+    """A jaxpr without equations whose result is its argument: it is read."""
+    found = counted(lambda x: x, (4, 4))
+    assert (found.flops, found.temporary_bytes, found.bytes_read) == (0, 0, math.prod((4, 4, 4)))
