@@ -1,6 +1,6 @@
 """Trains a small language model as a pipeline on eight simulated devices, and checks it against one device.
 
-    python examples/train_transformer.py --stages 2 --schedule 1f1b --microbatches 8 --steps 40
+    python examples/train_transformer.py --stages 2 --schedule 1f1b --num-microbatches 8 --steps 40
 
 The text is the reference documentation that comes with Python. The exit code is 1 if the pipeline and plain JAX
 on one device disagree, or if the model did not learn.
@@ -41,7 +41,7 @@ DATA_SHARDS = 2  # devices that share a batch, on every stage
 TOLERANCE = 1e-4  # relative difference between the two loss curves
 
 
-def train(stages: int, schedule: str, microbatches: int, steps: int, console: Console) -> bool:
+def train(stages: int, schedule: str, num_microbatches: int, steps: int, console: Console) -> bool:
     """Trains twice and compares; returns whether all is well."""
     # 1. Devices: a mesh with an axis for stages, cut along it.
     mesh = jax.make_mesh((stages, DATA_SHARDS, 8 // (stages * DATA_SHARDS)), ("stage", "data", "model"))
@@ -60,12 +60,12 @@ def train(stages: int, schedule: str, microbatches: int, steps: int, console: Co
         return next_byte_loss(model.apply({"params": params}, tokens), tokens)
 
     # 3. The step: one line says that the batch goes through in pieces, under which schedule.
-    def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
+    def step(state: TrainState, tokens: jax.Array) -> tuple[jax.Array, TrainState]:
         grad = mm.microbatch(
-            jax.value_and_grad(loss_fn), argnum=1, num_microbatches=microbatches, schedule=schedule, reduce="mean"
+            jax.value_and_grad(loss_fn), argnum=1, num_microbatches=num_microbatches, schedule=schedule, reduce="mean"
         )
         loss, grads = grad(state.params, tokens)
-        return state.apply_gradients(grads=grads), loss
+        return loss, state.apply_gradients(grads=grads)
 
     step = mm.jit(step, donate_argnums=0)
 
@@ -78,10 +78,10 @@ def train(stages: int, schedule: str, microbatches: int, steps: int, console: Co
     initial = jax.device_get(state)  # a copy, for the comparison below
 
     console.print(tabulate(state.params, title="Parameters"))
-    placement = compiled.program.loops[0].placement if microbatches > 1 else tuple(range(stages))
-    order = schedules.get(schedule).order(placement, microbatches)
+    placement = compiled.program.loops[0].placement if num_microbatches > 1 else tuple(range(stages))
+    order = schedules.get(schedule).order(placement, num_microbatches)
     console.print(
-        f"\nSchedule {schedule}: {microbatches} microbatches on {stages} submeshes (a backward costs 2 forwards)"
+        f"\nSchedule {schedule}: {num_microbatches} microbatches on {stages} submeshes (a backward costs 2 forwards)"
     )
     console.print(schedules.picture(order), highlight=False, soft_wrap=True)
 
@@ -140,7 +140,7 @@ def run(step: Any, state: Any, steps: int, console: Console, name: str) -> list[
         line = progress.add_task("loss  ...  ", total=steps, rate="")
         began = 0.0
         for tokens in batches(steps):
-            state, loss = step(state, tokens)
+            loss, state = step(state, tokens)
             losses.append(float(loss))
             began = began or time.perf_counter()  # the first step may compile
             rate = BATCH * LENGTH * (len(losses) - 1) / max(time.perf_counter() - began, 1e-9)
@@ -188,13 +188,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--stages", type=positive, choices=(2, 4), default=2, help="pipeline stages")
     parser.add_argument("--schedule", choices=("gpipe", "1f1b"), default="1f1b", help="order of the microbatches")
-    parser.add_argument("--microbatches", type=positive, default=8, help="pieces of a batch")
+    parser.add_argument("--num-microbatches", type=positive, default=8, help="pieces of a batch")
     parser.add_argument("--steps", type=positive, default=40, help="training steps")
     options = parser.parse_args(argv)
     fitting = [n for n in range(1, BATCH + 1) if BATCH % n == 0 and BATCH // n % DATA_SHARDS == 0]
-    if options.microbatches not in fitting:
+    if options.num_microbatches not in fitting:
         parser.error(
-            f"argument --microbatches: {options.microbatches} does not cut a batch of {BATCH} sequences into pieces for "
+            f"argument --num-microbatches: {options.num_microbatches} does not cut a batch of {BATCH} sequences into pieces for "
             f"{DATA_SHARDS} data shards; use one of {', '.join(map(str, fitting))}"
         )
     if options.steps < 2:
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demonstration; returns the exit code."""
     options = parse(argv)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    return 0 if train(options.stages, options.schedule, options.microbatches, options.steps, console) else 1
+    return 0 if train(options.stages, options.schedule, options.num_microbatches, options.steps, console) else 1
 
 
 if __name__ == "__main__":

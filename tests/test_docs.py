@@ -1,8 +1,8 @@
 """The pages show what the library does.
 
-    python tests/test_docs.py
+    python tests/test_docs.py [PAGE ...]
 
-writes what the examples print into the pages.
+writes what the examples print into the pages (all of them, or those whose names are given, such as nnx).
 """
 
 from __future__ import annotations
@@ -11,48 +11,120 @@ import contextlib
 import io
 import re
 import sys
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "docs" / name for name in ("compiler.md", "metadata.md", "nnx.md", "equinox.md")]
-# A block of code, and what it prints, if it prints something.
-BLOCKS = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:^```text\n(?P<text>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
-
-
-def run(code: str, page: Path, variables: dict[str, Any]) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(compile(code, page.name, "exec"), variables)
-    return out.getvalue()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_every_example_on_the_page_prints_what_stands_below_it(page: Path) -> None:
-    """In order, with the variables of the blocks before."""
-    variables: dict[str, Any] = {}
-    blocks = list(BLOCKS.finditer(page.read_text("utf-8")))
-    assert len(blocks) > 3
-    for block in blocks:
-        assert run(block["code"], page, variables) == (block["text"] or ""), block["code"]
-
-
-def write(page: Path) -> None:
-    """Fills in what each block prints."""
-    variables: dict[str, Any] = {}
-
-    def filled(block: re.Match[str]) -> str:
-        printed = run(block["code"], page, variables)
-        return f"```python\n{block['code']}```\n" + (f"```text\n{printed}```\n" if printed else "")
-
-    page.write_text(BLOCKS.sub(filled, page.read_text("utf-8")), "utf-8")
-
-
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     import conftest  # noqa: F401  # eight devices, before JAX is imported
 
-    for page in PAGES:
-        write(page)
+import jax
+import pytest
+
+import manymesh as mm
+
+DOCS = ROOT / "docs"
+# A block of code, and what it prints, if it prints something. What differs from machine to machine (times) stands in
+# a block "text varies", and is not compared.
+BLOCKS = re.compile(
+    r"^```python\n(?P<code>.*?)^```\n(?:^```text(?P<varies> varies)?\n(?P<text>.*?)^```\n)?", re.MULTILINE | re.DOTALL
+)
+
+
+def examples(page: Path) -> list[re.Match[str]]:
+    """The blocks of a page; those of sessions (``>>>``) are doctests and run elsewhere (tests/schedules/test_docs.py)."""
+    return [b for b in BLOCKS.finditer(page.read_text("utf-8")) if not b["code"].startswith(">>>")]
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(DOCS).with_suffix("").as_posix()
+
+
+PAGES = {name_of(page): page for page in sorted(DOCS.rglob("*.md")) if examples(page)}
+# What other libraries warn of at import or in use.
+WARNS = {"howto/save": "Orbax"}
+
+
+def run(code: str, page: Path, variables: dict[str, Any]) -> str:
+    """What a block prints, without blanks at the ends of lines."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), warnings.catch_warnings():
+        if name_of(page) in WARNS:
+            warnings.simplefilter("ignore")
+        exec(compile(code, page.name, "exec"), variables)
+        jax.effects_barrier()  # what jax.debug.print prints
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """What a page sets does not outlive it."""
+    nans = jax.config.jax_debug_nans
+    yield
+    jax.config.update("jax_debug_nans", nans)
+    mm.clear_tasks()
+
+
+def falls(losses: list[float]) -> bool:
+    return len(losses) > 4 and losses[-1] < losses[0]
+
+
+# The stories of a first hour, each told by one page alone, and what is true at its end.
+STORIES: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "tutorials/linen": lambda v: falls(v["losses"]) and len(v["step"].compiled.program.submeshes) == 2,
+    "tutorials/stacked": lambda v: falls(v["losses"]) and v["kernel"].sharding.spec[0] == "stage",
+    "tutorials/no_edit": lambda v: falls(v["losses"]) and "register_task" not in inspect_source(v["Layer"]),
+    "nnx": lambda v: falls(v["losses"]),
+    "equinox": lambda v: falls(v["losses"]),
+    "howto/schedule": lambda v: v["choice"].num_microbatches in v["candidates"] and min(v["costs"].forward) > 0,
+    "howto/plan": lambda v: len(v["devices"]) > len(jax.devices()) and v["crossing"] > 0,
+    "howto/save": lambda v: v["same"] and len(v["restored_devices"]) == 4,
+    "howto/debug": lambda v: "in a result of task 'back'" in str(v["found"]),
+    "howto/evaluate": lambda v: len(v["tokens"]) == v["LENGTH"],
+}
+
+
+def inspect_source(cls: type) -> str:
+    """The names that the methods of a class use."""
+    return " ".join(word for f in vars(cls).values() if hasattr(f, "__code__") for word in f.__code__.co_names)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_example_on_the_page_prints_what_stands_below_it(name: str) -> None:
+    """In order, with the variables of the blocks before."""
+    page = PAGES[name]
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    for block in examples(page):
+        printed = run(block["code"], page, variables)
+        if not block["varies"]:
+            assert printed == (block["text"] or ""), block["code"]
+    if name in STORIES:
+        assert STORIES[name](variables)
+
+
+def test_each_story_has_its_page() -> None:
+    assert set(STORIES) <= set(PAGES)
+
+
+def write(page: Path) -> None:
+    """Fills in what each block prints."""
+    variables: dict[str, Any] = {"__name__": "__main__"}
+
+    def filled(block: re.Match[str]) -> str:
+        if block["code"].startswith(">>>"):
+            return block[0]
+        printed = run(block["code"], page, variables)
+        fence = f"```text{block['varies'] or ''}"
+        return f"```python\n{block['code']}```\n" + (f"{fence}\n{printed}```\n" if printed else "")
+
+    page.write_text(BLOCKS.sub(filled, page.read_text("utf-8")), "utf-8")
+    mm.clear_tasks()
+    jax.config.update("jax_debug_nans", False)
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or PAGES:
+        write(PAGES[each])
