@@ -109,6 +109,18 @@ def test_each_story_has_its_page() -> None:
     assert set(STORIES) <= set(PAGES)
 
 
+@pytest.mark.parametrize("name", mm.errors.__all__)
+def test_each_error_has_a_section_that_it_names(name: str) -> None:
+    """With its cause, an example that raises it (run above), and what to do."""
+    page = PAGES["errors"].read_text("utf-8")
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    assert f"see docs: errors#{name}" in getattr(mm.errors, name)("words").__notes__
+    section = sections[name]
+    (example,) = BLOCKS.finditer(section)
+    assert f"except mm.errors.{name} as error:" in example["code"] and example["text"]
+    assert section.index("**Cause.**") < example.start() < section.index("**Remedy.**")
+
+
 def write(page: Path) -> None:
     """Fills in what each block prints."""
     variables: dict[str, Any] = {"__name__": "__main__"}
