@@ -1,6 +1,6 @@
 """Draws the pictures of the pages from the schedules' simulator.
 
-    python docs/pictures.py
+python docs/pictures.py
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def timeline(schedule: str, stages: int, num_microbatches: int) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-PICTURES = {"timeline.svg": lambda: timeline("1f1b", 4, 8), "timeline-zero-bubble.svg": lambda: timeline("zero-bubble-h1", 4, 8)}
+PICTURES = {
+    "timeline.svg": lambda: timeline("1f1b", 4, 8),
+    "timeline-zero-bubble.svg": lambda: timeline("zero-bubble-h1", 4, 8),
+}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -8,6 +8,7 @@ writes what the examples print into the pages (all of them, or those whose names
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 import sys
@@ -16,15 +17,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    import conftest  # noqa: F401  # eight devices, before JAX is imported
-
 import jax
 import pytest
 
 import manymesh as mm
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    importlib.import_module("conftest")  # eight devices, before JAX starts
 
 DOCS = ROOT / "docs"
 # A block of code, and what it prints, if it prints something. What differs from machine to machine (times) stands in

@@ -63,8 +63,14 @@ def test_it_trains_and_agrees_with_one_device():
         ("--stages 3", r"argument --stages: invalid choice: 3 \(choose from 2, 4\)"),
         ("--stages two", r"argument --stages: expected a whole number of at least 1, found 'two'"),
         ("--schedule foo", r"argument --schedule: invalid choice: 'foo' \(choose from '?gpipe'?, '?1f1b'?\)"),
-        ("--num-microbatches 5", r"argument --num-microbatches: 5 does not cut .* 32 sequences .* use one of 1, 2, 4, 8, 16"),
-        ("--num-microbatches 32", r"argument --num-microbatches: 32 does not cut .* 2 data shards; use one of 1, 2, 4, 8, 16"),
+        (
+            "--num-microbatches 5",
+            r"argument --num-microbatches: 5 does not cut .* 32 sequences .* use one of 1, 2, 4, 8, 16",
+        ),
+        (
+            "--num-microbatches 32",
+            r"argument --num-microbatches: 32 does not cut .* 2 data shards; use one of 1, 2, 4, 8, 16",
+        ),
         ("--steps 0", r"argument --steps: expected a whole number of at least 1, found '0'"),
         ("--steps 1", r"argument --steps: one step cannot show that the loss falls; use at least 2"),
         ("--steps 2.5", r"argument --steps: expected a whole number of at least 1, found '2.5'"),

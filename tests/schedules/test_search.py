@@ -115,7 +115,9 @@ def test_it_beats_the_named_ones_on_unequal_stages() -> None:
     cost = Costs(forward=[8.0, 16.0, 8.0, 24.0], backward=[16.0, 32.0, 48.0, 32.0])
     choice = search(cost, 4, [8], submeshes=2, schedules=None)
     best = min(
-        simulate(name, num_microbatches=8, placement=choice.placement, forward=[1, 2, 1, 3], backward=[2, 4, 6, 4]).makespan
+        simulate(
+            name, num_microbatches=8, placement=choice.placement, forward=[1, 2, 1, 3], backward=[2, 4, 6, 4]
+        ).makespan
         for name in ANYWHERE
     )
     assert choice.simulation.makespan <= best

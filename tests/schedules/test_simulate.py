@@ -135,7 +135,9 @@ def test_nothing_takes_no_time() -> None:
 
 
 def test_a_submesh_without_stages_is_not_a_bubble() -> None:
-    assert simulate("1f1b", num_microbatches=4, placement=(0, 2)).bubble_fraction == simulate("1f1b", 2, 4).bubble_fraction
+    assert (
+        simulate("1f1b", num_microbatches=4, placement=(0, 2)).bubble_fraction == simulate("1f1b", 2, 4).bubble_fraction
+    )
 
 
 def test_the_repr_is_one_line() -> None:
