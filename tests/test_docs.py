@@ -73,6 +73,10 @@ def falls(losses: list[float]) -> bool:
     return len(losses) > 4 and losses[-1] < losses[0]
 
 
+# What is true at the end of other pages, where their output differs from one release of JAX to the next.
+ENDINGS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "howto/memory": lambda v: v["less"] < v["donated"] < v["plain"] < v["gpipe"],
+}
 # The stories of a first hour, each told by one page alone, and what is true at its end.
 STORIES: dict[str, Callable[[dict[str, Any]], bool]] = {
     "tutorials/linen": lambda v: falls(v["losses"]) and len(v["step"].compiled.program.submeshes) == 2,
@@ -102,8 +106,8 @@ def test_every_example_on_the_page_prints_what_stands_below_it(name: str) -> Non
         printed = run(block["code"], page, variables)
         if not block["varies"]:
             assert printed == (block["text"] or ""), block["code"]
-    if name in STORIES:
-        assert STORIES[name](variables)
+    ending = {**STORIES, **ENDINGS}.get(name)
+    assert ending is None or ending(variables)
 
 
 def test_each_story_has_its_page() -> None:
