@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jax.tree_util import treedef_is_leaf
+
 from ._arguments import Arguments
 
 
@@ -23,7 +24,9 @@ def swapped_results(name: str, before: Any, given: Arguments) -> list[str]:
     for k, (was, now) in enumerate(zip(args_before.children(), args_now.children(), strict=False)):
         leaf = given.leaves[at] if now.num_leaves else None
         at += now.num_leaves
-        if treedef_is_leaf(now) and not treedef_is_leaf(was) and getattr(leaf, "shape", None) == ():
+        if leaf is None or not treedef_is_leaf(now) or treedef_is_leaf(was):
+            continue
+        if getattr(leaf, "shape", None) == ():
             texts.append(
                 f"mm.jit({name}): args[{k}] is one number, {leaf.dtype}[], and was a tree of {was.num_leaves} arrays in the "
                 "call before; if it is the loss, unpack the results in the order in which the step returns them: "
