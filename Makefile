@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench fuzz realworld clean
+.PHONY: help setup demo test check format docs bench fuzz realworld clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,17 @@ check: $(STAMP) ## what CI runs besides the tests: lint, format, types, structur
 format: $(STAMP) ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Built from nothing each time, for Sphinx does not repeat the warnings of pages that it has built before.
+docs: $(STAMP).docs ## build the documentation in build/docs, and check its links
+	rm -rf build/docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	BUILT_DOCS=build/docs $(PYTEST) tests/docs
+	@echo "open build/docs/index.html"
+
+$(STAMP).docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -e '.[docs]'
+	@touch $@
 
 bench: $(STAMP) ## run the benchmarks
 	$(BIN)/python benchmarks/run.py $(ARGS)

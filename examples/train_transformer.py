@@ -1,6 +1,6 @@
 """Trains a small language model as a pipeline on eight simulated devices, and checks it against one device.
 
-    python examples/train_transformer.py --stages 2 --schedule 1f1b --microbatches 8 --steps 40
+    python examples/train_transformer.py --stages 2 --schedule 1f1b --num-microbatches 8 --steps 40
 
 The text is the reference documentation that comes with Python. The exit code is 1 if the pipeline and plain JAX
 on one device disagree, or if the model did not learn.
@@ -44,7 +44,7 @@ TOLERANCE = 1e-4  # relative difference between the two loss curves
 
 
 def build(
-    stages: int, schedule: str, microbatches: int, devices: Sequence[Any], data_shards: int = DATA_SHARDS
+    stages: int, schedule: str, num_microbatches: int, devices: Sequence[Any], data_shards: int = DATA_SHARDS
 ) -> tuple[Any, Any, Any]:
     """The step, what creates its state from a key, and the shape of its batch."""
     # 1. Devices: a mesh with an axis for stages, cut along it.
@@ -65,12 +65,12 @@ def build(
         return next_byte_loss(model.apply({"params": params}, tokens), tokens)
 
     # 3. The step: one line says that the batch goes through in pieces, under which schedule.
-    def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
+    def step(state: TrainState, tokens: jax.Array) -> tuple[jax.Array, TrainState]:
         grad = mm.microbatch(
-            jax.value_and_grad(loss_fn), argnum=1, num_microbatches=microbatches, schedule=schedule, reduce="mean"
+            jax.value_and_grad(loss_fn), argnum=1, num_microbatches=num_microbatches, schedule=schedule, reduce="mean"
         )
         loss, grads = grad(state.params, tokens)
-        return state.apply_gradients(grads=grads), loss
+        return loss, state.apply_gradients(grads=grads)
 
     step = mm.jit(step, donate_argnums=0)
     return step, init, jax.ShapeDtypeStruct((BATCH, LENGTH), np.int32)
@@ -82,9 +82,9 @@ def plan(devices: Sequence[Any]) -> tuple[Any, ...]:
     return step, jax.eval_shape(init, jax.random.key(0)), batch
 
 
-def train(stages: int, schedule: str, microbatches: int, steps: int, timeline: Path, console: Console) -> bool:
+def train(stages: int, schedule: str, num_microbatches: int, steps: int, timeline: Path, console: Console) -> bool:
     """Trains twice and compares; returns whether all is well."""
-    step, init, batch = build(stages, schedule, microbatches, jax.devices())
+    step, init, batch = build(stages, schedule, num_microbatches, jax.devices())
 
     # 4. Compile on shapes alone, then create the state where the step wants it: no device ever holds all of it.
     key = jax.random.key(0)
@@ -95,10 +95,10 @@ def train(stages: int, schedule: str, microbatches: int, steps: int, timeline: P
     initial = jax.device_get(state)  # a copy, for the comparison below
 
     console.print(tabulate(state.params, title="Parameters"))
-    placement = compiled.program.loops[0].placement if microbatches > 1 else tuple(range(stages))
-    order = schedules.get(schedule).order(placement, microbatches)
+    placement = compiled.program.loops[0].placement if num_microbatches > 1 else tuple(range(stages))
+    order = schedules.get(schedule).order(placement, num_microbatches)
     console.print(
-        f"\nSchedule {schedule}: {microbatches} microbatches on {stages} submeshes (a backward costs 2 forwards)"
+        f"\nSchedule {schedule}: {num_microbatches} microbatches on {stages} submeshes (a backward costs 2 forwards)"
     )
     console.print(schedules.picture(order), highlight=False, soft_wrap=True)
 
@@ -167,7 +167,7 @@ def run(step: Any, state: Any, steps: int, console: Console, name: str) -> tuple
         line = progress.add_task("loss  ...  ", total=steps, rate="")
         began = 0.0
         for tokens in batches(steps):
-            state, loss = step(state, tokens)
+            loss, state = step(state, tokens)
             losses.append(float(loss))
             began = began or time.perf_counter()  # the first step may compile
             rate = BATCH * LENGTH * (len(losses) - 1) / max(time.perf_counter() - began, 1e-9)
@@ -215,16 +215,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--stages", type=positive, choices=(2, 4), default=2, help="pipeline stages")
     parser.add_argument("--schedule", choices=("gpipe", "1f1b"), default="1f1b", help="order of the microbatches")
-    parser.add_argument("--microbatches", type=positive, default=8, help="pieces of a batch")
+    parser.add_argument("--num-microbatches", type=positive, default=8, help="pieces of a batch")
     parser.add_argument("--steps", type=positive, default=40, help="training steps")
     parser.add_argument(
         "--timeline", type=Path, default=TIMELINE, help="where a picture of a step goes: .png, .svg or .pdf"
     )
     options = parser.parse_args(argv)
     fitting = [n for n in range(1, BATCH + 1) if BATCH % n == 0 and BATCH // n % DATA_SHARDS == 0]
-    if options.microbatches not in fitting:
+    if options.num_microbatches not in fitting:
         parser.error(
-            f"argument --microbatches: {options.microbatches} does not cut a batch of {BATCH} sequences into pieces for "
+            f"argument --num-microbatches: {options.num_microbatches} does not cut a batch of {BATCH} sequences into pieces for "
             f"{DATA_SHARDS} data shards; use one of {', '.join(map(str, fitting))}"
         )
     if options.steps < 2:
@@ -236,11 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demonstration; returns the exit code."""
     options = parse(argv)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    return (
-        0
-        if train(options.stages, options.schedule, options.microbatches, options.steps, options.timeline, console)
-        else 1
-    )
+    fine = train(options.stages, options.schedule, options.num_microbatches, options.steps, options.timeline, console)
+    return 0 if fine else 1
 
 
 if __name__ == "__main__":

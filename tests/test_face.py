@@ -33,7 +33,9 @@ def test_public_classes_print_as_they_are_imported(face) -> None:
 def test_errors_print_with_the_name_that_one_catches() -> None:
     code = "import manymesh as mm; mm.Task('a', devices=[0], mesh=1)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1].startswith("manymesh.errors.ArgumentError: task 'a': mesh has to be")
+    message, note = done.stderr.splitlines()[-2:]
+    assert message.startswith("manymesh.errors.ArgumentError: task 'a': mesh has to be")
+    assert note == "see docs: errors#ArgumentError"
 
 
 def test_dir_and_version() -> None:

@@ -48,7 +48,7 @@ def test_measured_costs_go_into_the_search(schedule):
     if splits:
         assert all(0 < w < b for w, b in zip(costs.weight, costs.backward, strict=True))
     step(*args)  # they were not donated to the measurement
-    choice = schedules.search(lambda m: costs.split(m / 4), stages=3, microbatches=[4, 8])
+    choice = schedules.search(lambda m: costs.split(m / 4), stages=3, num_microbatches=[4, 8])
     assert choice.simulation.makespan > 0
 
 

@@ -227,7 +227,7 @@ class Compiled(Shown):
         """Times every task of a microbatch loop: the step runs once, one task at a time.
 
         Args:
-          *args, **kwargs: arguments of the step; donated ones stay usable, for a copy of them is used.
+          args, kwargs: arguments of the step; donated ones stay usable, for a copy of them is used.
           loop: which of the program's microbatch loops.
 
         Returns:

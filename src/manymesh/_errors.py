@@ -16,7 +16,7 @@
 
 Each class also inherits the built-in type that a caller would catch, so that
 ``except ValueError`` keeps working. A message says where, what was expected, what
-was found, and what to do.
+was found, and what to do; a last line names the section of the documentation.
 
 Errors that belong to JAX (leaked tracers, unhashable static arguments, deleted
 arrays) pass through unchanged.
@@ -26,7 +26,14 @@ from __future__ import annotations
 
 
 class ManyMeshError(Exception):
-    """The root of every error that ManyMesh raises on purpose."""
+    """The root of every error that ManyMesh raises on purpose.
+
+    A note below the message names the section of the documentation: ``see docs: errors#TaskError``.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note(f"see docs: errors#{type(self).__name__}")
 
 
 class TaskError(ManyMeshError, ValueError):

@@ -96,3 +96,16 @@ def test_a_step_in_a_function_that_is_traced():
     with pytest.raises(errors.ArgumentError, match="while JAX traces another function, such as one of jax.jit"):
         jax.jit(lambda y: y + step(p, x))(x)
     assert float(jax.grad(lambda y: y * step(p, x).sum())(2.0)) == pytest.approx(float(step(p, x).sum()))
+
+
+def test_a_loss_in_the_place_of_the_state_is_named():
+    """Results were unpacked the wrong way round: the error of the step itself gets a note."""
+    step = mm.jit(lambda state, x: (jnp.sum(x), {"w": state["w"] + 1}))
+    state, _ = step({"w": jnp.ones(2)}, jnp.ones(3))
+    with pytest.raises(TypeError) as caught:
+        step(state, jnp.ones(3))
+    (note,) = [n for n in caught.value.__notes__ if "unpack" in n]
+    assert "args[0] is one number, float32[], and was a tree of 1 arrays" in note
+    with pytest.raises(TypeError) as caught:  # another mistake
+        step({"v": jnp.ones(2)}["v"], jnp.ones(3))
+    assert not [n for n in getattr(caught.value, "__notes__", ()) if "unpack" in n]

@@ -104,10 +104,10 @@ CASES = {
         TypeError, "parallelize_step", "found the class Net", "Net(...)",
     ),
     "a fraction of a stage": (
-        lambda: schedules.simulate("1f1b", stages=3.0, microbatches=4), ValueError, "stages", "positive int", "float 3.0",
+        lambda: schedules.simulate("1f1b", stages=3.0, num_microbatches=4), ValueError, "stages", "positive int", "float 3.0",
     ),
     "a fraction of a microbatch": (
-        lambda: schedules.simulate("1f1b", stages=3, microbatches=4.5), ValueError, "microbatches", "float 4.5",
+        lambda: schedules.simulate("1f1b", stages=3, num_microbatches=4.5), ValueError, "num_microbatches", "float 4.5",
     ),
     "a schedule class": (
         lambda: mm.microbatch(loss, num_microbatches=2, schedule=schedules.GPipe), ValueError, "the class GPipe", "GPipe(...)",

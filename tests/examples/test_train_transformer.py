@@ -49,7 +49,7 @@ def demo():
 def test_it_trains_and_agrees_with_one_device(tmp_path):
     """Table, schedule, cost, progress, both curves, and where the time goes, as text and as a picture; exit code 0."""
     picture = tmp_path / "made" / "timeline.png"
-    done = run("-c", SMALL, "--steps", "3", "--microbatches", "4", "--schedule", "1f1b", "--timeline", str(picture))
+    done = run("-c", SMALL, "--steps", "3", "--num-microbatches", "4", "--schedule", "1f1b", "--timeline", str(picture))
     assert done.returncode == 0, done.stdout + done.stderr
     for words in (
         "embed/table", "float32[256,16]", "vocab, embed", "P(None, model)", "4-7", "19 arrays",
@@ -70,8 +70,14 @@ def test_it_trains_and_agrees_with_one_device(tmp_path):
         ("--stages 3", r"argument --stages: invalid choice: 3 \(choose from 2, 4\)"),
         ("--stages two", r"argument --stages: expected a whole number of at least 1, found 'two'"),
         ("--schedule foo", r"argument --schedule: invalid choice: 'foo' \(choose from '?gpipe'?, '?1f1b'?\)"),
-        ("--microbatches 5", r"argument --microbatches: 5 does not cut .* 32 sequences .* use one of 1, 2, 4, 8, 16"),
-        ("--microbatches 32", r"argument --microbatches: 32 does not cut .* 2 data shards; use one of 1, 2, 4, 8, 16"),
+        (
+            "--num-microbatches 5",
+            r"argument --num-microbatches: 5 does not cut .* 32 sequences .* use one of 1, 2, 4, 8, 16",
+        ),
+        (
+            "--num-microbatches 32",
+            r"argument --num-microbatches: 32 does not cut .* 2 data shards; use one of 1, 2, 4, 8, 16",
+        ),
         ("--steps 0", r"argument --steps: expected a whole number of at least 1, found '0'"),
         ("--steps 1", r"argument --steps: one step cannot show that the loss falls; use at least 2"),
         ("--steps 2.5", r"argument --steps: expected a whole number of at least 1, found '2.5'"),
@@ -98,9 +104,9 @@ def test_a_wrong_value_ends_the_script_as_well():
 def test_options_and_their_defaults(demo):
     """Those of the help text."""
     found = demo.parse([])
-    assert (found.stages, found.schedule, found.microbatches, found.steps) == (2, "1f1b", 8, 40)
-    found = demo.parse(["--stages", "4", "--schedule", "gpipe", "--microbatches", "2", "--steps", "7"])
-    assert (found.stages, found.schedule, found.microbatches, found.steps) == (4, "gpipe", 2, 7)
+    assert (found.stages, found.schedule, found.num_microbatches, found.steps) == (2, "1f1b", 8, 40)
+    found = demo.parse(["--stages", "4", "--schedule", "gpipe", "--num-microbatches", "2", "--steps", "7"])
+    assert (found.stages, found.schedule, found.num_microbatches, found.steps) == (4, "gpipe", 2, 7)
 
 
 CURVES = [

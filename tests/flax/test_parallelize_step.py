@@ -236,6 +236,15 @@ def test_the_state_is_donated(fresh):
         step(state, prepare(batch()))
 
 
+def test_results_unpacked_the_wrong_way_round_are_caught_with_words(fresh):
+    """The loss arrives where the state belongs."""
+    step, state, prepare = fresh
+    prepared = prepare(batch())
+    state, _ = step(state, prepared)
+    with pytest.raises(errors.ArgumentError, match=r"found float32\[\]; .* write loss, state = step\(state, batch\)"):
+        step(state, prepared)
+
+
 def test_a_batch_of_another_shape_compiles_once_more(fresh):
     """And trains as well."""
     step, state, prepare = fresh

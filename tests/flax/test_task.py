@@ -347,7 +347,7 @@ def test_names_shard_parameters_on_the_submesh_of_their_task():
     def step(state, x):
         grad = jax.value_and_grad(lambda p, x: jnp.mean(model.apply({"params": p}, x) ** 2))
         loss, grads = mm.microbatch(grad, argnum=1, num_microbatches=2, reduce="mean")(state.params, x)
-        return state.apply_gradients(grads=grads), loss
+        return loss, state.apply_gradients(grads=grads)
 
     compiled = mm.jit(step).lower(state, rows(4)).compile()
     assert_same(compiled(state, rows(4)), reference(jax.jit(step), state, rows(4)), tolerance=1e-4)

@@ -121,10 +121,10 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     # simulator
     "no microbatches": (
         lambda: simulate("gpipe", 4),
-        "simulate: a schedule by name or object needs microbatches=.",
+        "simulate: a schedule by name or object needs num_microbatches=.",
     ),
     "no stages": (
-        lambda: simulate("gpipe", microbatches=4),
+        lambda: simulate("gpipe", num_microbatches=4),
         "simulate: a schedule by name or object needs stages= or placement=.",
     ),
     "stages against placement": (
@@ -136,8 +136,8 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "simulate: stages=3, but the order has 2; leave stages out.",
     ),
     "microbatches against order": (
-        lambda: simulate(GPipe().order((0, 1), 2), microbatches=3),
-        "simulate: microbatches=3, but the order has 2; leave microbatches out.",
+        lambda: simulate(GPipe().order((0, 1), 2), num_microbatches=3),
+        "simulate: num_microbatches=3, but the order has 2; leave num_microbatches out.",
     ),
     "number of times": (
         lambda: simulate("gpipe", 2, 2, forward=[1.0]),

@@ -99,7 +99,7 @@ def test_it_tries_the_usual_placements() -> None:
     """In blocks, dealt out and in a V: whichever is the best one is found."""
     for placement, name in (((0, 1, 2, 3) * 3, "interleaved"), ((0, 1, 2, 3, 3, 2, 1, 0), "zbv")):
         stages = len(placement)
-        named = simulate(name, microbatches=8, placement=placement, forward=4 / stages, backward=8 / stages)
+        named = simulate(name, num_microbatches=8, placement=placement, forward=4 / stages, backward=8 / stages)
         choice = search(Costs(forward=32 / stages, backward=64 / stages), stages, [8], submeshes=4, schedules=[name])
         assert choice.simulation.makespan <= named.makespan
         choice = search(Costs(forward=32 / stages, backward=64 / stages), stages, [8], submeshes=4, schedules=[])
@@ -115,7 +115,9 @@ def test_it_beats_the_named_ones_on_unequal_stages() -> None:
     cost = Costs(forward=[8.0, 16.0, 8.0, 24.0], backward=[16.0, 32.0, 48.0, 32.0])
     choice = search(cost, 4, [8], submeshes=2, schedules=None)
     best = min(
-        simulate(name, microbatches=8, placement=choice.placement, forward=[1, 2, 1, 3], backward=[2, 4, 6, 4]).makespan
+        simulate(
+            name, num_microbatches=8, placement=choice.placement, forward=[1, 2, 1, 3], backward=[2, 4, 6, 4]
+        ).makespan
         for name in ANYWHERE
     )
     assert choice.simulation.makespan <= best

@@ -113,9 +113,9 @@ def test_slower_never_ends_sooner(order: Order, data: st.DataObject) -> None:
 def test_by_name_by_object_and_by_order_agree(name: str) -> None:
     schedule = get(name)
     placement = schedule.default_placement(8)
-    by_name = simulate(name, stages=8, microbatches=6)
+    by_name = simulate(name, stages=8, num_microbatches=6)
     assert by_name == simulate(schedule, 8, 6)
-    assert by_name == simulate(name, microbatches=6, placement=placement)
+    assert by_name == simulate(name, num_microbatches=6, placement=placement)
     assert by_name == simulate(schedule.order(placement, 6))
 
 
@@ -135,7 +135,9 @@ def test_nothing_takes_no_time() -> None:
 
 
 def test_a_submesh_without_stages_is_not_a_bubble() -> None:
-    assert simulate("1f1b", microbatches=4, placement=(0, 2)).bubble_fraction == simulate("1f1b", 2, 4).bubble_fraction
+    assert (
+        simulate("1f1b", num_microbatches=4, placement=(0, 2)).bubble_fraction == simulate("1f1b", 2, 4).bubble_fraction
+    )
 
 
 def test_the_repr_is_one_line() -> None:

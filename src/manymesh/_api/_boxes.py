@@ -43,6 +43,5 @@ def with_parameter(error: AxisError, given: Arguments) -> AxisError:
     if not found:
         return error
     new = AxisError(f"parameter{' or'.join(keystr(p) for p in found[:3])}: {error}")
-    for note in getattr(error, "__notes__", ()):
-        new.add_note(note)
+    new.__notes__ = list(error.__notes__)
     return new

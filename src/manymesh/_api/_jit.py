@@ -28,6 +28,7 @@ from ._arguments import (
 )
 from ._lowered import Lowered
 from ._step import Step
+from ._swapped import swapped_results
 from ._trace import trace
 from ._traced import Traced
 
@@ -102,6 +103,7 @@ class Jitted(Shown, Generic[P, R]):
         self.fun, self.name = fun, getattr(fun, "__name__", type(fun).__name__)
         self._step = Step(fun, self.name, *static, *donated, in_shardings, out_shardings, compiler_options, strict)
         self._compiled: dict[Any, Compiled] = {}
+        self._structure: Any = None  # of the arguments that were compiled for last
         self._without_tasks: dict[Any, list[Compiled]] = {}  # programs that are where their arguments are, by key
         self._reference = jax.jit(fun, static_argnums=static[0] or None, static_argnames=static[1] or None)
 
@@ -143,12 +145,18 @@ class Jitted(Shown, Generic[P, R]):
             compiled = self._following(key, places(given.leaves))
         if compiled is None:
             check_donation(self._step, given)
-            lowered = trace(self._step, given).lower()
+            try:
+                lowered = trace(self._step, given).lower()
+            except Exception as error:
+                for text in swapped_results(self.name, self._structure, given):  # it may well be the cause
+                    error.add_note(text)
+                raise
             compiled = lowered.compile()
             if lowered.follows_arguments:
                 self._without_tasks.setdefault(key, []).append(compiled)
                 key = (key, places(given.leaves))
             self._compiled[key] = compiled
+            self._structure = given.treedef
         return compiled
 
     def _following(self, key: Any, at: tuple[Any, ...]) -> Compiled | None:

@@ -51,6 +51,11 @@ class TrainStep:
 
     def __call__(self, state: Any, batch: Any) -> tuple[jax.Array, Any]:
         """Runs one step."""
+        if not isinstance(state, TrainState):
+            raise ArgumentError(
+                f"step(state, batch): expected the train state as the first argument, found {_text(state)}; the step returns "
+                "(loss, state): write loss, state = step(state, batch)"
+            )
         known = not transforms_ignored() and _shapes((state, batch)) == self._shapes
         run: Callable[..., Any] = self.compiled if known else self._jitted
         loss, state = run(state, batch)

@@ -63,6 +63,7 @@ def check_divides(path: str, shape: tuple[int, ...], spec: PartitionSpec | tuple
       Traceback (most recent call last):
       manymesh.errors.AxisError: params['w']: dimension 1 of shape (512, 130) does not divide over axis 'model' \
 (4 devices); use 128 or 132, or map this dimension to None
+      see docs: errors#AxisError
     """
     axes = tuple(spec)
     check_axes(axes, mesh, path)

@@ -36,15 +36,15 @@ class Costs:
     activation: Times = 1.0
     overhead: float = 0.0
 
-    def split(self, microbatches: float) -> Costs:
+    def split(self, num_microbatches: float) -> Costs:
         """The costs of one of several equal microbatches of a batch that has these costs.
 
         Args:
-          microbatches: how many pieces the batch is cut into; costs of one of 8 pieces become those of one of 16
+          num_microbatches: how many pieces the batch is cut into; costs of one of 8 pieces become those of one of 16
             by ``split(16 / 8)``.
 
         Returns:
-          Every cost divided by `microbatches`, except the overhead.
+          Every cost divided by `num_microbatches`, except the overhead.
 
         Example:
           >>> Costs(forward=8.0, backward=16.0, activation=4.0, overhead=0.1).split(8)
@@ -53,8 +53,8 @@ class Costs:
 
         def piece(times: Times) -> Times:
             if isinstance(times, (int, float)):
-                return times / microbatches
-            return tuple(time / microbatches for time in times)
+                return times / num_microbatches
+            return tuple(time / num_microbatches for time in times)
 
         return Costs(
             forward=piece(self.forward),

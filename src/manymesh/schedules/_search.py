@@ -51,7 +51,7 @@ class Choice:
 def search(
     costs: Costs | Callable[[int], Costs],
     stages: int,
-    microbatches: Sequence[int],
+    num_microbatches: Sequence[int],
     *,
     submeshes: int | None = None,
     placements: Sequence[Sequence[int]] | None = None,
@@ -69,7 +69,7 @@ def search(
         or a function that gives, for a number of microbatches, the costs of *one microbatch*,
         for example measured ones.
       stages: the number of stages.
-      microbatches: the numbers of microbatches to try.
+      num_microbatches: the numbers of microbatches to try.
       submeshes: the number of submeshes; as many as stages by default.
       placements: ``int[stage]`` each, the placements to try; by default stages in blocks, dealt
         out in turn, and in a V, where they fit the submeshes.
@@ -93,12 +93,12 @@ def search(
             f"found {type(costs).__name__} {costs!r}."
         )
     whole_number("search: stages", stages)
-    if not isinstance(microbatches, Iterable) or isinstance(microbatches, (str, Mapping)):
+    if not isinstance(num_microbatches, Iterable) or isinstance(num_microbatches, (str, Mapping)):
         raise ScheduleError(
-            f"search: microbatches has to be a list of the numbers to try, found {type(microbatches).__name__} "
-            f"{microbatches!r}; write [{microbatches!r}]."
+            f"search: num_microbatches has to be a list of the numbers to try, found {type(num_microbatches).__name__} "
+            f"{num_microbatches!r}; write [{num_microbatches!r}]."
         )
-    microbatches = [whole_number("search: a number of microbatches", count) for count in microbatches]
+    num_microbatches = [whole_number("search: a number of microbatches", count) for count in num_microbatches]
     schedules = None if schedules is None else [get(schedule) for schedule in schedules]
     whole = costs
     cost_of = whole.split if isinstance(whole, Costs) else whole
@@ -107,7 +107,7 @@ def search(
     best: tuple[tuple[float, float, bool, int, str], Choice] | None = None
     refused: list[Choice] = []
     failures: list[ScheduleError] = []
-    for count in microbatches:
+    for count in num_microbatches:
         cost = cost_of(count)
         for placement in map(tuple, placements):
             limits = _limits(memory, max(placement) + 1)

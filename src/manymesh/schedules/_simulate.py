@@ -67,7 +67,7 @@ class Simulation:
 def simulate(
     schedule: str | AbstractSchedule | Order,
     stages: int | None = None,
-    microbatches: int | None = None,
+    num_microbatches: int | None = None,
     *,
     forward: Times = 1.0,
     backward: Times | None = 2.0,
@@ -85,7 +85,7 @@ def simulate(
       schedule: a name, a schedule, or a ready order.
       stages: the number of stages; for a schedule with several stages on a submesh this
         counts all of them. Needless with an order or a placement.
-      microbatches: the number of microbatches. Needless with an order.
+      num_microbatches: the number of microbatches. Needless with an order.
       forward: ``float`` or ``float[stage]``, the time of a forward of one microbatch.
       backward: ``float`` or ``float[stage]``, the time of a whole backward, weight gradient
         included, whether or not the schedule splits it; None for a forward-only program.
@@ -104,10 +104,10 @@ def simulate(
         do not fit the stages.
 
     Example:
-      >>> simulate("1f1b", stages=2, microbatches=4)
+      >>> simulate("1f1b", stages=2, num_microbatches=4)
       Simulation(makespan=15, bubble_fraction=0.200, longest_span=15, live_activations=(2, 1), timeline=<16 slots>)
     """
-    order = _resolve(schedule, stages, microbatches, placement, backward=backward is not None)
+    order = _resolve(schedule, stages, num_microbatches, placement, backward=backward is not None)
     live = check(order)
     costs = Costs(forward, backward, weight, transfer, overhead=overhead)
     durations = costs.durations(order.num_stages, splits_backward=order.splits_backward, backward=order.backward)
@@ -140,22 +140,25 @@ def simulate(
 def _resolve(
     schedule: str | AbstractSchedule | Order,
     stages: int | None,
-    microbatches: int | None,
+    num_microbatches: int | None,
     placement: Sequence[int] | None,
     *,
     backward: bool,
 ) -> Order:
-    for name, number in (("stages", stages), ("microbatches", microbatches)):
+    for name, number in (("stages", stages), ("num_microbatches", num_microbatches)):
         if number is not None:
             whole_number(f"simulate: {name}", number)
     if isinstance(schedule, Order):
-        given = {"stages": (stages, schedule.num_stages), "microbatches": (microbatches, schedule.num_microbatches)}
+        given = {
+            "stages": (stages, schedule.num_stages),
+            "num_microbatches": (num_microbatches, schedule.num_microbatches),
+        }
         for name, (said, has) in given.items():
             if said is not None and said != has:
                 raise ScheduleError(f"simulate: {name}={said}, but the order has {has}; leave {name} out.")
         return schedule
-    if microbatches is None:
-        raise ScheduleError("simulate: a schedule by name or object needs microbatches=.")
+    if num_microbatches is None:
+        raise ScheduleError("simulate: a schedule by name or object needs num_microbatches=.")
     schedule = get(schedule)
     if placement is None:
         if stages is None:
@@ -165,4 +168,4 @@ def _resolve(
         raise ScheduleError(
             f"simulate: stages={stages}, but the placement {tuple(placement)} has {len(placement)}; leave stages out."
         )
-    return schedule.order(placement, microbatches, backward=backward)
+    return schedule.order(placement, num_microbatches, backward=backward)
