@@ -23,6 +23,8 @@ LAYERS = (
     "errors",
     "_compat",
     "_key",
+    "_distributed",
+    "distributed",
     "_config",
     "_scope",
     "meta",
@@ -53,9 +55,9 @@ LAYERS = (
     "nnx",
     "_equinox",
     "equinox",
-    "distributed",
     "checkpoint",
     "inspect",
+    "_cli",
     "__main__",
 )
 
@@ -78,7 +80,7 @@ CLOSED_LAYERS = frozenset({"meta", "schedules"})
 NARROW: Mapping[str, frozenset[str]] = {"schedules": frozenset({"_errors", "schedules"})}
 
 # Optional or slow to import: the only packages that a function may import.
-LAZY = frozenset({"flax", "optax", "equinox", "orbax", "rich", "matplotlib"})
+LAZY = frozenset({"flax", "optax", "equinox", "orbax", "rich", "matplotlib", "cloudpickle"})
 
 # Rooms in which at most this share of the annotations of signatures is a bare `Any`.
 TYPED = frozenset({"_program", "_passes"})

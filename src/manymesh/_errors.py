@@ -10,7 +10,8 @@
     ├── MicrobatchError(ValueError)    a batch cannot be cut, or a reduction does not fit
     ├── ScheduleError(ValueError)      a schedule is unknown, impossible, or contradicts the program
     ├── PlacementError(ValueError)     a program cannot be split over the submeshes
-    └── ArgumentError(TypeError)       a call has arguments of the wrong structure
+    ├── ArgumentError(TypeError)       a call has arguments of the wrong structure
+    └── ProcessError(RuntimeError)     the processes of a run do not agree, or one is gone
 
 Each class also inherits the built-in type that a caller would catch, so that
 ``except ValueError`` keeps working. A message says where, what was expected, what
@@ -57,3 +58,7 @@ class PlacementError(ManyMeshError, ValueError):
 
 class ArgumentError(ManyMeshError, TypeError):
     """A call has arguments of the wrong structure."""
+
+
+class ProcessError(ManyMeshError, RuntimeError):
+    """The processes of a run do not agree, one is gone, or they were started wrongly."""

@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 
 from ._plan._instructions import Plan, Receive, Run
 from ._plan._number import variables_of
-from ._program import Program, Reduction, nbytes
+from ._program import Fragment, Program, Reduction, nbytes
 from ._runtime._lower import Lowered
 from ._task import mesh_devices
 
@@ -123,7 +123,7 @@ def make_report(lowered: Lowered, compilations: tuple[int, int]) -> Report:
     ids: dict[int, int] = {}
     lines = tuple(
         FragmentLine(
-            f.name, f.submesh, f.kind, f.stage, runs[f.index], ids.setdefault(id(lowered.executables[f.index]), len(ids)),
+            f.name, f.submesh, f.kind, f.stage, runs[f.index], ids.setdefault(_identity(lowered, f), len(ids)),
             len(f.invars), len(f.outvars),
         )
         for f in program.fragments
@@ -134,6 +134,12 @@ def make_report(lowered: Lowered, compilations: tuple[int, int]) -> Report:
     return Report(
         lines, _edges(program, plan), *compilations, _memory(lowered), program.unmarked, schedules, program.reductions
     )
+
+
+def _identity(lowered: Lowered, f: Fragment) -> int:
+    """What fragments of one executable have in common; another process's are each taken for one of its own."""
+    executable = lowered.executables[f.index]
+    return -1 - f.index if executable is None else id(executable)
 
 
 def _edges(program: Program, plan: Plan) -> tuple[EdgeLine, ...]:
@@ -200,8 +206,10 @@ def _memory(lowered: Lowered) -> dict[Any, Memory]:
     live.arguments = list(live.now)
     makes, temporary = [], []
     for f, executable in zip(program.fragments, lowered.executables, strict=True):
-        stats = executable.memory_analysis()
-        makes.append([_shard_bytes(v.aval, x) for v, x in zip(f.outvars, executable.output_shardings, strict=True)])
+        stats = None if executable is None else executable.memory_analysis()  # another process compiled it
+        shardings = [lowered.sharding(v, f.submesh) for v in f.outvars]
+        made = shardings if executable is None else executable.output_shardings
+        makes.append([_shard_bytes(v.aval, x) for v, x in zip(f.outvars, made, strict=True)])
         temporary.append(int(getattr(stats, "temp_size_in_bytes", 0) or 0))
     variables = variables_of(program)
     arriving: dict[tuple[int, int, int], int] = {}  # (variable, source, target) -> bytes a device

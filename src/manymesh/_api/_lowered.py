@@ -13,15 +13,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from .._compiled import Compiled
+from .._distributed._agree import agree
+from .._distributed._world import World, world
 from .._layout._donation import donation_pairs
 from .._layout._layout import Layout
 from .._layout._solve import solve
 from .._layout._stacked import Joints, stacked_inputs, stacked_outputs
+from .._plan._digest import digest, lines
 from .._plan._instructions import Plan
 from .._program import Program
 from .._progress import compiling
 from .._runtime._compile import Executables
+from .._runtime._exchange import everywhere, put
 from .._runtime._lower import compile_and_look, lower
+from .._runtime._ownership import ownership
 from .._task import mesh_devices
 from .._topology import PlannedDevice, auto_mesh, require_devices
 from ._floats import explain_float
@@ -53,6 +58,7 @@ class Lowered:
     _joints: Joints
     _plain: Callable[..., Any]
     follows_arguments: bool
+    _committed: list[Sharding | None]
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -89,15 +95,16 @@ class Lowered:
         before = (executables.compiled, executables.reused)
         direct = self._made_in_place()
         layout = self.layout
+        owner, processes = ownership(self.program.submeshes, jax.process_index()), world()
+        if processes is not None:
+            self._agree(processes, layout)
         with compiling(step.name, len(self.program.fragments)) as progress:
             lowered = lower(
                 self.program, self.plan, layout, executables,
-                compiler_options=step.compiler_options, progress=progress,
+                owner=owner, compiler_options=step.compiler_options, progress=progress,
             )  # fmt: skip
         literals = {
-            o: jax.device_put(
-                _host_value(v), self._wanted.get(o, NamedSharding(self.program.submeshes[s], PartitionSpec()))
-            )
+            o: put(_host_value(v), self._wanted.get(o) or self._literal_sharding(v, s))
             for o, (v, s) in enumerate(self.program.outputs)
             if not _compat.is_var(v)
         }
@@ -106,10 +113,34 @@ class Lowered:
         compiled = Compiled(
             lowered, literals, self._in_tree, self._out_tree, tuple(sorted(self._donated)), made, step.name,
             stacked_inputs(self.program, layout, self._joints), stacked_outputs(self.program, layout, self._joints, moved),
-            moved, self._found,
+            moved, self._found, frozenset(self._wanted),
         )  # fmt: skip
+        if processes is not None:
+            processes.busy = ""
         compiled.explain = functools.partial(explain_float, step.name, self._plain)
         return compiled
+
+    def _literal_sharding(self, literal: Any, s: int) -> NamedSharding:
+        """Where a literal result is put that nobody wants anywhere; scalars are readable in every process."""
+        if world() is not None and not literal.aval.shape:
+            return everywhere()
+        return NamedSharding(self.program.submeshes[s], PartitionSpec())
+
+    def _agree(self, processes: World, layout: Layout) -> None:
+        """Refuses to compile what other processes did not derive alike.
+
+        Raises:
+          ProcessError: they did not; with the lines that differ.
+        """
+        self._found = {}  # where uncommitted arguments are is each process's own affair
+        said: dict[str, Any] = {
+            "arguments": self._committed, "sharding": layout.sharding, "donation": layout.donation
+        }  # fmt: skip
+        number = processes.begin(f"the compilation of {self._step.name}", busy="compiling")
+        agree(
+            processes, f"mm.jit({self._step.name})", number, digest(self.program, self.plan, **said),
+            lambda section: lines(section, self.program, self.plan, **said),
+        )  # fmt: skip
 
     def _made_in_place(self) -> dict[int, Any]:
         """The wanted shardings that a fragment can give its result; another task's submesh, or a second layout of one

@@ -17,6 +17,7 @@ from .._mark import Recording
 from .._passes._build import build
 from .._plan._emit import emit
 from .._program import Program
+from .._runtime._processes import committed_sharding
 from .._topology import auto_mesh
 from ._arguments import Arguments, donated_leaves
 from ._boxes import with_parameter
@@ -103,6 +104,7 @@ class Traced:
             step, given.treedef, self._out_tree, program, plan, outside.shardings_in(wanted_in),
             outside.shardings_in(arriving), found, outside.shardings_out(wanted_out), states, given_away,
             outside.joints({**arriving, **wanted_in}, wanted_out), self._plain, follows,
+            [committed_sharding(x) for x in given.leaves],
         )  # fmt: skip
 
     def _without_tasks(self) -> Program:

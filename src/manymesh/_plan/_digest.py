@@ -183,6 +183,11 @@ def _is_key(x: Any) -> bool:
     return bool(jax.numpy.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key))
 
 
+def describe(sharding: Sharding | None) -> str:
+    """A sharding, or the lack of one, as text that is the same in every process."""
+    return _word(sharding)
+
+
 def _word(value: Any) -> str:
     """A parameter, literal or setting as text that is the same in every process."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
