@@ -16,13 +16,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 import jax
 import numpy as np
-from jax._src import api, api_util, clusters, compiler, config, core, distributed, sharding_impls, source_info_util
+from jax._src import (
+    api,
+    api_util,
+    clusters,
+    compiler,
+    config,
+    core,
+    distributed,
+    sharding_impls,
+    source_info_util,
+    traceback_util,
+    xla_bridge,
+)
 from jax._src import mesh as mesh_lib
-from jax._src import traceback_util, xla_bridge
 from jax._src.array import ArrayImpl
 from jax._src.interpreters.batching import BatchTrace
 from jax._src.lax import lax as lax_internals
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # type: ignore[attr-defined]  # JAX re-exports these without saying so
 from jax._src.lib.mlir import ir, passmanager  # type: ignore[attr-defined]  # JAX re-exports these without saying so
 from jax.experimental import serialize_executable
 from jax.interpreters import ad, batching, mlir

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
 from . import _compat
+from ._distributed._world import world
 from ._errors import ArgumentError, ProcessError
 from ._layout._stacked import StackedValue
 from ._measure import loop_costs, measure
 from ._plan._instructions import Plan
 from ._program._stacked import positions
-from ._distributed._world import world
 from ._report import Memory, Report, make_report
 from ._runtime._bind import bind
 from ._runtime._bind_processes import Results, bind_processes

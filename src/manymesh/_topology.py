@@ -159,9 +159,7 @@ def resolve_devices(devices: Any) -> np.ndarray[Any, Any]:
     for index, d in np.ndenumerate(given):
         if isinstance(d, (int, np.integer)) and not isinstance(d, bool):
             if not 0 <= int(d) < len(known):
-                raise MeshError(
-                    f"devices: there is no device {int(d)}; jax.devices() has {_ranges(range(len(known)))}"
-                )
+                raise MeshError(f"devices: there is no device {int(d)}; jax.devices() has {_ranges(range(len(known)))}")
             d = known[int(d)]
         elif not isinstance(d, (jax.Device, PlannedDevice)):
             raise MeshError(f"devices: expected jax devices or their positions, found {type(d).__name__} {d!r}")

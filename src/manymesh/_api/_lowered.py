@@ -116,7 +116,7 @@ class Lowered:
             moved, self._found, frozenset(self._wanted),
         )  # fmt: skip
         if processes is not None:
-            processes.busy = ""
+            processes.is_ready()
         compiled.explain = functools.partial(explain_float, step.name, self._plain)
         return compiled
 

@@ -58,7 +58,7 @@ def _read(world: World, what: str, number: int, p: int, key: str) -> str:
     def check() -> None:
         nonlocal passed
         other = world.progress[p]
-        if other.calls > number or (other.calls == number and other.label != world.label):
+        if other.calls > number or (other.calls == number and other.label != world.doing.label):
             raise ProcessError(
                 f"{what}: {world.name(p)} is in {other.label} instead, as number {other.calls} of what all processes do "
                 f"together; here it is number {number}. Every process has to call the same steps in the same order, with "

@@ -105,7 +105,9 @@ def _check(
         raise ProcessError(f"distributed.initialize: coordinator_address has to be 'host:port', found {address!r}")
     for name, seconds in (("death_timeout", death_timeout), ("stall_timeout", stall_timeout)):
         if not seconds > 0:
-            raise ProcessError(f"distributed.initialize: {name} has to be a positive number of seconds, found {seconds}")
+            raise ProcessError(
+                f"distributed.initialize: {name} has to be a positive number of seconds, found {seconds}"
+            )
 
 
 def _hint(address: str | None) -> str:
@@ -169,9 +171,7 @@ class _Hook:
     def __init__(self, watch: Watch, before: object) -> None:
         self.watch, self.before = watch, before
 
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None
-    ) -> None:
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
         """Prints the exception as ever, and ends all processes."""
         world = self.watch.world
         text = f"{kind.__name__}: {_first_line(error)}"
@@ -191,7 +191,6 @@ class _Hook:
 
 def _leave(world: World) -> None:
     """The script has ended: what others still want is given, and nobody is left alone with JAX's own farewell."""
-    world.left = True
-    world.wires.flood(flood_of("left", world, calls=world.calls))
+    world.wires.flood(flood_of("left", world, calls=world.doing.calls))
     with world.changed:
         world.changed.wait_for(lambda: all(p.left for p in world.progress.values()))

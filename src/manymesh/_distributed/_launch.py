@@ -20,7 +20,7 @@ from ._initialize import COORDINATOR, COUNT, HEARTBEAT_TIMEOUT, PROCESS
 from ._watch import ENDED_WITH_OTHERS
 
 # Seconds that the others have to end by themselves, after the first one that failed, and then to end when told.
-GRACE, TERMINATION = 8.0, 2.0
+GRACE, TERMINATION = 5.0, 2.0
 
 
 def run_processes(
@@ -134,15 +134,18 @@ def _wait(children: Sequence[subprocess.Popen[str]], stream: IO[str], timeout: f
     failed = None
     while len(codes) < len(children):
         for process, child in enumerate(children):
-            if process not in codes and (code := child.poll()) is not None:
-                codes[process] = code
+            ended = child.poll()
+            if ended is not None:
+                codes.setdefault(process, ended)
         now = time.monotonic()
         if failed is None and any(codes.values()):
             failed = now
         if failed is not None and now - failed > GRACE:
             break
         if timeout is not None and now - started > timeout:
-            stream.write(f"manymesh: after {timeout:g} s process {_unfinished(codes, children)} still ran; all are ended\n")
+            stream.write(
+                f"manymesh: after {timeout:g} s process {_unfinished(codes, children)} still ran; all are ended\n"
+            )
             return 124
         time.sleep(0.01)
     wrong = {p: code for p, code in codes.items() if code}

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 
 from ._wires import Message
-from ._world import World, flood_of
+from ._world import Doing, World, flood_of
 
 PERIOD = 0.25  # seconds between two signs of life
 # The exit code of a process that ends because another one did: what went wrong is to be looked for there.
@@ -34,7 +34,7 @@ class Watch(threading.Thread):
         self._silent: defaultdict[int, float] = defaultdict(float)
         self._behind: defaultdict[int, float] = defaultdict(float)
         self._gone: defaultdict[int, float] = defaultdict(float)
-        self._told: tuple[int, str, str] = (0, "", "")
+        self._told = Doing(0, "", "")
         self._ending = threading.Lock()
 
     def run(self) -> None:
@@ -86,10 +86,10 @@ class Watch(threading.Thread):
                 self._silent[peer] += elapsed
                 if self._silent[peer] > world.stall_timeout:
                     self.end(f"{world.name(peer)} has shown no sign of life for {world.stall_timeout:g} s")
-        now = world.calls, world.label, world.busy
+        now = world.doing
         if now != self._told:
             self._told = now
-            world.wires.flood(flood_of("progress", world, calls=now[0], label=now[1], busy=now[2]))
+            world.wires.flood(flood_of("progress", world, **now._asdict()))
         waiting = world.waiting
         if waiting is None or waiting.finished():
             self._behind.clear()
@@ -107,7 +107,8 @@ class Watch(threading.Thread):
                     self.end(f"the script of {world.name(p)} has ended, after {_count(known.calls)}")
             elif not known.busy:
                 self._behind[p] += elapsed
-                if self._behind[p] > world.stall_timeout:
+                # Later than the neighbours of one that is stopped, who know that it is.
+                if self._behind[p] > world.stall_timeout + 4 * PERIOD:
                     self.end(
                         f"{world.name(p)} has not come to {waiting.label} for {world.stall_timeout:g} s; every process has "
                         f"to call the same steps in the same order ({_at(known.calls, known.label)})"
@@ -126,7 +127,7 @@ class Watch(threading.Thread):
         world = self.world
         world.wires.flood(told or flood_of("end", world, why=why))
         waiting = world.waiting
-        doing = f"; it was in {world.label}" if world.label else ""
+        doing = f"; it was in {world.doing.label}" if world.doing.label else ""
         if waiting is not None:
             with contextlib.suppress(Exception):  # whatever happens, this process ends
                 doing += "" if waiting.finished() else f", where {waiting.text()}"

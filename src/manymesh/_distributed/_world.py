@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _compat
 from ._wires import Message, Wires
@@ -14,6 +14,20 @@ from ._wires import Message, Wires
 # memory; fewer makes it wait for the receiver.
 WINDOW = 16
 ACKNOWLEDGED_EVERY = 4
+
+
+class Doing(NamedTuple):
+    """What this process does; one object, so that no thread sees half of a change.
+
+    Attributes:
+      calls: how many things that all processes do together it has begun.
+      label: what the last of them is.
+      busy: what it does before it can go on; empty where it runs.
+    """
+
+    calls: int
+    label: str
+    busy: str
 
 
 @dataclass(eq=False)
@@ -70,10 +84,7 @@ class World:
     host: str
     death_timeout: float
     stall_timeout: float
-    calls: int = 0
-    label: str = ""
-    busy: str = ""
-    left: bool = False
+    doing: Doing = Doing(0, "", "")
     waiting: Waiting | None = None
     progress: dict[int, Progress] = field(default_factory=dict)
     submeshes: dict[int, str] = field(default_factory=dict)
@@ -94,8 +105,12 @@ class World:
 
     def begin(self, label: str, busy: str = "") -> int:
         """Counts something that all processes do together; gives its number, from 1."""
-        self.calls, self.label, self.busy = self.calls + 1, label, busy
-        return self.calls
+        self.doing = Doing(self.doing.calls + 1, label, busy)
+        return self.doing.calls
+
+    def is_ready(self) -> None:
+        """What held the process up, as a compilation does, is over."""
+        self.doing = self.doing._replace(busy="")
 
     def name(self, process: int) -> str:
         """``process 1 (submesh 0 on devices 2, 3)``."""
@@ -178,6 +193,3 @@ def flood_of(kind: str, world: World, **more: Any) -> Message:
 def names(world: World, processes: Sequence[int]) -> str:
     """``process 1 and process 2``."""
     return " and ".join(world.name(p) for p in processes)
-
-
-

@@ -51,9 +51,7 @@ class Results:
     literals: Mapping[int, jax.Array]
 
 
-def bind_processes(
-    lowered: Lowered, owner: Ownership, results: Results, world: World, name: str
-) -> ProcessesExecutor:
+def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: World, name: str) -> ProcessesExecutor:
     """Makes a plan ready to run together with other processes.
 
     Args:
@@ -103,10 +101,7 @@ def _describe_submeshes(program: Program, world: World) -> None:
     for p in range(world.count):
         own = [s for s, processes in enumerate(owners) if p in processes]
         if own:
-            positions = [k for k, d in enumerate(jax.devices()) if d.process_index == p]
-            world.submeshes[p] = (
-                f"submesh{'es' * (len(own) > 1)} {', '.join(map(str, own))}, devices {positions[0]} to {positions[-1]}"
-            )
+            world.submeshes[p] = f"submesh{'es' * (len(own) > 1)} {', '.join(map(str, own))}"
 
 
 class _ProcessesBinder(Binder):
@@ -115,7 +110,10 @@ class _ProcessesBinder(Binder):
         self._launches = launches
         donation = lowered.layout.donation
         self._donated = frozenset(
-            i.inputs[k] for i in lowered.plan.instructions if isinstance(i, Run) for k, _ in donation.get(i.fragment, ())
+            i.inputs[k]
+            for i in lowered.plan.instructions
+            if isinstance(i, Run)
+            for k, _ in donation.get(i.fragment, ())
         )
 
     def launch(self, call: Callable[..., Sequence[jax.Array]], run: Run) -> Callable[..., Sequence[jax.Array]]:
@@ -135,7 +133,8 @@ class ProcessesExecutor(Executor):
         self._arrivals, self._departures, self._launches, self._pull = arrivals, departures, launches, pull
         self._world, self._program, self._plan = pull.world, program, plan
         # Two programs of one step are different things to be in.
-        self._label = f"a call of {name} (compiled as number {self._world.calls})"
+        self._name, self._calls = f"{name} (program {self._world.doing.calls})", 0
+        self._label = f"a call of {self._name}"
         self._others = frozenset().union(*(processes_of_mesh(m) for m in program.submeshes)) & self._world.others
 
     @property
@@ -155,10 +154,12 @@ class ProcessesExecutor(Executor):
         slots: list[Any] = [None] * self._num_slots
         for slot, value in self._consts:
             slots[slot] = value
-        self._arrivals.fill(slots, args, self._begin, self._label)
+        self._arrivals.fill(slots, args, self._begin, self._name)
         return slots
 
     def _begin(self) -> None:
+        self._calls += 1
+        self._label = f"call {self._calls} of {self._name}"
         number = self._world.begin(self._label)
         self._pull.begin(number)
         self._launches.dispatching = True
@@ -190,7 +191,7 @@ class ProcessesExecutor(Executor):
             return assembled(with_weak(aval, sharding), _compat.pieces(_compat.key_words(x)))
         if processes_of(given) == processes_of(sharding) == {self._world.process}:
             return super().bring(x, sharding)
-        self._pull.begin(self._world.begin(f"moving an argument of {self._label}"))
+        self._pull.begin(self._world.begin(f"moving an argument of {self._name}"))
         moved = Crossing(0, aval, given, sharding, self._relayouts, self._pull, lent=True)(x)
         return assembled(with_weak(aval, sharding), []) if moved is None else moved
 

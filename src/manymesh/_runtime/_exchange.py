@@ -21,7 +21,8 @@ from ._transport import Batch, LocalTransport
 @functools.lru_cache(maxsize=65536)
 def processes_of(sharding: Sharding) -> frozenset[int]:
     """The processes that have devices of a sharding."""
-    return frozenset(d.process_index for d in sharding.device_set)
+    devices: set[Any] = sharding.device_set
+    return frozenset(d.process_index for d in devices)
 
 
 @functools.lru_cache(maxsize=1)
@@ -44,9 +45,7 @@ def words_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     sharding = aval.sharding
     assert isinstance(sharding, NamedSharding), "keys are put on meshes"
     spec = [*sharding.spec, *[None] * (len(words.shape) - len(sharding.spec))]
-    return jax.ShapeDtypeStruct(
-        words.shape, words.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec))
-    )
+    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
 def assembled(aval: jax.ShapeDtypeStruct, pieces: Sequence[Any]) -> jax.Array:
@@ -213,8 +212,10 @@ class Exchange:
 
     def _result(self, k: int, c: _Copy, got: dict[Any, Any]) -> jax.Array:
         if None in got:
-            array = got[None]
-            return jax.random.wrap_key_data(array, impl=_compat.key_kind(c.aval.dtype)) if c.inner is not c.aval else array
+            array: jax.Array = got[None]
+            if c.inner is not c.aval:
+                array = jax.random.wrap_key_data(array, impl=_compat.key_kind(c.aval.dtype))
+            return array
         if c.empty:
             nothing = np.zeros(c.piece.shape, c.piece.dtype)
             got = {d: jax.device_put(nothing, d) for d in c.order}

@@ -44,6 +44,7 @@ def fetch(tree: Any, process: int | None = None) -> Any:
     count = 1 if processes is None else processes.count
     if process is not None and not 0 <= process < count:
         raise ProcessError(f"fetch: process={process!r}, but there are processes 0 to {count - 1}")
+    structure: Any
     leaves, structure = jax.tree.flatten(tree)
     if processes is None:
         return structure.unflatten([np.asarray(_compat.key_words(x)) for x in leaves])
@@ -70,7 +71,10 @@ _agreed: set[Any] = set()
 
 def _agree(processes: World, structure: Any, leaves: list[Any], shardings: list[Sharding | None]) -> None:
     """The first time that such a tree is fetched, all processes have to mean the same."""
-    shapes = tuple((np.shape(x), str(jax.typeof(x).dtype)) if s is not None else None for x, s in zip(leaves, shardings, strict=True))
+    shapes = tuple(
+        (np.shape(x), str(jax.typeof(x).dtype)) if s is not None else None
+        for x, s in zip(leaves, shardings, strict=True)
+    )
     key = (structure, shapes, tuple(shardings))
     if key in _agreed:
         return

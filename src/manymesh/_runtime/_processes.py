@@ -256,10 +256,8 @@ class Departures:
                 self.ghosts.append((o, with_weak(aval, sharding)))
         self.scalars = []
         for s, outputs in sorted(scalars.items()):
-            sent, arriving = (
-                [with_weak(avals[o], sharding) for o, sharding in zip(outputs, each, strict=True)]
-                for each in ([made[o] for o in outputs], [everywhere()] * len(outputs))
-            )
+            sent = [with_weak(avals[o], source) for o in outputs if (source := made[o]) is not None]
+            arriving = [with_weak(avals[o], everywhere()) for o in outputs]
             exchange = Exchange(first_number + s, sent, arriving, puller, [True] * len(outputs))
             self.scalars.append((outputs, exchange))
 
@@ -314,5 +312,3 @@ def _size(v: Any) -> int:
     for n in _compat.shape(v):
         size *= n
     return size
-
-
