@@ -74,6 +74,9 @@ def run_processes(
             _end(children)
             for pump in pumps:
                 pump.join(2)
+            for child in children:
+                if child.stdout is not None:
+                    child.stdout.close()
 
 
 def _environment(devices: int | None) -> dict[str, str]:
@@ -150,15 +153,15 @@ def _wait(children: Sequence[subprocess.Popen[str]], stream: IO[str], timeout: f
         time.sleep(0.01)
     wrong = {p: code for p, code in codes.items() if code}
     # Who ended because another one did is not the first that failed, in whatever order they are seen.
-    process = next((p for p, code in wrong.items() if code != ENDED_WITH_OTHERS), next(iter(wrong), None))
-    if process is None:
+    failure = next((p for p, code in wrong.items() if code != ENDED_WITH_OTHERS), next(iter(wrong), None))
+    if failure is None:
         return 0
-    code = wrong[process]
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    stream.write(f"manymesh: process {process} {how}\n")
+    first = wrong[failure]
+    how = f"was killed by {signal.Signals(-first).name}" if first < 0 else f"ended with exit code {first}"
+    stream.write(f"manymesh: process {failure} {how}\n")
     if left := _unfinished(codes, children):
         stream.write(f"manymesh: process {left} did not end by itself and is killed\n")
-    return code if code > 0 else 128 - code
+    return first if first > 0 else 128 - first
 
 
 def _unfinished(codes: Mapping[int, int], children: Sequence[object]) -> str:

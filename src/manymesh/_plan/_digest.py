@@ -199,6 +199,8 @@ def _word(value: Any) -> str:
         return f"{type(value).__name__}({dict(value.shape)}, {[str(t) for t in value.axis_types]}, {ids})"
     if isinstance(value, NamedSharding):
         return f"NamedSharding({_word(value.mesh)}, {value.spec}, {value.memory_kind})"
+    if isinstance(value, Sharding):
+        return f"{type(value).__name__} on {[d.id for d in _compat.device_order(value)]}"
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         array = np.asarray(jax.random.key_data(value) if isinstance(value, jax.Array) and _is_key(value) else value)
         if array.size <= 4 and array.dtype != object:

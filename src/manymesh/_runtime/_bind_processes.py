@@ -82,6 +82,13 @@ def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: 
             places.append(Place(i - len(program.consts), _compat.abstract(v.aval), lowered.sharding(v, s), own))
     first = len(plan.instructions)
     arrivals = Arrivals(places, first, binder.relayouts, pull)
+    for n, p in enumerate(places):
+        # As it comes when the results of one call are the arguments of the next.
+        v = program.invars[len(program.consts) + p.position]
+        if program.home[v] in program.input_submeshes[v]:
+            home = lowered.sharding(v, program.home[v])
+            if not home.is_equivalent_to(p.sharding, len(p.aval.shape)):
+                arrivals.crossing(n, home)
     final = [results.moved.get(o, s) for o, s in enumerate(results.made)]
     departures = Departures(
         program, final, results.moved, results.kept, first + len(places), binder.relayouts, pull, results.made

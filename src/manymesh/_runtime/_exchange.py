@@ -43,9 +43,8 @@ def words_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return aval
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     sharding = aval.sharding
-    assert isinstance(sharding, NamedSharding), "keys are put on meshes"
-    spec = [*sharding.spec, *[None] * (len(words.shape) - len(sharding.spec))]
-    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+    # The words of a key lie together: no axis shards them.
+    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=sharding)
 
 
 def assembled(aval: jax.ShapeDtypeStruct, pieces: Sequence[Any]) -> jax.Array:
@@ -137,6 +136,7 @@ class Exchange:
         lent: Sequence[bool] | None = None,
     ) -> None:
         self.number, self.pulls = number, pulls
+        self.arriving: Any = arriving[0].sharding
         self.copies = [_Copy(a, b) for a, b in zip(sent, arriving, strict=True)]
         self.lent = list(lent) if lent is not None else [False] * len(self.copies)
         me = jax.process_index()

@@ -64,6 +64,18 @@ class Crossing:
                 self.steps.append(Exchange(number, [given], [wanted], puller, [lent and at is source]))
             at = step.sharding
 
+    def prepare(self) -> None:
+        """Compiles what changes layouts here."""
+        at = self.source
+        for step in self.steps:
+            if isinstance(step, Step):
+                if jax.process_index() in processes_of(at):
+                    given = jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype, sharding=at)
+                    self.relayouts.prepare([(given, step.sharding)])
+                at = step.sharding
+            else:
+                at = step.arriving
+
     def __call__(self, x: Any) -> Any:
         """The value as it arrives; None where it arrives in other processes only."""
         for step in self.steps:
@@ -143,6 +155,16 @@ class Arrivals:
             agree(world, f"the arguments of {name}", number, {"arguments": "\n".join(said)}, lambda _: said)
             self.agreed.add(key)
 
+    def crossing(self, n: int, given: Sharding) -> Crossing:
+        """How an argument gets to the n-th place from where it was put."""
+        key = n, given
+        if key not in self.crossings:
+            p = self.places[n]
+            made = Crossing(self.first + n, p.aval, given, p.sharding, self.relayouts, self.puller, lent=True)
+            made.prepare()
+            self.crossings[key] = made
+        return self.crossings[key]
+
     def _bring(self, n: int, p: Place, x: Any) -> Any:
         given = committed_sharding(x)
         if given is None:
@@ -156,12 +178,7 @@ class Arrivals:
             return assembled(
                 with_weak(p.aval, p.sharding), [jax.device_put(own, d, may_alias=False) for d in order]
             )  # fmt: skip
-        key = n, given
-        if key not in self.crossings:
-            self.crossings[key] = Crossing(
-                self.first + n, p.aval, given, p.sharding, self.relayouts, self.puller, lent=True
-            )
-        crossing = self.crossings[key]
+        crossing = self.crossing(n, given)
         return crossing(x) if crossing.here or crossing.there else None
 
 
@@ -247,7 +264,9 @@ class Departures:
                 continue
             if o in moved and not source.is_equivalent_to(sharding, len(aval.shape)):
                 number = first_number + len(program.submeshes) + o
-                self.moves.append((o, Crossing(number, aval, source, sharding, relayouts, puller, lent=True)))
+                crossing = Crossing(number, aval, source, sharding, relayouts, puller, lent=True)
+                crossing.prepare()
+                self.moves.append((o, crossing))
             elif o not in kept and aval.shape == () and not is_key(aval.dtype):
                 scalars.setdefault(s, []).append(o)
                 self.shardings[o] = everywhere()
