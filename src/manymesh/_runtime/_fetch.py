@@ -80,7 +80,7 @@ def _agree(processes: World, structure: Any, leaves: list[Any], shardings: list[
         return
     said = [f"leaf {k}: {shape} {describe(s)}" for k, (shape, s) in enumerate(zip(shapes, shardings, strict=True))]
     number = processes.begin("manymesh.fetch of a new tree")
-    agree(processes, "manymesh.fetch", number, {"arrays": "\n".join([str(structure), *said])}, lambda _: said)
+    agree(processes, "manymesh.fetch", number, {"arrays": "\n".join(said)}, lambda _: said)
     _agreed.add(key)
 
 
