@@ -56,7 +56,7 @@ def training(groups, microbatches=4, schedule="1f1b", steps=3):
     state = optimizer.init(params)
     run, losses = mm.jit(step, donate_argnums=(0, 1)), []
     for _ in range(steps):
-        batch = draw(4 * microbatches, WIDTH), draw(4 * microbatches, WIDTH)
+        batch = draw(8 * microbatches, WIDTH), draw(8 * microbatches, WIDTH)
         params, state, loss = run(params, state, batch)
         losses.append(float(loss))
     counts = [int(x) for x in jax.tree.leaves(state) if x.shape == ()]

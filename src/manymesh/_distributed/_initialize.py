@@ -6,6 +6,7 @@ import atexit
 import os
 import socket
 import sys
+import threading
 import time
 import types
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import jax
 
 from .. import _compat
 from .._errors import ProcessError
-from ._watch import Watch, say
+from ._watch import ENDED_WITH_OTHERS, Watch, say
 from ._wires import Wires
 from ._world import Progress, World, enter, flood_of, world
 
@@ -80,14 +81,20 @@ def initialize(
         host = (coordinator_address or "").rpartition(":")[0]
         # The launcher hosts the service, so that no process is special; what process 0 would host is never asked.
         local = "127.0.0.1:0" if launched else coordinator_address if _is_loopback(host) else None
+        # JAX would end the process with a stack trace of its own.
+        timer = threading.Timer(start_timeout, _nobody_came, (coordinator_address, num_processes, start_timeout))
+        timer.daemon = True
+        timer.start()
         try:
             jax.distributed.initialize(
                 coordinator_address, num_processes, process_id, local_device_ids, coordinator_bind_address=local,
-                initialization_timeout=int(start_timeout),
+                initialization_timeout=int(start_timeout) + 30,
                 heartbeat_timeout_seconds=max(HEARTBEAT_TIMEOUT, int(2 * stall_timeout)),
             )  # fmt: skip
         except (RuntimeError, ValueError) as error:
             raise ProcessError(f"distributed.initialize: {_first_line(error)}; {_hint(coordinator_address)}") from error
+        finally:
+            timer.cancel()
     _enter(death_timeout, stall_timeout, start_timeout)
 
 
@@ -108,6 +115,13 @@ def _check(
             raise ProcessError(
                 f"distributed.initialize: {name} has to be a positive number of seconds, found {seconds}"
             )
+
+
+def _nobody_came(address: str | None, count: int | None, timeout: float) -> None:
+    """Ends this process, which waits for others in a call that cannot be interrupted."""
+    all_of_them = f"all {count} processes" if count else "all processes"
+    say(f"manymesh: {all_of_them} did not come to distributed.initialize within {timeout:g} s; {_hint(address)}\n")
+    os._exit(ENDED_WITH_OTHERS)
 
 
 def _hint(address: str | None) -> str:
@@ -183,6 +197,8 @@ class _Hook:
         elif type(error).__module__.startswith("jax") and not isinstance(error, KeyboardInterrupt):
             # Somebody else's death looks like an error of ours when a value does not come: the watch knows better.
             time.sleep(min(world.death_timeout, 2.0))
+        if not self.watch.takes_the_end():
+            time.sleep(5)  # the watch ends this process
         self.before(kind, error, traceback)  # type: ignore[operator]  # whatever was there
         world.wires.flood(flood_of("end", world, why=f"{world.name(world.process)} ended with {text}"))
         say("")

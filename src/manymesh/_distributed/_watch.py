@@ -114,6 +114,10 @@ class Watch(threading.Thread):
                         f"to call the same steps in the same order ({_at(known.calls, known.label)})"
                     )
 
+    def takes_the_end(self) -> bool:
+        """Whether nobody else in this process is ending it already."""
+        return self._ending.acquire(blocking=False)
+
     def end(self, why: str, told: Message | None = None, code: int = ENDED_WITH_OTHERS) -> None:
         """Ends this process, and tells the others.
 
@@ -122,7 +126,7 @@ class Watch(threading.Thread):
           told: the message that said so, where it came from another process.
           code: exit code.
         """
-        if not self._ending.acquire(blocking=False):
+        if not self.takes_the_end():
             return
         world = self.world
         world.wires.flood(told or flood_of("end", world, why=why))
@@ -130,7 +134,8 @@ class Watch(threading.Thread):
         doing = f"; it was in {world.doing.label}" if world.doing.label else ""
         if waiting is not None:
             with contextlib.suppress(Exception):  # whatever happens, this process ends
-                doing += "" if waiting.finished() else f", where {waiting.text()}"
+                text = waiting.text() if waiting.number == world.doing.calls else ""
+                doing += f", where {text}" if text else ""
         where = world.submeshes.get(world.process)
         here = f"process {world.process}" + (f" ({where})" if where else "")
         say(f"manymesh: {why}.\nmanymesh: {here} ends with the others{doing}.\n")

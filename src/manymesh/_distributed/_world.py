@@ -56,7 +56,7 @@ class Waiting:
       label: what it is.
       others: the processes that take part.
       finished: whether it is.
-      text: what waits, for a message.
+      text: what waits, for a message; empty where nothing does.
     """
 
     number: int

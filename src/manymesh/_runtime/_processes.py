@@ -231,9 +231,22 @@ class Launches:
         if len(self.window) > 2 * LAUNCHES:
             self.window.popleft()
 
+    def missing(self) -> list[Run | None]:
+        """The launches that are not finished, or have failed because a value did not come, the oldest first."""
+        return [run for run, x in list(self.window) if not x.is_deleted() and (not x.is_ready() or _has_failed(x))]
+
     def unfinished(self) -> list[Run | None]:
         """The launches that are not finished, the oldest first; None for a value from another process."""
         return [run for run, x in list(self.window) if not (x.is_deleted() or x.is_ready())]
+
+
+def _has_failed(x: Any) -> bool:
+    """Whether an array is an error; asked of one that is ready, so that nothing waits."""
+    try:
+        x.block_until_ready()
+    except Exception:  # whatever it is, the value is not there
+        return True
+    return False
 
 
 class Departures:
@@ -302,10 +315,10 @@ def waiting_for(
         return not launches.dispatching and not launches.unfinished()
 
     def text() -> str:
-        unfinished = launches.unfinished()
-        run = next((r for r in unfinished if r is not None), None)
+        missing = launches.missing()
+        run = next((r for r in missing if r is not None), None)
         if run is None:
-            return "a scalar result is waited for" if unfinished else "nothing that was launched is unfinished"
+            return "a scalar result is waited for" if missing else ""
         f = program.fragments[run.fragment]
         microbatch = "" if run.microbatch is None else f", microbatch {run.microbatch},"
         inputs = set(run.inputs)
