@@ -190,3 +190,55 @@ def generated(number):
     except Exception as error:
         error.add_note(f"program {number}:\n{program.to_json()}")
         raise
+
+
+def parts_of_a_batch():
+    """Losses of `parallelize_step`, where each process loads its part of the batch."""
+    import flax.linen as nn
+
+    from manymesh.flax import parallelize_step, task
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, y):
+            h = nn.relu(task(nn.Dense, "front", mesh=mesh(0, 1))(16)(x))
+            return jnp.mean((task(nn.Dense, "back", mesh=mesh(4, 5))(1)(h) - y) ** 2)
+
+    rng = np.random.default_rng(0)
+    whole = rng.normal(size=(8, 4)).astype("f4"), rng.normal(size=(8, 1)).astype("f4")
+    count, me = jax.process_count(), jax.process_index()
+    local = jax.tree.map(lambda x: np.split(x, count)[me], whole)
+    step, state, _, prepare = parallelize_step(
+        Model(), optax.adam(1e-2), mesh(0, 1, 4, 5), local_batch=local, num_microbatches=2
+    )
+    losses = []
+    for _ in range(3):
+        loss, state = step(state, prepare(local))
+        losses.append(float(loss))
+    return losses, int(state.step)
+
+
+def sent_and_donated(rounds):
+    """A large result that goes to the other process and is donated to the next call at once; what arrives."""
+    grow = mm.task(lambda x: x + 1, "grow", devices=[0])
+    look = mm.task(lambda x: jnp.stack([x.min(), x.max()]), "look", devices=[4])
+
+    def step(x):
+        x = grow(x)
+        return x, look(x)
+
+    step, x, seen = mm.jit(step, donate_argnums=0), jnp.zeros(1 << 20), []
+    for _ in range(rounds):
+        x, found = step(x)
+        seen.append(found)
+    return [mm.fetch(s).tolist() for s in seen]
+
+
+def readme():
+    """The README's example; its last losses, with and without its tasks."""
+    from pathlib import Path
+
+    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    scope = {"__name__": "readme"}
+    exec(text.split("```python\n")[1].split("```")[0], scope)
+    return scope["losses"][-1], float(scope["loss"]), int(scope["state"].step)

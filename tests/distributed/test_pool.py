@@ -126,3 +126,25 @@ def test_laws_hold_on_generated_programs(pool, part, request):
     brief = request.config.getoption("--hypothesis-profile") == "brief"
     for number in range(part, 10 if brief else 50, PARTS):
         pool.call("programs.generated", number)
+
+
+def test_each_process_loads_its_part_of_the_batch(pool):
+    """`prepare_batch` joins them."""
+    expected = programs.parts_of_a_batch()
+    for losses, steps in pool.call("programs.parts_of_a_batch"):
+        np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+        assert steps == expected[1]
+
+
+def test_what_was_sent_can_be_donated(pool):
+    """A result of a call that is still on its way when the next call takes its buffer arrives as it was."""
+    for seen in pool.call("programs.sent_and_donated", 30):
+        assert seen == [[k + 1, k + 1] for k in range(30)]
+
+
+def test_the_example_of_the_readme(pool):
+    """Word for word, in two processes; also in reference mode, which is plain JAX in each of them."""
+    (loss, plain, step), other = pool.call("programs.readme")
+    assert (loss, plain, step) == other
+    assert step == 21
+    assert 0 < plain < 0.06

@@ -83,6 +83,19 @@ def _local(value: np.ndarray[Any, Any], sharding: Sharding) -> list[jax.Array]:
     ]  # fmt: skip
 
 
+def joined(part: Any) -> jax.Array:
+    """The array of which each process has a part: the parts along dimension 0, in the order of the processes.
+
+    Args:
+      part: what this process has; a host value or an array of its own devices, of one shape in all processes.
+    """
+    mesh = everywhere().mesh
+    value = jax.device_put(part, _compat.device_order(everywhere())[jax.process_index()])
+    shape = (mesh.size * value.shape[0], *value.shape[1:])
+    sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    return assembled(jax.ShapeDtypeStruct(shape, value.dtype, sharding=sharding), [_compat.key_words(value)])
+
+
 class _Copy:
     """One value from one sharding to another; every piece that is wanted exists."""
 
