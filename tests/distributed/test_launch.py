@@ -155,3 +155,5 @@ def test_strangers_are_cut_off():
     assert one.has(1)
     assert (1, {"kind": "alive"}) in heard or (0, {"kind": "alive"}) in heard
     assert (1, None) not in heard
+    for wires in (one, two):
+        wires.close()

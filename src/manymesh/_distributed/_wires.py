@@ -140,6 +140,14 @@ class Wires:
             for wire in list(wires):
                 wire.flush()
 
+    def close(self) -> None:
+        """Closes all of them."""
+        sockets = {wire.sock for wires in self._by_peer.values() for wire in wires}
+        sockets |= {key.fileobj for key in self._selector.get_map().values()}  # type: ignore[misc]  # only sockets are in it
+        for sock in {self._listener, self._wake_in, self._wake_out, *sockets}:
+            sock.close()
+        self._selector.close()
+
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
