@@ -36,6 +36,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "importing": ((), ("--rounds", "2")),
     "planning": ((), ("--stages", "8", "--microbatches", "16")),
     "compile": (("--rounds", "5"), ("--layers", "4", "--rounds", "1")),
+    "processes": ((), ("--repetitions", "1", "--only", "kill")),
     "memory": ((), ("--stages", "2")),
     "metadata": ((), ("500",)),
 }

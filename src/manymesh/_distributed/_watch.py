@@ -41,14 +41,14 @@ class Watch(threading.Thread):
         """Reads messages, and looks around every `PERIOD`."""
         before = time.monotonic()
         while True:
-            self.world.wires.poll(PERIOD / 2, self._handle)
+            self.world.wires.poll(PERIOD / 2, self._hear)
             now = time.monotonic()
             if now - before >= PERIOD:
                 # When this process itself was stopped for a while, the others' silence was not theirs.
                 self._look(min(now - before, 2 * PERIOD))
                 before = now
 
-    def _handle(self, peer: int, message: Message | None) -> None:
+    def _hear(self, peer: int, message: Message | None) -> None:
         world = self.world
         self._silent[peer] = 0.0
         if message is None:
