@@ -39,6 +39,12 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         """Reads messages, and looks around every `PERIOD`."""
+        try:
+            self._watch()
+        except Exception as error:  # without a watch the others would wait for this process, and it for them
+            self.end(f"the watch of {self.world.name(self.world.process)} ended with {type(error).__name__}: {error}")
+
+    def _watch(self) -> None:
         before = time.monotonic()
         while True:
             self.world.wires.poll(PERIOD / 2, self._hear)
