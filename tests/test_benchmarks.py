@@ -23,7 +23,8 @@ def benchmark(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["compile", "dispatch", "importing", "memory", "one_core", "peers", "pipeline", "planning", "processes", "run"]
+    "name",
+    ["compile", "dispatch", "importing", "memory", "one_core", "peers", "pipeline", "planning", "processes", "run"],
 )
 def test_a_benchmark_can_be_imported(benchmark, name):
     assert callable(benchmark(name).main)
