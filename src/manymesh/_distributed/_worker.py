@@ -14,6 +14,8 @@ from .._errors import ProcessError
 from ._initialize import PROCESS, initialize
 from ._launch import run_processes
 
+_START = "import sys; from manymesh._distributed._worker import main; main(sys.argv[1])"
+
 
 def launch(
     function: Callable[..., Any],
@@ -48,7 +50,7 @@ def launch(
         task = Path(folder) / "task"
         task.write_bytes(_pickled(function, tuple(args)))
         code = run_processes(
-            [sys.executable, "-m", __name__, folder], processes, devices_per_process, timeout=timeout,
+            [sys.executable, "-c", _START, folder], processes, devices_per_process, timeout=timeout,
             more={"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )  # fmt: skip
         if code:
@@ -78,7 +80,3 @@ def main(folder: str) -> None:
     initialize()
     result = function(*args)
     (Path(folder) / f"result{os.environ[PROCESS]}").write_bytes(pickle.dumps(result))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
