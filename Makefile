@@ -5,6 +5,8 @@ EXTRAS ?= dev
 JOBS ?= 2
 # Extra words for demo, test, bench and fuzz: make test ARGS="-k schedules"
 ARGS ?=
+# The demo in several processes: make demo PROCESSES=4 (1, 2, 4 or 8)
+PROCESSES ?= 1
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -25,7 +27,11 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: $(STAMP) ## train a small transformer as a pipeline on simulated devices
+ifeq ($(PROCESSES),1)
 	$(BIN)/python examples/train_transformer.py $(ARGS)
+else
+	$(BIN)/python -m manymesh launch -n $(PROCESSES) --devices-per-process $$((8 / $(PROCESSES))) examples/train_transformer.py $(ARGS)
+endif
 
 test: $(STAMP) ## run the tests and the doctests
 	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)

@@ -42,6 +42,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "planning": ((), ("--stages", "8", "--microbatches", "16", "--layers", "12")),
     "predict": ((), ("--steps", "readme", "--rounds", "3")),
     "compile": (("--rounds", "5"), ("--layers", "4", "--rounds", "1")),
+    "processes": ((), ("--repetitions", "1", "--only", "kill")),
     "memory": ((), ("--stages", "2")),
     "checkpoint": ((), ("--megabytes", "8", "--leaves", "20", "--rounds", "2")),
     "metadata": ((), ("500",)),

@@ -1,6 +1,7 @@
 """Trains a small language model as a pipeline on eight simulated devices, and checks it against one device.
 
     python examples/train_transformer.py --stages 2 --schedule 1f1b --num-microbatches 8 --steps 40
+    python -m manymesh launch -n 4 --devices-per-process 2 examples/train_transformer.py --stages 4
 
 The text is the reference documentation that comes with Python. The exit code is 1 if the pipeline and plain JAX
 on one device disagree, or if the model did not learn.
@@ -92,7 +93,7 @@ def train(stages: int, schedule: str, num_microbatches: int, steps: int, timelin
         compiled = step.lower(jax.eval_shape(init, key), batch).compile()
         (state_shardings, _), _ = compiled.input_shardings
         state = mm.jit(init, out_shardings=state_shardings)(key)
-    initial = jax.device_get(state)  # a copy, for the comparison below
+    initial = mm.fetch(state)  # a copy on the host, for the comparison below; in every process
 
     console.print(tabulate(state.params, title="Parameters"))
     placement = compiled.program.loops[0].placement if num_microbatches > 1 else tuple(range(stages))
@@ -106,11 +107,15 @@ def train(stages: int, schedule: str, num_microbatches: int, steps: int, timelin
 
     # 5. Train: as a pipeline, then the same steps in reference mode, which is plain JAX on one device.
     pipeline, state = run(compiled, state, steps, console, "pipeline  ")
+    if jax.process_index() != 0:
+        return True  # one process compares
     with mm.ignore_transforms():
         reference, _ = run(step, initial, steps, console, "one device")
     well = compare(pipeline, reference, console)
 
-    # 6. Look: one more step, recorded.
+    # 6. Look: one more step, recorded. Of several processes each would record its own.
+    if jax.process_count() > 1:
+        return well
     with mm.inspect.record() as recording:
         compiled(state, next(batches(1)))
     console.print("\nWhere the time of a step goes")
@@ -235,7 +240,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demonstration; returns the exit code."""
     options = parse(argv)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    mm.distributed.initialize()  # one of several processes, where it was launched as one
+    console = Console(width=None if sys.stdout.isatty() else 120, quiet=jax.process_index() != 0)
     fine = train(options.stages, options.schedule, options.num_microbatches, options.steps, options.timeline, console)
     return 0 if fine else 1
 

@@ -36,6 +36,7 @@ def benchmark(monkeypatch):
         "pipeline",
         "planning",
         "predict",
+        "processes",
         "recording",
         "run",
     ],  # fmt: skip

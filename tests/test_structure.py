@@ -26,6 +26,8 @@ LAYERS = (
     "_compat",
     "_key",
     "_hardware",
+    "_distributed",
+    "distributed",
     "_config",
     "_scope",
     "meta",
@@ -57,7 +59,6 @@ LAYERS = (
     "nnx",
     "_equinox",
     "equinox",
-    "distributed",
     "_checkpoint",
     "checkpoint",
     "_views",
@@ -91,7 +92,7 @@ NARROW: Mapping[str, frozenset[str]] = {
 }
 
 # Optional or slow to import: the only packages that a function may import.
-LAZY = frozenset({"IPython", "flax", "optax", "equinox", "orbax", "rich", "matplotlib"})
+LAZY = frozenset({"IPython", "flax", "optax", "equinox", "orbax", "rich", "matplotlib", "cloudpickle"})
 
 # Rooms in which at most this share of the annotations of signatures is a bare `Any`.
 TYPED = frozenset({"_program", "_passes"})

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from . import _mark
+from . import distributed as distributed
 from . import errors as errors
 from . import meta as meta
 from . import schedules as schedules
@@ -31,6 +32,7 @@ from ._microbatch import microbatch as microbatch
 from ._program._fragments import Program as Program
 from ._publish import publish as _publish
 from ._report import Report as Report
+from ._runtime._fetch import fetch as fetch
 from ._task import Task as Task
 from ._topology import planned_devices as planned_devices
 from ._topology import submeshes as submeshes
@@ -46,7 +48,9 @@ __all__ = [
     "WeightedMean",
     "__version__",
     "clear_tasks",
+    "distributed",
     "errors",
+    "fetch",
     "ignore_transforms",
     "jit",
     "meta",
@@ -97,5 +101,5 @@ def _nnx_scopes() -> _contextlib.AbstractContextManager[None]:
 
 _mark.scope_makers.append(_nnx_scopes)
 
-for _face in (f"{__name__}.errors", f"{__name__}.meta", f"{__name__}.schedules", __name__):
+for _face in (f"{__name__}.distributed", f"{__name__}.errors", f"{__name__}.meta", f"{__name__}.schedules", __name__):
     _publish(_face)

@@ -19,6 +19,7 @@ import numpy as np
 from jax._src import (
     api,
     api_util,
+    clusters,
     compiler,
     config,
     core,
@@ -26,11 +27,13 @@ from jax._src import (
     sharding_impls,
     source_info_util,
     traceback_util,
+    xla_bridge,
 )
 from jax._src import mesh as mesh_lib
 from jax._src.array import ArrayImpl
 from jax._src.interpreters.batching import BatchTrace
 from jax._src.lax import lax as lax_internals
+from jax._src.lib import _jax  # type: ignore[attr-defined]  # JAX re-exports these without saying so
 from jax._src.lib.mlir import ir, passmanager  # type: ignore[attr-defined]  # JAX re-exports these without saying so
 from jax.experimental import serialize_executable
 from jax.interpreters import ad, batching, mlir
@@ -623,6 +626,56 @@ def load_executable(saved: Any, source: Mesh, target: Mesh) -> Any:
     return jax.stages.Compiled(loaded, [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs)
 
 
+def backends_have_started() -> bool:
+    """Whether JAX has looked for devices, after which it takes no settings about processes any more."""
+    return xla_bridge.backends_are_initialized()
+
+
+def cluster_name() -> str | None:
+    """The kind of cluster that JAX finds in the environment (Slurm, Kubernetes, Open MPI, TPU pods), if any."""
+    for kind in clusters.ClusterEnv._cluster_types:
+        if not kind.opt_in_only_method and kind.is_env_present():
+            return kind.__name__.removesuffix("Cluster")
+    return None
+
+
 def coordination_client() -> Any:
     """The client of the service through which processes find each other; None in a process of its own."""
     return distributed.global_state.client
+
+
+def coordinator_address() -> str | None:
+    """Where that service is."""
+    return distributed.global_state.coordinator_address
+
+
+def start_coordination_service(address: str, processes: int, heartbeat_timeout: int) -> Any:
+    """Hosts that service here; it stops when what is returned is dropped.
+
+    Args:
+      address: ``host:port`` to listen on.
+      processes: how many will come.
+      heartbeat_timeout: seconds of silence after which it takes a process for dead.
+    """
+    return _jax.get_distributed_runtime_service(address, processes, heartbeat_timeout=heartbeat_timeout)
+
+
+def key_words(x: Any) -> Any:
+    """The plain array of words that a typed random key consists of, without a computation; other arrays as they are."""
+    return getattr(x, "_base_array", x)
+
+
+def process_numbers() -> tuple[int, int]:
+    """The number of this process and how many there are, without looking for devices."""
+    return distributed.global_state.process_id, distributed.global_state.num_processes
+
+
+def key_kind(dtype: Any) -> Any:
+    """How typed random keys of a dtype are made."""
+    return dtype._impl.name
+
+
+def as_device_dtype(x: Any) -> tuple[Any, bool]:
+    """The dtype that a host value has as an array, and whether that is weak."""
+    aval = jax.typeof(x)
+    return aval.dtype, bool(aval.weak_type)

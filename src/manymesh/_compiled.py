@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, Sharding
 from . import _compat
 from ._cost._clock import Durations
 from ._cost._estimate import Estimate
-from ._errors import ArgumentError
+from ._distributed._world import world
+from ._errors import ArgumentError, ProcessError
 from ._hardware import Hardware
 from ._layout._stacked import StackedValue
 from ._measure import loop_costs, measure, measured_durations
@@ -22,6 +23,8 @@ from ._program import Program
 from ._program._stacked import positions
 from ._report import Memory, Report, make_report
 from ._runtime._bind import bind
+from ._runtime._bind_processes import Results, bind_processes
+from ._runtime._execute import Executor
 from ._runtime._lower import Lowered
 from ._runtime._observe import Observer
 from ._runtime._ownership import ownership
@@ -57,16 +60,27 @@ class Compiled(Shown):
         stacked_out: Sequence[StackedValue],
         moved: dict[int, NamedSharding],
         arriving: dict[int, Sharding],
+        asked: frozenset[int] = frozenset(),
     ) -> None:
         self._lowered, self._in_tree, self._out_tree = lowered, in_tree, out_tree
         self._donated, self._compilations, self.name = donated, compilations, name
         program = self.program = lowered.program
         at = positions(in_tree.num_leaves, program.stacked_inputs)
-        self._executor = bind(
-            program, lowered.plan, lowered, lowered.executables, ownership(program.submeshes, jax.process_index()),
-            LocalTransport(), literals=literals, leaving=moved,
-            arriving={at[i].start: s for i, s in arriving.items() if len(at[i]) == 1},
-        )  # fmt: skip
+        owner, processes = ownership(program.submeshes, jax.process_index()), world()
+        self._executor: Executor
+        made = [s or getattr(literals[o], "sharding", None) for o, s in enumerate(lowered.outputs)]
+        leaving = [moved.get(o, s) for o, s in enumerate(made)]
+        if processes is None:
+            self._executor = bind(
+                program, lowered.plan, lowered, lowered.executables, owner, LocalTransport(),
+                literals=literals, leaving=moved,
+                arriving={at[i].start: s for i, s in arriving.items() if len(at[i]) == 1},
+            )  # fmt: skip
+        else:
+            kept = asked.union(*(x.positions for x in stacked_out))
+            results = Results(made, moved, kept, literals)
+            self._executor = across = bind_processes(lowered, owner, results, processes, name)
+            leaving, moved = across.result_shardings, {}
         shift = len(program.consts)
         homes = [
             lowered.input_shardings[shift + i, program.home[v]]
@@ -79,15 +93,13 @@ class Compiled(Shown):
             if len(at[i]) > 1:
                 stacks.prepare(at[i].start, sharding)
         self.input_shardings: Any = jax.tree.unflatten(in_tree, stacks.of_arguments(homes, lambda x: x.sharding))
-        made = [s or getattr(literals[o], "sharding", None) for o, s in enumerate(lowered.outputs)]
         self._moved = tuple(moved.items())
-        leaving = [moved.get(o, s) for o, s in enumerate(made)]
         self.output_shardings: Any = jax.tree.unflatten(out_tree, stacks.of_results(leaving, lambda x: x.sharding))
         own = [k for i in donated for k in at[i]]
         given = {program.invars[shift + k] for k in own}
-        results = {v: o for o, (v, _) in reversed(list(enumerate(program.outputs))) if _compat.is_var(v) and v in given}
+        handed = {v: o for o, (v, _) in reversed(list(enumerate(program.outputs))) if _compat.is_var(v) and v in given}
         # A donated argument that is also a result: the result takes its buffer over.
-        self._handed = tuple(sorted(results.values()))
+        self._handed = tuple(sorted(handed.values()))
         self._dies = donated
         self._avals = stacks.of_arguments(
             [v.aval for v in program.invars[shift:]], lambda x: jax.core.ShapedArray(x.aval.shape, x.aval.dtype)
@@ -138,12 +150,13 @@ class Compiled(Shown):
             ) from None
         for o in self._copied:
             if not hasattr(results[o], "sharding"):
-                continue  # the gradient of an integer (float0), which has no buffer
-            results[o] = jax.device_put(results[o], results[o].sharding, may_alias=False)
+                continue  # the gradient of an integer (float0) has no buffer, and other processes' results are not here
+            results[o] = self._executor.copied(results[o])
         for o in self._handed:
             results[o] = _take_over(results[o])
         for o, sharding in self._moved:
             results[o] = self._executor.bring(results[o], sharding)
+        self._executor.finish(results)
         for i in self._dies:
             x = leaves[i]
             if isinstance(x, jax.Array) and not x.is_deleted():
@@ -217,10 +230,11 @@ class Compiled(Shown):
         return self.report().memory
 
     def cost_analysis(self) -> dict[str, Any]:
-        """XLA's cost estimate for each fragment, by name."""
+        """XLA's cost estimate for each fragment that this process runs, by name."""
         return {
             f.name: executable.cost_analysis()
             for f, executable in zip(self.program.fragments, self._lowered.executables, strict=True)
+            if executable is not None
         }
 
     def measure(self, *args: Any, loop: int = 0, **kwargs: Any) -> Costs:
@@ -236,6 +250,7 @@ class Compiled(Shown):
 
         Raises:
           ArgumentError: the step has no such loop.
+          ProcessError: there are several processes.
 
         Example:
           >>> import jax, jax.numpy as jnp, manymesh as mm
@@ -249,16 +264,19 @@ class Compiled(Shown):
             raise ArgumentError(
                 f"{self.name}: measure(loop={loop}), but the step has {len(self.program.loops)} microbatch loops"
             )
+        if world() is not None:
+            raise ProcessError(f"{self.name}: measure() runs in one process; start the script without others")
         leaves = self._flatten(args, kwargs)
         for i in self._donated:
             leaves[i] = jnp.copy(leaves[i])
         return loop_costs(self._lowered, measure(self._executor, self._stacks.cut(leaves)), loop)
 
     def as_text(self) -> str:
-        """The optimized program of every fragment."""
+        """The optimized program of every fragment that this process runs."""
         return "\n\n".join(
             f"// fragment {f.name}, submesh {f.submesh}\n{executable.as_text()}"
             for f, executable in zip(self.program.fragments, self._lowered.executables, strict=True)
+            if executable is not None
         )
 
 

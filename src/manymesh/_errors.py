@@ -12,7 +12,8 @@
     ├── PlacementError(ValueError)     a program cannot be split over the submeshes
     ├── CheckpointError(ValueError)    a checkpoint cannot be written, or is not what was asked for
     │   └── CheckpointNotFoundError(FileNotFoundError)  there is none, or none that was finished
-    └── ArgumentError(TypeError)       a call has arguments of the wrong structure
+    ├── ArgumentError(TypeError)       a call has arguments of the wrong structure
+    └── ProcessError(RuntimeError)     the processes of a run do not agree, or one is gone
 
 Each class also inherits the built-in type that a caller would catch, so that
 ``except ValueError`` keeps working. A message says where, what was expected, what
@@ -74,3 +75,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class ArgumentError(ManyMeshError, TypeError):
     """A call has arguments of the wrong structure."""
+
+
+class ProcessError(ManyMeshError, RuntimeError):
+    """The processes of a run do not agree, one is gone, or they were started wrongly."""

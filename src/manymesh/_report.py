@@ -151,7 +151,11 @@ def make_report(
         devices = [d for mesh in program.submeshes for d in mesh.devices.flat[:1]]
         hardware = next((h for d in devices if (h := Hardware.of(d)) is not None), None)
     counted = [Figures(w.flops, w.bytes_read + w.bytes_written, w.temporary_bytes) for w in found.works]
-    figures = counted if executables is None else [_xla(found, k, e) for k, e in enumerate(executables)]
+    figures = (
+        counted
+        if executables is None
+        else [counted[k] if e is None else _xla(found, k, e) for k, e in enumerate(executables)]
+    )
     flops, traffic = [f.flops for f in figures], [f.nbytes for f in figures]
     taken = times or durations(found, hardware, flops, traffic)
     course = run_clock(program, plan, taken)
@@ -165,7 +169,7 @@ def make_report(
             seconds = taken.runs[f.index] + times.issues[f.index]
         if times is None and hardware is not None:
             bound = roofline(found.works[f.index], hardware, n.flops, n.nbytes).bound
-        number = None if executables is None else numbers.setdefault(id(executables[f.index]), len(numbers))
+        number = None if executables is None else _number(executables[f.index], f.index, numbers)
         lines.append(
             FragmentLine(
                 f.name, f.submesh, f.kind, f.stage, runs[f.index], number, len(f.invars), len(f.outvars), n, own,
@@ -189,6 +193,11 @@ def make_report(
         ),
         off, found.findings, hardware,
     )  # fmt: skip
+
+
+def _number(executable: Any, index: int, numbers: dict[int, int]) -> int:
+    """The number of an executable; those of other processes are each taken for one of its own."""
+    return numbers.setdefault(-1 - index if executable is None else id(executable), len(numbers))
 
 
 def _schedule_name(schedule: Any) -> str:

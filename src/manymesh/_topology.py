@@ -144,24 +144,25 @@ def submeshes(mesh: Mesh, axis: str) -> tuple[Mesh, ...]:
 
 
 def resolve_devices(devices: Any) -> np.ndarray[Any, Any]:
-    """An array of jax devices from devices or their integer ids; the array's shape is kept.
+    """An array of jax devices from devices or their positions in ``jax.devices()``; the array's shape is kept.
+
+    Positions and ids are the same in one process; over several, ids may have gaps, and differ between platforms.
 
     Raises:
-      MeshError: an id that no device has, a device named twice, or no device at all.
+      MeshError: a position where no device is, a device named twice, or no device at all.
     """
     given = np.asarray(devices, dtype=object)
     if given.size == 0:
-        raise MeshError("devices is empty; name at least one jax device or its integer id")
-    by_id = {d.id: d for d in jax.devices()}
+        raise MeshError("devices is empty; name at least one jax device or its position")
+    known = jax.devices()
     out = np.empty(given.shape, dtype=object)
     for index, d in np.ndenumerate(given):
         if isinstance(d, (int, np.integer)) and not isinstance(d, bool):
-            if int(d) not in by_id:
-                ids = sorted(by_id)
-                raise MeshError(f"devices: there is no device with id {int(d)}; this process sees ids {_ranges(ids)}")
-            d = by_id[int(d)]
+            if not 0 <= int(d) < len(known):
+                raise MeshError(f"devices: there is no device {int(d)}; jax.devices() has {_ranges(range(len(known)))}")
+            d = known[int(d)]
         elif not isinstance(d, (jax.Device, PlannedDevice)):
-            raise MeshError(f"devices: expected jax devices or their integer ids, found {type(d).__name__} {d!r}")
+            raise MeshError(f"devices: expected jax devices or their positions, found {type(d).__name__} {d!r}")
         out[index] = d
     twice = sorted({d.id for d, times in Counter(out.flat).items() if times > 1})
     if twice:

@@ -11,6 +11,7 @@ from ._errors import MeshError as MeshError
 from ._errors import MetadataError as MetadataError
 from ._errors import MicrobatchError as MicrobatchError
 from ._errors import PlacementError as PlacementError
+from ._errors import ProcessError as ProcessError
 from ._errors import ScheduleError as ScheduleError
 from ._errors import TaskError as TaskError
 
@@ -24,6 +25,7 @@ __all__ = [
     "MetadataError",
     "MicrobatchError",
     "PlacementError",
+    "ProcessError",
     "ScheduleError",
     "TaskError",
 ]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ from jax.sharding import Mesh
 import manymesh as mm
 from manymesh._plan._alias import sharing_submeshes
 from manymesh._plan._check import check
-from manymesh._plan._instructions import Receive, Run, Send
+from manymesh._plan._donation import slots_of_others
+from manymesh._plan._instructions import Receive, Run, Send, Tag
 from stages import assert_agrees, microbatched, parameters, rows
 
 DEVICES = np.array(jax.devices())
@@ -170,3 +172,16 @@ def test_weight_gradients_of_a_parameter_that_two_stages_share():
     plan = mm.jit(grad).lower(p, rows()).plan
     check(plan)
     assert_agrees(grad, p, rows())
+
+
+def test_what_another_process_pulls_is_never_donated():
+    """Its slots are left out of what fragments may take over, whoever reads them last."""
+
+    def mesh(*processes):
+        devices = np.array([SimpleNamespace(process_index=p, id=k) for k, p in enumerate(processes)], dtype=object)
+        return SimpleNamespace(devices=devices)
+
+    sends = [Send(0, 1, Tag(0, 1, None), (0,), (3,)), Send(1, 2, Tag(1, 2, None), (1,), (4,))]
+    assert slots_of_others([mesh(0), mesh(0), mesh(0)], sends) == []
+    assert slots_of_others([mesh(0), mesh(0), mesh(1)], sends) == [4]
+    assert slots_of_others([mesh(0), mesh(0, 1), mesh(1)], sends) == [3, 4]

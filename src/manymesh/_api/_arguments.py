@@ -11,8 +11,10 @@ import jax
 import numpy as np
 
 from .. import _compat, meta
+from .._distributed._world import world
 from .._errors import ArgumentError
 from .._implicit import registered
+from .._runtime._fetch import fetch
 from ._step import Step
 
 
@@ -170,7 +172,9 @@ def keystr(path: Any) -> str:
 
 
 def gathered(tree: Any) -> Any:
-    """For the reference mode: arrays of different submeshes come to one device."""
+    """For the reference mode: arrays of different submeshes come to one device, those of all processes to each."""
+    if world() is not None:
+        return fetch(tree)
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
     if len({frozenset(x.sharding.device_set) for x in arrays}) <= 1:
         return tree

@@ -15,17 +15,22 @@ from .. import _compat
 from .._compiled import Compiled, outline
 from .._cost._clock import Durations
 from .._cost._estimate import Estimate, estimate
+from .._distributed._agree import agree
+from .._distributed._world import World, world
 from .._hardware import Hardware
 from .._layout._donation import donation_pairs
 from .._layout._layout import Layout
 from .._layout._solve import solve
 from .._layout._stacked import Joints, stacked_inputs, stacked_outputs
+from .._plan._digest import digest, lines
 from .._plan._instructions import Plan
 from .._program import Program
 from .._progress import compiling
 from .._report import Memory, Report, make_report
 from .._runtime._compile import Executables
+from .._runtime._exchange import everywhere, put
 from .._runtime._lower import compile_and_look, lower
+from .._runtime._ownership import ownership
 from .._runtime._stacks import collapsed
 from .._shown import Shown
 from .._task import mesh_devices
@@ -59,6 +64,7 @@ class Lowered(Shown):
     _joints: Joints
     _plain: Callable[..., Any]
     follows_arguments: bool
+    _committed: list[Sharding | None]
     findings: tuple[str, ...] = ()
 
     @property
@@ -177,15 +183,16 @@ class Lowered(Shown):
         executables = step.executables.setdefault(_compat.trace_settings(), Executables())
         before = (executables.compiled, executables.reused)
         layout = self.layout
+        owner, processes = ownership(self.program.submeshes, jax.process_index()), world()
+        if processes is not None:
+            self._agree(processes, layout)
         with compiling(step.name, len(self.program.fragments)) as progress:
             lowered = lower(
                 self.program, self.plan, layout, executables,
-                compiler_options=step.compiler_options, progress=progress,
+                owner=owner, compiler_options=step.compiler_options, progress=progress,
             )  # fmt: skip
         literals = {
-            o: jax.device_put(
-                _host_value(v), self._wanted.get(o, NamedSharding(self.program.submeshes[s], PartitionSpec()))
-            )
+            o: put(_host_value(v), self._wanted.get(o) or self._literal_sharding(v, s))
             for o, (v, s) in enumerate(self.program.outputs)
             if not _compat.is_var(v)
         }
@@ -194,8 +201,10 @@ class Lowered(Shown):
         compiled = Compiled(
             lowered, literals, self._in_tree, self._out_tree, tuple(sorted(self._donated)), made, step.name,
             stacked_inputs(self.program, layout, self._joints), stacked_outputs(self.program, layout, self._joints, moved),
-            moved, self._found,
+            moved, self._found, frozenset(self._wanted),
         )  # fmt: skip
+        if processes is not None:
+            processes.is_ready()
         compiled.explain = functools.partial(explain_float, step.name, self._plain)
         compiled.estimate = lambda: self._estimate
         return compiled
@@ -204,6 +213,28 @@ class Lowered(Shown):
         """The results that get the wanted sharding when they are finished."""
         direct = self._made_in_place()
         return {o: s for o, s in self._wanted.items() if o not in direct and _compat.is_var(self.program.outputs[o][0])}
+
+    def _literal_sharding(self, literal: Any, s: int) -> NamedSharding:
+        """Where a literal result is put that nobody wants anywhere; scalars are readable in every process."""
+        if world() is not None and not literal.aval.shape:
+            return everywhere()
+        return NamedSharding(self.program.submeshes[s], PartitionSpec())
+
+    def _agree(self, processes: World, layout: Layout) -> None:
+        """Refuses to compile what other processes did not derive alike.
+
+        Raises:
+          ProcessError: they did not; with the lines that differ.
+        """
+        self._found = {}  # where uncommitted arguments are is each process's own affair
+        said: dict[str, Any] = {
+            "arguments": self._committed, "sharding": layout.sharding, "donation": layout.donation
+        }  # fmt: skip
+        number = processes.begin(f"the compilation of {self._step.name}", busy="compiling")
+        agree(
+            processes, f"mm.jit({self._step.name})", number, digest(self.program, self.plan, **said),
+            lambda section: lines(section, self.program, self.plan, **said),
+        )  # fmt: skip
 
     def _made_in_place(self) -> dict[int, Any]:
         """The wanted shardings that a fragment can give its result; another task's submesh, or a second layout of one

@@ -18,6 +18,7 @@ from .._mark import Recording
 from .._passes._build import build
 from .._plan._emit import emit
 from .._program import Program
+from .._runtime._processes import committed_sharding
 from .._shown import Shown, joined
 from .._topology import auto_mesh
 from ._arguments import Arguments, donated_leaves
@@ -113,7 +114,8 @@ class Traced(Shown):
         return Lowered(
             step, given.treedef, self._out_tree, program, plan, outside.shardings_in(wanted_in),
             outside.shardings_in(arriving), found, outside.shardings_out(wanted_out), states, given_away,
-            outside.joints({**arriving, **wanted_in}, wanted_out), self._plain, follows, tuple(self._record.findings),
+            outside.joints({**arriving, **wanted_in}, wanted_out), self._plain, follows,
+            [committed_sharding(x) for x in given.leaves], tuple(self._record.findings),
         )  # fmt: skip
 
     def _without_tasks(self) -> Program:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from .._errors import ManyMeshError
-from . import _doctor, _plan, _schedule, _trace
+from . import _doctor, _launch, _plan, _schedule, _trace
 from ._parser import Parser
 
 
@@ -29,7 +29,7 @@ class Command(Protocol):
         """Does it; gives the exit code."""
 
 
-COMMANDS = (_schedule, _plan, _doctor, _trace)
+COMMANDS = (_schedule, _plan, _doctor, _trace, _launch)
 
 _EPILOG = """
 start here:

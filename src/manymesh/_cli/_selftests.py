@@ -78,7 +78,7 @@ def local_transport() -> tuple[bool | None, str]:
         batch = Batch(
             Tag(0, 1, None), 0, 1,
             (jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=here),),
-            (jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=there),),
+            (jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=there),), 0, (False,),
         )  # fmt: skip
         move = LocalTransport().move(batch)
         value = jax.block_until_ready(jax.device_put(np.arange(count, dtype=np.float32), here))

@@ -17,6 +17,7 @@ from .._errors import ArgumentError, MeshError
 from .._implicit import registered
 from .._mark import Recording, ignore_transforms, recording, transforms_ignored
 from .._microbatch import microbatch
+from .._runtime._exchange import joined
 from .._task import mesh_devices
 from ._task import task
 
@@ -88,7 +89,8 @@ def parallelize_step(
       optimizer: an Optax transformation.
       mesh: the devices of the step; tasks may not use others.
       global_batch: a batch as the step will get it: a pytree of arrays or of `jax.ShapeDtypeStruct`.
-      local_batch: instead of ``global_batch``, what one process loads; `prepare_batch` turns it into the global one.
+      local_batch: instead of ``global_batch``, what one process loads; ``prepare_batch`` turns it into the global one: with
+        several processes, their parts along dimension 0.
       loss_fn: ``loss_fn(params, batch) -> scalar``, which calls ``model.apply`` itself; with ``rngs`` it is
         ``loss_fn(params, batch, rngs)``. By default ``model.apply`` returns the loss.
       inputs: the arguments of the model for a batch, ``inputs(batch) -> tuple``. By default a tuple batch is the
@@ -145,7 +147,7 @@ def parallelize_step(
     step = TrainStep(_make_update(grad, run_key), abstract_state, batch, strict)
     _check_devices(step.compiled, mesh)
     state = jit(_without_tasks(init), out_shardings=step.state_shardings)()
-    return (step, state, mesh) if local_batch is None else (step, state, mesh, _make_prepare(step, batch))
+    return (step, state, mesh) if local_batch is None else (step, state, mesh, _make_prepare(step, local_batch))
 
 
 def _check_model(model: Any, optimizer: Any) -> None:
@@ -213,9 +215,7 @@ def _abstract_batch(global_batch: Any, local_batch: Any) -> Any:
         raise ArgumentError("parallelize_step takes either global_batch or local_batch, found " + (
             "neither" if global_batch is None else "both"
         ))  # fmt: skip
-    if local_batch is not None and jax.process_count() > 1:
-        raise ArgumentError("parallelize_step: local_batch is not supported in several processes yet; use global_batch")
-    given = local_batch if global_batch is None else global_batch
+    given = _of_all(local_batch, jax.process_count()) if global_batch is None else global_batch
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.numpy.result_type(x)), given)
 
 
@@ -260,16 +260,31 @@ def _check_devices(compiled: Compiled, mesh: Mesh) -> None:
             )
 
 
-def _make_prepare(step: TrainStep, batch: Any) -> Callable[[Any], Any]:
-    shapes = _shapes(batch)
+def _of_all(local: Any, processes: int) -> Any:
+    """The shapes of a batch of which every process loads a part."""
+
+    def of_all(x: Any) -> jax.ShapeDtypeStruct:
+        shape = jax.numpy.shape(x)
+        if not shape:
+            raise ArgumentError("parallelize_step: a scalar in local_batch cannot be joined over processes")
+        dtype = jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x))
+        return jax.ShapeDtypeStruct((processes * shape[0], *shape[1:]), dtype)
+
+    return local if processes == 1 else jax.tree.map(of_all, local)
+
+
+def _make_prepare(step: TrainStep, local_batch: Any) -> Callable[[Any], Any]:
+    shapes, processes = _shapes(local_batch), jax.process_count()
 
     def prepare_batch(local: Any) -> Any:
         """Places a batch where the step wants it."""
         if _shapes(local) != shapes:
             raise ArgumentError(
-                f"prepare_batch: the step was made for a batch {_text(batch)}, found {_text(local)}; call the step "
+                f"prepare_batch: the step was made for a batch {_text(local_batch)}, found {_text(local)}; call the step "
                 "itself with a batch of another shape, which compiles it once more"
             )
+        if processes > 1:
+            return jax.tree.map(joined, local)
         return jax.tree.map(jax.device_put, local, step.batch_shardings)
 
     return prepare_batch

@@ -183,6 +183,11 @@ def _is_key(x: Any) -> bool:
     return bool(jax.numpy.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key))
 
 
+def describe(sharding: Sharding | None) -> str:
+    """A sharding, or the lack of one, as text that is the same in every process."""
+    return _word(sharding)
+
+
 def _word(value: Any) -> str:
     """A parameter, literal or setting as text that is the same in every process."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
@@ -194,6 +199,8 @@ def _word(value: Any) -> str:
         return f"{type(value).__name__}({dict(value.shape)}, {[str(t) for t in value.axis_types]}, {ids})"
     if isinstance(value, NamedSharding):
         return f"NamedSharding({_word(value.mesh)}, {value.spec}, {value.memory_kind})"
+    if isinstance(value, Sharding):
+        return f"{type(value).__name__} on {[d.id for d in _compat.device_order(value)]}"
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         array = np.asarray(jax.random.key_data(value) if isinstance(value, jax.Array) and _is_key(value) else value)
         if array.size <= 4 and array.dtype != object:

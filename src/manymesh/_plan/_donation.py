@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ._instructions import Instruction, Run
+from jax.sharding import Mesh
+
+from .._task import mesh_devices
+from ._instructions import Instruction, Run, Send
 
 
 def donatable_inputs(
@@ -39,3 +42,21 @@ def donatable_inputs(
                 ]
             possible[ins.fragment] = candidates
     return {fragment: tuple(positions) for fragment, positions in possible.items()}
+
+
+def slots_of_others(submeshes: Sequence[Mesh], instructions: Sequence[Instruction]) -> list[int]:
+    """Slots that another process pulls, whenever it gets there: their buffers are not the call's to give away.
+
+    Args:
+      submeshes: those of the program.
+      instructions: those of the plan.
+    """
+    processes = [frozenset(d.process_index for d in mesh_devices(m)) for m in submeshes]
+    if len(frozenset().union(*processes)) <= 1:
+        return []
+    return [
+        slot
+        for i in instructions
+        if isinstance(i, Send) and len(processes[i.submesh] | processes[i.target]) > 1
+        for slot in i.inputs
+    ]

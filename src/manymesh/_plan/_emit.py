@@ -15,7 +15,7 @@ from .._program import Edge, Fragment, LoopPlan, Program
 from ..schedules import Order, issue_order
 from ._alias import find_aliases
 from ._check import check
-from ._donation import donatable_inputs
+from ._donation import donatable_inputs, slots_of_others
 from ._instructions import Instruction, Plan, Ports, Receive, Run, Send, Tag
 from ._number import value_of, variables_of
 
@@ -224,6 +224,7 @@ class _Emitter:
         instructions = self._with_frees([s for s in outputs if s is not None])
         aliases = find_aliases(program.submeshes, inputs, instructions)
         lent = [slot for i, _, slot in inputs if i not in self.donated_inputs]
+        lent += slots_of_others(program.submeshes, instructions)
         ports = tuple(Ports(self._numbers(f.invars), self._numbers(f.outvars)) for f in program.fragments)
         return Plan(
             instructions, slots.count, inputs, outputs, tuple(value_of(v) for v in self.variables), ports, aliases,

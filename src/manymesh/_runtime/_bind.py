@@ -14,6 +14,7 @@ from .._layout._transfers import Step, plan_transfer
 from .._plan._instructions import Plan, Receive, Run, Send
 from .._plan._number import variables_of
 from .._program import Program
+from ._exchange import put
 from ._execute import Executor, Input, Issue, issue_of
 from ._ownership import Ownership
 from ._relayout import Relayouts, with_sharding
@@ -55,7 +56,7 @@ def bind(
     Returns:
       The executor of the plan.
     """
-    binder = _Binder(program, plan, layout, executables, owner, transport)
+    binder = Binder(program, plan, layout, executables, owner, transport)
     issues = binder.issues()
     consts, inputs = binder.inputs()
     for x in inputs:
@@ -100,7 +101,9 @@ class _Crossing:
     copies: bool
 
 
-class _Binder:
+class Binder:
+    """Makes what a plan needs to run."""
+
     def __init__(
         self,
         program: Program,
@@ -113,6 +116,7 @@ class _Binder:
         self.program, self.plan, self.layout = program, plan, layout
         self.executables, self.owner, self.transport = executables, owner, transport
         self.variables = variables_of(program)
+        self.results = frozenset(plan.outputs)
         self.relayouts = Relayouts()
         self.wanted: list[tuple[jax.ShapeDtypeStruct, NamedSharding]] = []
         self.crossings: dict[tuple[int, int, tuple[int, ...]], _Crossing] = {}
@@ -125,7 +129,7 @@ class _Binder:
             if self.owner.owns(s):
                 sharding = self.layout.sharding(self.program.invars[i], s)
                 if i < num_consts:
-                    consts[slot] = jax.device_put(self.program.consts[i], sharding)
+                    consts[slot] = put(self.program.consts[i], sharding)
                 else:
                     inputs.append(Input(i - num_consts, sharding, slot))
         return consts, inputs
@@ -135,23 +139,32 @@ class _Binder:
         crossings = self._prepared()
         issues: list[Issue] = []
         sent: tuple[int, Send] | None = None
+        sender: tuple[int, Send] | None = None
         for k, ins in enumerate(self.plan.instructions):
             if isinstance(ins, Run):
                 if self.owner.owns(ins.submesh):
                     call = self.executables[ins.fragment]
                     assert call is not None, f"fragment {ins.fragment} was not compiled for its owner"
-                    issues.append(issue_of(call, (k, ins)))
+                    issues.append(issue_of(self.launch(call, ins), (k, ins)))
             elif isinstance(ins, Send):
+                sender = k, ins
                 if self.owner.owns(ins.submesh) and self.owner.owns(ins.target):
-                    sent = k, ins  # the Receive stands right behind it
+                    sent = sender  # the Receive stands right behind it
                 elif self.owner.owns(ins.submesh):
-                    issues.append(issue_of(self._send(ins, crossings[k]), (k, ins)))
-            elif sent is not None:
-                issues.append(issue_of(self._move(ins, crossings[k]), sent, (k, ins)))
-                sent = None
+                    issues.append(issue_of(self._send(self._batch(sender, crossings[k]), crossings[k]), sender))
             elif self.owner.owns(ins.submesh):
-                issues.append(issue_of(self._receive(ins, crossings[k]), (k, ins)))
+                assert sender is not None, "a Receive stands behind its Send"
+                batch = self._batch(sender, crossings[k])
+                if sent is not None:
+                    issues.append(issue_of(self._move(batch, crossings[k]), sent, (k, ins)))
+                    sent = None
+                else:
+                    issues.append(issue_of(self._receive(batch, crossings[k]), (k, ins)))
         return issues
+
+    def launch(self, call: Callable[..., Sequence[jax.Array]], run: Run) -> Callable[..., Sequence[jax.Array]]:
+        """What a run calls."""
+        return call
 
     def _prepared(self) -> dict[int, _Crossing]:
         """Position of each `Send` and `Receive` of ours -> how its values cross; changes of layout are compiled."""
@@ -180,7 +193,8 @@ class _Binder:
             before.append(None if way.before is None else (aval, way.before))
             left = with_sharding(aval, way.before or start)
             there = with_sharding(aval, way.copied) if way.copied is not None else left
-            if way.copied is not None and left.sharding.device_set == way.copied.device_set:
+            same_devices = way.copied is not None and left.sharding.device_set == way.copied.device_set
+            if way.copied is not None and same_devices and self.owner.alone(source):
                 self.relayouts.prepare_steps(left, [Step("copy", way.copied)])
             after.append(None if way.after is None else (there, way.after))
             sent.append(left)
@@ -191,23 +205,27 @@ class _Binder:
         assert len(set(copied)) <= 1, "values between two submeshes are all copied, or none of them is"
         return _Crossing(tuple(sent), tuple(arriving), tuple(before), tuple(after), any(copied))
 
-    def _batch(self, ins: Send | Receive, crossing: _Crossing) -> Batch:
-        source, target = (ins.submesh, ins.target) if isinstance(ins, Send) else (ins.source, ins.submesh)
-        return Batch(ins.tag, source, target, crossing.sent, crossing.arriving)
+    def _batch(self, sender: tuple[int, Send], crossing: _Crossing) -> Batch:
+        number, send = sender
+        # What is changed before it leaves is a copy that nobody else has.
+        lent = tuple(
+            slot in self.results and b is None for slot, b in zip(send.inputs, crossing.before, strict=True)
+        )  # fmt: skip
+        return Batch(send.tag, send.submesh, send.target, crossing.sent, crossing.arriving, number, lent)
 
-    def _move(self, ins: Receive, crossing: _Crossing) -> Callable[..., Sequence[jax.Array]]:
+    def _move(self, batch: Batch, crossing: _Crossing) -> Callable[..., Sequence[jax.Array]]:
         """The call for values of which both ends are here."""
         before, after = self._changes(crossing.before), self._changes(crossing.after)
         if not crossing.copies:
             return lambda *values: after(before(values))
-        move = self.transport.move(self._batch(ins, crossing))
+        move = self.transport.move(batch)
         if before is _same and after is _same:
             return move
         return lambda *values: after(move(*before(values)))
 
-    def _send(self, ins: Send, crossing: _Crossing) -> Callable[..., Sequence[jax.Array]]:
+    def _send(self, batch: Batch, crossing: _Crossing) -> Callable[..., Sequence[jax.Array]]:
         assert crossing.copies, "submeshes over the same devices have one owner"
-        send, before = self.transport.send(self._batch(ins, crossing)), self._changes(crossing.before)
+        send, before = self.transport.send(batch), self._changes(crossing.before)
 
         def call(*values: jax.Array) -> Sequence[jax.Array]:
             send(*before(values))
@@ -215,9 +233,9 @@ class _Binder:
 
         return call
 
-    def _receive(self, ins: Receive, crossing: _Crossing) -> Callable[[], Sequence[jax.Array]]:
+    def _receive(self, batch: Batch, crossing: _Crossing) -> Callable[[], Sequence[jax.Array]]:
         assert crossing.copies, "submeshes over the same devices have one owner"
-        receive, after = self.transport.receive(self._batch(ins, crossing)), self._changes(crossing.after)
+        receive, after = self.transport.receive(batch), self._changes(crossing.after)
         return receive if after is _same else lambda: after(receive())
 
     def _changes(

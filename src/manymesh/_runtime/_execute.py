@@ -109,6 +109,14 @@ class Executor:
         literals = self.literals
         return [slots[k] if k is not None else literals.get(o) for o, k in enumerate(self._outputs)]
 
+    def copied(self, x: jax.Array) -> jax.Array:
+        """A copy of a result, which nobody else holds."""
+        copy: jax.Array = jax.device_put(x, x.sharding, may_alias=False)
+        return copy
+
+    def finish(self, results: list[Any]) -> None:
+        """Completes results, of which those are None that other processes made."""
+
     def bring(self, x: Any, sharding: NamedSharding) -> jax.Array:
         """An array, or a host value, with a sharding of this step: asynchronously, from any devices."""
         return self._relayouts.bring(x, sharding)

@@ -19,6 +19,7 @@ from .._layout._solve import Specs, fragment_function
 from .._plan._instructions import Plan
 from .._program import Fragment, Program
 from ._compile import Executables, Request, run_requests, workers
+from ._ownership import Ownership
 
 
 @dataclass(eq=False)
@@ -29,7 +30,7 @@ class Lowered:
       program: what it computes.
       plan: the instructions.
       layout: the sharding of every value.
-      executables: one for each fragment.
+      executables: one for each fragment; None for those of other processes.
     """
 
     program: Program
@@ -59,24 +60,28 @@ def lower(
     layout: Layout,
     cache: Executables,
     *,
+    owner: Ownership | None = None,
     compiler_options: dict[str, Any] | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Lowered:
-    """Compiles every fragment of a program.
+    """Compiles the fragments of a program that run here.
 
     Args:
       program, plan, layout: what to run, and how its values lie.
       cache: executables made before.
+      owner: what runs here; by default everything.
       compiler_options: handed to XLA.
       progress: called with the name of each fragment that is compiled.
     """
     with ThreadPoolExecutor(workers(), "manymesh-compile") as pool:
         try:
             worker = _Lowerer(program, layout, cache, compiler_options, pool)
-            names = [f.name for f in program.fragments]
-            executables = run_requests(
-                names, [functools.partial(worker.request, f) for f in program.fragments], progress
-            )
+            own = [f for f in program.fragments if owner is None or owner.owns(f.submesh)]
+            requests = [functools.partial(worker.request, f) for f in own]
+            made = run_requests([f.name for f in own], requests, progress)
+            executables: list[Any] = [None] * len(program.fragments)
+            for f, executable in zip(own, made, strict=True):
+                executables[f.index] = executable
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

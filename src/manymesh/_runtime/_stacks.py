@@ -119,14 +119,19 @@ class _Output:
         self.order = [order.index(k) for k in range(len(order))]
 
     def join(self, blocks: Sequence[Any]) -> jax.Array:
-        pieces = [piece for block in blocks for piece in _compat.pieces(block)]
+        pieces = [piece for block in blocks if block is not None for piece in _compat.pieces(block)]
         return _compat.assemble(self.value.aval, [pieces[k] for k in self.order])
 
 
 def _places(value: StackedValue, sharding: Sharding) -> list[list[int]]:
-    """For each block, the positions of its pieces among the shards of the whole."""
-    position = {d: k for k, d in enumerate(_compat.device_order(sharding))}
-    return [[position[d] for d in _compat.device_order(block.sharding)] for block in value.blocks]
+    """For each block, the positions of its pieces among the shards of the whole that are in this process."""
+    position = {d: k for k, d in enumerate(_local_devices(sharding))}
+    return [[position[d] for d in _local_devices(block.sharding)] for block in value.blocks]
+
+
+def _local_devices(sharding: Any) -> list[Any]:
+    me = jax.process_index()
+    return [d for d in _compat.device_order(sharding) if d.process_index == me]
 
 
 def _alike(sharding: Any, value: StackedValue) -> bool:

@@ -24,6 +24,8 @@ class Batch:
       target: submesh they go to.
       sent: shape, dtype and sharding of each value as it leaves.
       arriving: the same as it arrives. Every shard that is wanted there is one of those that leave.
+      number: position of the `Send` in the plan.
+      lent: for each value, whether the caller gets it too, and may donate or delete it while it is on its way.
     """
 
     tag: Tag
@@ -31,6 +33,8 @@ class Batch:
     target: int
     sent: tuple[jax.ShapeDtypeStruct, ...]
     arriving: tuple[jax.ShapeDtypeStruct, ...]
+    number: int
+    lent: tuple[bool, ...]
 
     @property
     def shardings(self) -> list[NamedSharding]:

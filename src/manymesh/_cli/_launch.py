@@ -1,0 +1,49 @@
+"""``python -m manymesh launch``: a script in several processes of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .._distributed._launch import run_processes
+from .._errors import ProcessError
+
+NAME = "launch"
+HELP = "run a script in several processes of this machine"
+
+_DESCRIPTION = """Runs a script in several local processes, which find each other by manymesh.distributed.initialize().
+
+Each line that they print begins with the number of the process. The exit code is that of the first one that failed, and
+whatever happens, none of them is left behind."""
+
+_EPILOG = """
+examples:
+  python -m manymesh launch -n 4 train.py --steps 100                  four processes
+  python -m manymesh launch -n 4 --devices-per-process 2 train.py      each with two simulated CPU devices
+  python -m manymesh launch -n 2 --timeout 600 train.py                ended after ten minutes, with code 124
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """See `COMMANDS`."""
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    parser.add_argument("-n", "--processes", type=int, required=True, metavar="N", help="how many processes")
+    parser.add_argument(
+        "--devices-per-process", type=int, metavar="D",
+        help="simulated CPU devices of each; without it each process has the devices that JAX finds",
+    )  # fmt: skip
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end all of them after so long, with code 124")
+    parser.add_argument("script", help="a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the script; gives the exit code of the first process that failed, or 0."""
+    command = [sys.executable, args.script, *args.arguments]
+    try:
+        return run_processes(command, args.processes, args.devices_per_process, timeout=args.timeout)
+    except ProcessError as error:
+        print(f"python -m manymesh {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,1 @@
+"""Several processes: starting them, finding each other, agreeing, and ending together."""

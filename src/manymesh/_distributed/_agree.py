@@ -1,0 +1,93 @@
+"""Agreement: what one process has derived, all have to have derived."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping
+
+from .._errors import ProcessError
+from ._world import World
+
+SHOWN_LINES = 4  # of each section that differs
+SHOWN_WIDTH = 240  # characters of a line
+
+
+def agree(
+    world: World, what: str, number: int, sections: Mapping[str, str], lines: Callable[[str], Iterable[str]]
+) -> None:
+    """Goes on once all processes have said the same, and refuses to go on otherwise: in every process.
+
+    Args:
+      world: the processes.
+      what: what it is about, for messages.
+      number: of this thing among all that the processes do together.
+      sections: name -> digest of what is said.
+      lines: gives the text of a section, line by line, to show what differs.
+
+    Raises:
+      ProcessError: a process said something else; the message shows the lines that differ. Or it is somewhere else, or
+        has ended.
+    """
+    own = json.dumps(dict(sections))
+    key = f"agree/{number}"
+    world.write(f"{key}/{world.process}", own)
+    said = {world.process: own}
+    for p in sorted(world.others):
+        said[p] = _read(world, what, number, p, f"{key}/{p}")
+    first = said[0]
+    different = [p for p in sorted(said) if said[p] != first]
+    if not different:
+        return
+    theirs = json.loads(said[different[0]])
+    names = [name for name, digest in json.loads(first).items() if theirs.get(name) != digest]
+    if world.process in (0, different[0]):
+        world.write(f"{key}/lines/{world.process}", json.dumps({name: list(lines(name)) for name in names}))
+    texts = [json.loads(world.read(f"{key}/lines/{p}")) for p in (0, different[0])]
+    shown = [line for name in names for line in _difference(name, different[0], *(text[name] for text in texts))]
+    raise ProcessError(
+        f"{what}: the processes did not derive the same; {_numbers(different)} differ{'s' * (len(different) == 1)} from "
+        f"process 0 in: {', '.join(names)}\n" + "\n".join(shown) + "\nEvery process has to run the same script on "
+        "arguments of the same shapes, put on the same devices; host values and arrays that were put nowhere are always fine"
+    )
+
+
+def _read(world: World, what: str, number: int, p: int, key: str) -> str:
+    passed = 0.0
+
+    def check() -> None:
+        nonlocal passed
+        other = world.progress[p]
+        if other.calls > number or (other.calls == number and other.label != world.doing.label):
+            raise ProcessError(
+                f"{what}: {world.name(p)} is in {other.label} instead, as number {other.calls} of what all processes do "
+                f"together; here it is number {number}. Every process has to call the same steps in the same order, with "
+                "arguments of the same shapes"
+            )
+        if other.left:
+            passed += 0.5
+            if passed > world.death_timeout:
+                raise ProcessError(f"{what}: the script of {world.name(p)} has ended, after {other.calls} calls")
+
+    try:
+        return world.read(key, check=check)
+    except TimeoutError:
+        raise ProcessError(
+            f"{what}: {world.name(p)} did not come to it within stall_timeout={world.stall_timeout:g} s; every process has to "
+            "call the same steps in the same order"
+        ) from None
+
+
+def _difference(name: str, other: int, first: list[str], second: list[str]) -> list[str]:
+    pairs = itertools.zip_longest(first, second, fillvalue="(nothing)")
+    different = [(a, b) for a, b in pairs if a != b]
+    shown = [f"  {name}:"]
+    for a, b in different[:SHOWN_LINES]:
+        shown += [f"    process 0: {a[:SHOWN_WIDTH]}", f"    process {other}: {b[:SHOWN_WIDTH]}"]
+    if len(different) > SHOWN_LINES:
+        shown.append(f"    and {len(different) - SHOWN_LINES} more lines")
+    return shown
+
+
+def _numbers(processes: list[int]) -> str:
+    return f"process {processes[0]}" if len(processes) == 1 else f"processes {', '.join(map(str, processes))}"

@@ -1,0 +1,212 @@
+"""`initialize`: this process becomes one of several."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import time
+import types
+from collections.abc import Sequence
+
+import jax
+
+from .. import _compat
+from .._errors import ProcessError
+from ._watch import ENDED_WITH_OTHERS, Watch, say
+from ._wires import Wires
+from ._world import Progress, World, enter, flood_of, world
+
+# What `launch` tells the processes that it starts.
+COORDINATOR, COUNT, PROCESS = "MANYMESH_COORDINATOR", "MANYMESH_PROCESSES", "MANYMESH_PROCESS"
+# JAX's own watch looks at the coordinator only and ends a process without words: it comes after ours.
+HEARTBEAT_TIMEOUT = 100
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: int | Sequence[int] | None = None,
+    death_timeout: float = 2.0,
+    stall_timeout: float = 30.0,
+    start_timeout: float = 300.0,
+) -> None:
+    """Makes this process one of those that run a script together; to be called first, before JAX looks for devices.
+
+    Without arguments it takes what ``python -m manymesh launch`` says, or else what JAX finds out about a cluster
+    (Slurm, Kubernetes, Open MPI, TPU pods). Where there is neither, it does nothing: the script runs in one process.
+
+    From then on a thread watches the other processes. When one of them dies, falls silent or ends with an exception, all
+    end, each with a message that says which process it was and what was waited for.
+
+    Args:
+      coordinator_address: ``host:port`` of process 0, which then hosts the service through which all find each other.
+      num_processes: how many there are.
+      process_id: which of them this is, from 0.
+      local_device_ids: the local devices to use, where they are not to be all of them.
+      death_timeout: seconds until the others end when one has ended too early; they notice a death at once.
+      stall_timeout: seconds that a process may show no sign of life, or not come to what the others are in.
+      start_timeout: seconds to wait for the others at the start.
+
+    Raises:
+      ProcessError: it is called twice, or after JAX has looked for devices; a number is missing or out of range; the
+        others did not come.
+
+    Example:
+      >>> import manymesh as mm
+      >>> mm.distributed.initialize()  # one process, no cluster
+    """
+    if world() is not None:
+        raise ProcessError("distributed.initialize is called twice; call it once, at the beginning of the script")
+    given = coordinator_address is not None or num_processes is not None or process_id is not None
+    launched = not given and COORDINATOR in os.environ
+    if launched:
+        coordinator_address = os.environ[COORDINATOR]
+        num_processes, process_id = int(os.environ[COUNT]), int(os.environ[PROCESS])
+    adopted = _compat.coordination_client() is not None
+    if not given and not launched and not adopted and _compat.cluster_name() is None:
+        return
+    _check(coordinator_address, num_processes, process_id, death_timeout, stall_timeout)
+    if _compat.backends_have_started():
+        raise ProcessError(
+            "distributed.initialize is called after JAX has looked for devices, and so has them already for this process "
+            "alone; call it first, before anything makes an array or asks for jax.devices()"
+        )
+    if not adopted:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        host = (coordinator_address or "").rpartition(":")[0]
+        # The launcher hosts the service, so that no process is special; what process 0 would host is never asked.
+        local = "127.0.0.1:0" if launched else coordinator_address if _is_loopback(host) else None
+        # JAX would end the process with a stack trace of its own.
+        timer = threading.Timer(start_timeout, _nobody_came, (coordinator_address, num_processes, start_timeout))
+        timer.daemon = True
+        timer.start()
+        try:
+            jax.distributed.initialize(
+                coordinator_address, num_processes, process_id, local_device_ids, coordinator_bind_address=local,
+                initialization_timeout=int(start_timeout) + 30,
+                heartbeat_timeout_seconds=max(HEARTBEAT_TIMEOUT, int(2 * stall_timeout)),
+            )  # fmt: skip
+        except (RuntimeError, ValueError) as error:
+            raise ProcessError(f"distributed.initialize: {_first_line(error)}; {_hint(coordinator_address)}") from error
+        finally:
+            timer.cancel()
+    _enter(death_timeout, stall_timeout, start_timeout)
+
+
+def _check(
+    address: str | None, count: int | None, process: int | None, death_timeout: float, stall_timeout: float
+) -> None:
+    """Refuses arguments that cannot be meant."""
+    if count is not None and (not isinstance(count, int) or count < 1):
+        raise ProcessError(f"distributed.initialize: num_processes has to be a positive int, found {count!r}")
+    if process is not None and (not isinstance(process, int) or not 0 <= process < (count or process + 1)):
+        raise ProcessError(
+            f"distributed.initialize: process_id has to be one of 0 to {(count or 1) - 1}, found {process!r}"
+        )
+    if address is not None and not address.rpartition(":")[2].isdigit():
+        raise ProcessError(f"distributed.initialize: coordinator_address has to be 'host:port', found {address!r}")
+    for name, seconds in (("death_timeout", death_timeout), ("stall_timeout", stall_timeout)):
+        if not seconds > 0:
+            raise ProcessError(
+                f"distributed.initialize: {name} has to be a positive number of seconds, found {seconds}"
+            )
+
+
+def _nobody_came(address: str | None, count: int | None, timeout: float) -> None:
+    """Ends this process, which waits for others in a call that cannot be interrupted."""
+    all_of_them = f"all {count} processes" if count else "all processes"
+    say(f"manymesh: {all_of_them} did not come to distributed.initialize within {timeout:g} s; {_hint(address)}\n")
+    os._exit(ENDED_WITH_OTHERS)
+
+
+def _hint(address: str | None) -> str:
+    return f"start as many processes as num_processes says, all with the same coordinator address ({address})"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "127.0.0.1", "[::1]", "::1")
+
+
+def _own_address() -> str:
+    """The address under which other processes reach this one: loopback where the coordinator is there."""
+    host = (_compat.coordinator_address() or "127.0.0.1:0").rpartition(":")[0].strip("[]")
+    if _is_loopback(host):
+        return "127.0.0.1"
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # nothing is sent: the system only says which way it would go
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _enter(death_timeout: float, stall_timeout: float, start_timeout: float) -> None:
+    """Connects to the neighbours and starts the watch."""
+    me, count = _compat.process_numbers()
+    if count == 1:
+        return
+    host = _own_address()
+    new = World(me, count, Wires(me, host), host, death_timeout, stall_timeout)
+    new.progress = {p: Progress() for p in new.others}
+    try:
+        if me == 0:
+            new.write("count", str(count))
+        elif (said := int(new.read("count", start_timeout))) != count:
+            raise ProcessError(
+                f"distributed.initialize: process {me} was told num_processes={count}, process 0 was told {said}"
+            )
+        new.write(f"wire/{me}", new.wires.address)
+        after = (me + 1) % count
+        new.wires.connect(after, new.read(f"wire/{after}", start_timeout))
+        watch = Watch(new)
+        watch.start()
+        deadline = time.monotonic() + start_timeout
+        while not new.wires.has((me - 1) % count):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {(me - 1) % count}")
+            time.sleep(0.005)
+    except (TimeoutError, OSError) as error:
+        raise ProcessError(f"distributed.initialize: {error} did not come within {start_timeout:g} s") from error
+    enter(new)
+    sys.excepthook = _Hook(watch, sys.excepthook)
+    atexit.register(_leave, new)
+
+
+class _Hook:
+    """What happens to an exception that nobody caught: the others are told, and nobody waits for anybody."""
+
+    def __init__(self, watch: Watch, before: object) -> None:
+        self.watch, self.before = watch, before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
+        """Prints the exception as ever, and ends all processes."""
+        world = self.watch.world
+        text = f"{kind.__name__}: {_first_line(error)}"
+        if "non-addressable" in str(error) or "not fully addressable" in str(error):
+            error.add_note(
+                "This array is on devices of another process, and its value is not here. manymesh.fetch(x) brings it to "
+                "every process; all of them have to call it."
+            )
+        elif type(error).__module__.startswith("jax") and not isinstance(error, KeyboardInterrupt):
+            # Somebody else's death looks like an error of ours when a value does not come: the watch knows better.
+            time.sleep(min(world.death_timeout, 2.0))
+        if not self.watch.takes_the_end():
+            time.sleep(5)  # the watch ends this process
+        self.before(kind, error, traceback)  # type: ignore[operator]  # whatever was there
+        world.wires.flood(flood_of("end", world, why=f"{world.name(world.process)} ended with {text}"))
+        say("")
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+def _leave(world: World) -> None:
+    """The script has ended: what others still want is given, and nobody is left alone with JAX's own farewell."""
+    world.wires.flood(flood_of("left", world, calls=world.doing.calls))
+    with world.changed:
+        world.changed.wait_for(lambda: all(p.left for p in world.progress.values()))

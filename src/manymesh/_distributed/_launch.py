@@ -1,0 +1,186 @@
+"""`launch`: several processes on this machine, as if each were a host of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+from .. import _compat
+from .._errors import ProcessError
+from ._initialize import COORDINATOR, COUNT, HEARTBEAT_TIMEOUT, PROCESS
+from ._watch import ENDED_WITH_OTHERS
+
+# Seconds that the others have to end by themselves, after the first one that failed, and then to end when told.
+GRACE, TERMINATION = 5.0, 2.0
+
+
+def run_processes(
+    command: Sequence[str],
+    processes: int,
+    devices_per_process: int | None = None,
+    *,
+    output: IO[str] | None = None,
+    more: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> int:
+    """Runs a command in several processes that find each other, and waits for all of them.
+
+    Each line that they print is prefixed with the number of its process. This process hosts the service through which
+    they find each other, on loopback. However this function ends, no process is left.
+
+    Args:
+      command: what to run.
+      processes: how many.
+      devices_per_process: simulated CPU devices of each; None leaves that to the environment.
+      output: where lines go; standard output by default.
+      more: further variables for the environment of all.
+      timeout: seconds after which all are ended.
+
+    Returns:
+      0 where all ended well, else the exit code of the first that failed; 128 and the signal, where it was killed.
+
+    Raises:
+      ProcessError: fewer than one process or device.
+    """
+    for name, number in (("processes", processes), ("devices_per_process", devices_per_process)):
+        if number is not None and number < 1:
+            raise ProcessError(f"launch: {name} has to be at least 1, found {number}")
+    stream = sys.stdout if output is None else output
+    with _service(processes) as address, _terminated_as_interrupted():
+        children: list[subprocess.Popen[str]] = []
+        pumps: list[threading.Thread] = []
+        try:
+            for process in range(processes):
+                variables = {**_environment(devices_per_process), **(more or {})}
+                variables |= {COORDINATOR: address, COUNT: str(processes), PROCESS: str(process)}
+                child = subprocess.Popen(
+                    list(command), env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+                )  # fmt: skip
+                children.append(child)
+                pumps.append(threading.Thread(target=_copy, args=(process, child, stream), daemon=True))
+                pumps[-1].start()
+            return _wait(children, stream, timeout)
+        finally:
+            _end(children)
+            for pump in pumps:
+                pump.join(2)
+            for child in children:
+                if child.stdout is not None:
+                    child.stdout.close()
+
+
+def _environment(devices: int | None) -> dict[str, str]:
+    """The environment of a process that has a number of simulated devices."""
+    variables = {k: v for k, v in os.environ.items() if k not in (COORDINATOR, COUNT, PROCESS)}
+    variables["PYTHONUNBUFFERED"] = "1"
+    if devices is not None:
+        flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", variables.get("XLA_FLAGS", ""))
+        variables["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
+        variables.setdefault("JAX_PLATFORMS", "cpu")
+    return variables
+
+
+@contextlib.contextmanager
+def _service(processes: int) -> Iterator[str]:
+    """Hosts the service through which processes find each other; gives its address."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    service: Any = _compat.start_coordination_service(address, processes, HEARTBEAT_TIMEOUT)
+    try:
+        yield address
+    finally:
+        del service
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A SIGTERM ends as Ctrl-C does, so that what is cleaned up there is cleaned up here."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _copy(process: int, child: subprocess.Popen[str], stream: IO[str]) -> None:
+    """Copies the lines of a process, each with its number in front."""
+    assert child.stdout is not None, "it was asked for"
+    for line in child.stdout:
+        if line.startswith("[Gloo] Rank "):
+            continue  # printed by each process for each group of devices
+        stream.write(f"[{process}] {line if line.endswith(chr(10)) else line + chr(10)}")
+        stream.flush()
+
+
+def _wait(children: Sequence[subprocess.Popen[str]], stream: IO[str], timeout: float | None) -> int:
+    """Waits until all have ended, or the first that failed was given company."""
+    codes: dict[int, int] = {}
+    started = time.monotonic()
+    failed = None
+    while len(codes) < len(children):
+        for process, child in enumerate(children):
+            ended = child.poll()
+            if ended is not None:
+                codes.setdefault(process, ended)
+        now = time.monotonic()
+        if failed is None and any(codes.values()):
+            failed = now
+        if failed is not None and now - failed > GRACE:
+            break
+        if timeout is not None and now - started > timeout:
+            stream.write(
+                f"manymesh: after {timeout:g} s process {_unfinished(codes, children)} still ran; all are ended\n"
+            )
+            return 124
+        time.sleep(0.01)
+    wrong = {p: code for p, code in codes.items() if code}
+    # Who ended because another one did is not the first that failed, in whatever order they are seen.
+    failure = next((p for p, code in wrong.items() if code != ENDED_WITH_OTHERS), next(iter(wrong), None))
+    if failure is None:
+        return 0
+    first = wrong[failure]
+    how = f"was killed by {signal.Signals(-first).name}" if first < 0 else f"ended with exit code {first}"
+    stream.write(f"manymesh: process {failure} {how}\n")
+    if left := _unfinished(codes, children):
+        stream.write(f"manymesh: process {left} did not end by itself and is killed\n")
+    return first if first > 0 else 128 - first
+
+
+def _unfinished(codes: Mapping[int, int], children: Sequence[object]) -> str:
+    return ", ".join(str(p) for p in range(len(children)) if p not in codes)
+
+
+def _end(children: Sequence[subprocess.Popen[str]]) -> None:
+    """Ends what still runs, with all that it has started, and reaps it."""
+    running = [child for child in children if child.poll() is None]
+    for child in running:
+        _signal(child, signal.SIGTERM)
+    deadline = time.monotonic() + (TERMINATION if running else 0)
+    while time.monotonic() < deadline and any(child.poll() is None for child in running):
+        time.sleep(0.01)
+    for child in children:
+        _signal(child, signal.SIGKILL)  # also what an ended one may have left in its session
+        child.wait()
+
+
+def _signal(child: subprocess.Popen[str], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, number)

@@ -1,0 +1,82 @@
+"""A function in several processes: what `launch` starts, and what runs there."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .._errors import ProcessError
+from ._initialize import PROCESS, initialize
+from ._launch import run_processes
+
+_START = "import sys; from manymesh._distributed._worker import main; main(sys.argv[1])"
+
+
+def launch(
+    function: Callable[..., Any],
+    processes: int,
+    *,
+    devices_per_process: int = 1,
+    args: Sequence[Any] = (),
+    timeout: float | None = None,
+) -> list[Any]:
+    """Runs a function in several local processes, each after `initialize`; for notebooks and tests.
+
+    Args:
+      function: called in each process. It has to be importable there, from a module; a function of a notebook or of the
+        script itself needs the package ``cloudpickle``.
+      processes: how many.
+      devices_per_process: simulated CPU devices of each.
+      args: arguments of the function.
+      timeout: seconds after which all are ended.
+
+    Returns:
+      What the function returned in each process; it has to be picklable, such as `manymesh.fetch` gives it.
+
+    Raises:
+      ProcessError: one of them failed. Its output has been printed, each line with the number of its process.
+
+    Example:
+      >>> import operator, manymesh as mm
+      >>> mm.distributed.launch(operator.add, processes=2, args=(1, 2), timeout=60)
+      [3, 3]
+    """
+    with tempfile.TemporaryDirectory(prefix="manymesh-") as folder:
+        task = Path(folder) / "task"
+        task.write_bytes(_pickled(function, tuple(args)))
+        code = run_processes(
+            [sys.executable, "-c", _START, folder], processes, devices_per_process, timeout=timeout,
+            more={"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )  # fmt: skip
+        if code:
+            name = getattr(function, "__name__", repr(function))
+            raise ProcessError(f"distributed.launch({name}) failed with exit code {code}; its output says why")
+        # These files are of this function's own processes, in a folder that only this user can write.
+        return [pickle.loads((Path(folder) / f"result{p}").read_bytes()) for p in range(processes)]
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    if getattr(function, "__module__", "__main__") != "__main__" and "<" not in getattr(function, "__qualname__", "<"):
+        return pickle.dumps((function, args))
+    try:
+        import cloudpickle  # type: ignore[import-not-found, import-untyped, unused-ignore]  # optional
+    except ImportError:
+        name = getattr(function, "__qualname__", repr(function))
+        raise ProcessError(
+            f"distributed.launch({name}): the other processes cannot import it; put it in a module of its own, or "
+            "install cloudpickle"
+        ) from None
+    return bytes(cloudpickle.dumps((function, args)))
+
+
+def main(folder: str) -> None:
+    """What runs in each process."""
+    function, args = pickle.loads((Path(folder) / "task").read_bytes())
+    initialize()
+    result = function(*args)
+    (Path(folder) / f"result{os.environ[PROCESS]}").write_bytes(pickle.dumps(result))

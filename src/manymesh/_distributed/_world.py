@@ -1,0 +1,195 @@
+"""The processes of a run, as one of them sees them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .. import _compat
+from ._wires import Message, Wires
+
+# Batches that may be on their way to one process before one of them was asked for. More lets a fast sender fill its
+# memory; fewer makes it wait for the receiver.
+WINDOW = 16
+ACKNOWLEDGED_EVERY = 4
+
+
+class Doing(NamedTuple):
+    """What this process does; one object, so that no thread sees half of a change.
+
+    Attributes:
+      calls: how many things that all processes do together it has begun.
+      label: what the last of them is.
+      busy: what it does before it can go on; empty where it runs.
+    """
+
+    calls: int
+    label: str
+    busy: str
+
+
+@dataclass(eq=False)
+class Progress:
+    """What another process is known to have done.
+
+    Attributes:
+      calls: how many things that all processes do together it has begun.
+      label: what the last of them was.
+      busy: what it does before it can go on; empty where it runs.
+      left: whether its script has ended.
+    """
+
+    calls: int = 0
+    label: str = ""
+    busy: str = ""
+    left: bool = False
+
+
+@dataclass(eq=False)
+class Waiting:
+    """Something that this process does together with others and that is not finished.
+
+    Attributes:
+      number: which of the things that all do together.
+      label: what it is.
+      others: the processes that take part.
+      finished: whether it is.
+      text: what waits, for a message; empty where nothing does.
+    """
+
+    number: int
+    label: str
+    others: frozenset[int]
+    finished: Callable[[], bool]
+    text: Callable[[], str]
+
+
+@dataclass(eq=False)
+class World:
+    """The processes of a run.
+
+    Attributes:
+      process: number of this one.
+      count: how many there are.
+      wires: connections to others.
+      host: address that this process listens on.
+      death_timeout, stall_timeout: seconds; see `initialize`.
+    """
+
+    process: int
+    count: int
+    wires: Wires
+    host: str
+    death_timeout: float
+    stall_timeout: float
+    doing: Doing = Doing(0, "", "")
+    waiting: Waiting | None = None
+    progress: dict[int, Progress] = field(default_factory=dict)
+    submeshes: dict[int, str] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    _sent: dict[int, int] = field(default_factory=dict)
+    _received: dict[int, int] = field(default_factory=dict)
+    _acknowledged: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def store(self) -> Any:
+        """The key-value store that all processes share; for short texts."""
+        return _compat.coordination_client()
+
+    @property
+    def others(self) -> frozenset[int]:
+        """The numbers of the other processes."""
+        return frozenset(range(self.count)) - {self.process}
+
+    def begin(self, label: str, busy: str = "") -> int:
+        """Counts something that all processes do together; gives its number, from 1."""
+        self.doing = Doing(self.doing.calls + 1, label, busy)
+        return self.doing.calls
+
+    def is_ready(self) -> None:
+        """What held the process up, as a compilation does, is over."""
+        self.doing = self.doing._replace(busy="")
+
+    def name(self, process: int) -> str:
+        """``process 1 (submesh 0 on devices 2, 3)``."""
+        where = self.submeshes.get(process)
+        return f"process {process} ({where})" if where else f"process {process}"
+
+    def counts_sent(self, target: int) -> None:
+        """Counts a batch to another process; waits while too many were not asked for."""
+        self._sent[target] = sent = self._sent.get(target, 0) + 1
+        if sent - self._acknowledged.get(target, 0) > WINDOW:
+            with self.changed:
+                self.changed.wait_for(lambda: sent - self._acknowledged.get(target, 0) <= WINDOW)
+
+    def counts_received(self, source: int) -> None:
+        """Counts a batch that was asked for; says so every few batches."""
+        self._received[source] = received = self._received.get(source, 0) + 1
+        if received % ACKNOWLEDGED_EVERY == 0:
+            if not self.wires.has(source):
+                self.wires.connect(source, self.read(f"wire/{source}"))
+            self.wires.post(source, {"kind": "received", "count": received})
+
+    def acknowledge(self, source: int, count: int) -> None:
+        """Notes that a process has asked for batches."""
+        with self.changed:
+            self._acknowledged[source] = max(count, self._acknowledged.get(source, 0))
+            self.changed.notify_all()
+
+    def write(self, key: str, value: str) -> None:
+        """Writes a text for the other processes."""
+        self.store.key_value_set(f"manymesh/{key}", value)
+
+    def read(self, key: str, timeout: float | None = None, check: Callable[[], None] = lambda: None) -> str:
+        """Reads a text that another process writes, maybe later.
+
+        Args:
+          key: what it is called.
+          timeout: seconds to wait; `stall_timeout` by default.
+          check: called about twice a second; raises where waiting makes no sense any more.
+
+        Raises:
+          TimeoutError: nobody wrote it.
+        """
+        left = self.stall_timeout if timeout is None else timeout
+        while True:
+            try:
+                return str(self.store.blocking_key_value_get(f"manymesh/{key}", max(1, int(1000 * min(0.5, left)))))
+            except Exception as error:  # what it raises has no class of its own
+                if "DEADLINE_EXCEEDED" not in str(error) and "NOT_FOUND" not in str(error):
+                    raise
+            check()
+            left -= 0.5
+            if left <= 0:
+                raise TimeoutError(key)
+
+
+_worlds: list[World] = []
+
+
+def world() -> World | None:
+    """The processes of this run; None where there is only one."""
+    return _worlds[0] if _worlds else None
+
+
+def enter(new: World) -> None:
+    """Makes this process one of several."""
+    _worlds.append(new)
+
+
+def several() -> World:
+    """The processes of this run, which are several."""
+    assert _worlds, "only one process"
+    return _worlds[0]
+
+
+def flood_of(kind: str, world: World, **more: Any) -> Message:
+    """A message that goes on from process to process until all have it."""
+    return {"kind": kind, "origin": world.process, **more}
+
+
+def names(world: World, processes: Sequence[int]) -> str:
+    """``process 1 and process 2``."""
+    return " and ".join(world.name(p) for p in processes)

@@ -1,0 +1,206 @@
+"""`bind_processes`: as `bind`, for a step whose submeshes belong to several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, Sharding
+
+from .. import _compat
+from .._distributed._world import Waiting, World
+from .._plan._instructions import Plan, Run
+from .._program import Program
+from ._bind import Binder
+from ._exchange import PullTransport, assembled, processes_of, put
+from ._execute import Executor
+from ._lower import Lowered
+from ._observe import Observer
+from ._ownership import Ownership, processes_of_mesh
+from ._processes import (
+    Arrivals,
+    Crossing,
+    Departures,
+    Launches,
+    Place,
+    committed_sharding,
+    waiting_for,
+    with_weak,
+    witness_of,
+)
+from ._pull import Puller, puller
+from ._relayout import Relayouts
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """What is known of the results of a step.
+
+    Attributes:
+      made: the sharding with which each is made; None for a literal.
+      moved: position -> the sharding it is given at last, where that is another one.
+      kept: positions of those that stay as they are, also where they are scalars.
+      literals: position -> its value, where that is a literal.
+    """
+
+    made: Sequence[NamedSharding | None]
+    moved: Mapping[int, NamedSharding]
+    kept: frozenset[int]
+    literals: Mapping[int, jax.Array]
+
+
+def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: World, name: str) -> ProcessesExecutor:
+    """Makes a plan ready to run together with other processes.
+
+    Args:
+      lowered: the program with its plan, its layout and the executables of this process.
+      owner: what this process runs.
+      results: its results.
+      world: the processes.
+      name: what the step is called, for messages.
+
+    Returns:
+      The executor of this process.
+    """
+    program, plan = lowered.program, lowered.plan
+    pull = puller()
+    launches = Launches()
+    binder = _ProcessesBinder(lowered, owner, PullTransport(pull), launches)
+    issues = binder.issues()
+    consts = {
+        slot: put(program.consts[i], lowered.sharding(program.invars[i], s))
+        for i, s, slot in plan.inputs
+        if i < len(program.consts) and owner.owns(s)
+    }
+    places = []
+    for i, s, slot in plan.inputs:
+        if i >= len(program.consts):
+            v = program.invars[i]
+            own = slot if owner.owns(s) else None
+            places.append(Place(i - len(program.consts), _compat.abstract(v.aval), lowered.sharding(v, s), own))
+    first = len(plan.instructions)
+    arrivals = Arrivals(places, first, binder.relayouts, pull)
+    for n, p in enumerate(places):
+        # As it comes when the results of one call are the arguments of the next.
+        v = program.invars[len(program.consts) + p.position]
+        if program.home[v] in program.input_submeshes[v]:
+            home = lowered.sharding(v, program.home[v])
+            if not home.is_equivalent_to(p.sharding, len(p.aval.shape)):
+                arrivals.crossing(n, home)
+    final = [results.moved.get(o, s) for o, s in enumerate(results.made)]
+    departures = Departures(
+        program, final, results.moved, results.kept, first + len(places), binder.relayouts, pull, results.made
+    )
+    homes = [s for _, s in program.outputs]
+    outputs = [k if k is None or owner.owns(s) else None for k, s in zip(plan.outputs, homes, strict=True)]
+    _describe_submeshes(program, world)
+    return ProcessesExecutor(
+        plan.num_slots, consts, (), issues, outputs, results.literals, binder.relayouts,
+        arrivals, departures, launches, pull, name, program, plan,
+    )  # fmt: skip
+
+
+def _describe_submeshes(program: Program, world: World) -> None:
+    """Notes who has what, for messages."""
+    owners = [processes_of_mesh(m) for m in program.submeshes]
+    for p in range(world.count):
+        own = [s for s, processes in enumerate(owners) if p in processes]
+        if own:
+            world.submeshes[p] = f"submesh{'es' * (len(own) > 1)} {', '.join(map(str, own))}"
+
+
+class _ProcessesBinder(Binder):
+    def __init__(self, lowered: Lowered, owner: Ownership, transport: PullTransport, launches: Launches) -> None:
+        super().__init__(lowered.program, lowered.plan, lowered, lowered.executables, owner, transport)
+        self._launches = launches
+        donation = lowered.layout.donation
+        self._donated = frozenset(
+            i.inputs[k]
+            for i in lowered.plan.instructions
+            if isinstance(i, Run)
+            for k, _ in donation.get(i.fragment, ())
+        )
+
+    def launch(self, call: Callable[..., Sequence[jax.Array]], run: Run) -> Callable[..., Sequence[jax.Array]]:
+        """A launch that waits while there are too many."""
+        return self._launches.capped(call, run, witness_of(self.program, run, self._donated, self.results))
+
+
+class ProcessesExecutor(Executor):
+    """Runs the part of a bound plan that belongs to this process."""
+
+    def __init__(
+        self, num_slots: int, consts: Any, inputs: Any, issues: Any, outputs: Any, literals: Any, relayouts: Relayouts,
+        arrivals: Arrivals, departures: Departures, launches: Launches, pull: Puller, name: str, program: Program,
+        plan: Plan,
+    ) -> None:  # fmt: skip
+        super().__init__(num_slots, consts, inputs, issues, outputs, literals, relayouts)
+        self._arrivals, self._departures, self._launches, self._pull = arrivals, departures, launches, pull
+        self._world, self._program, self._plan = pull.world, program, plan
+        # Two programs of one step are different things to be in.
+        self._name, self._calls = f"{name} (program {self._world.doing.calls})", 0
+        self._label = f"a call of {self._name}"
+        self._others = frozenset().union(*(processes_of_mesh(m) for m in program.submeshes)) & self._world.others
+
+    @property
+    def result_shardings(self) -> list[NamedSharding | None]:
+        """The sharding that each result has at last; None for a literal."""
+        return self._departures.shardings
+
+    def __call__(self, args: Sequence[Any], observer: Observer | None = None) -> list[Any]:
+        """Runs one step; see `Executor`."""
+        try:
+            return super().__call__(args, observer)
+        except BaseException:
+            self._launches.dispatching = False
+            raise
+
+    def _filled(self, args: Sequence[Any], observer: Observer | None) -> list[Any]:
+        slots: list[Any] = [None] * self._num_slots
+        for slot, value in self._consts:
+            slots[slot] = value
+        self._arrivals.fill(slots, args, self._begin, self._name)
+        return slots
+
+    def _begin(self) -> None:
+        self._calls += 1
+        self._label = f"call {self._calls} of {self._name}"
+        number = self._world.begin(self._label)
+        self._pull.begin(number)
+        self._launches.dispatching = True
+        self._world.waiting = self._waiting(number)
+
+    def _waiting(self, number: int) -> Waiting:
+        return waiting_for(number, self._label, self._others, self._launches, self._program, self._plan)
+
+    def copied(self, x: jax.Array) -> jax.Array:
+        """A copy of a result, which nobody else holds; of a ghost, another ghost."""
+        if x.is_fully_addressable and x.addressable_shards:
+            return super().copied(x)
+        aval = with_weak(_compat.abstract(jax.typeof(x)), x.sharding)
+        words = _compat.key_words(x)
+        return assembled(aval, [jax.device_put(p, p.sharding, may_alias=False) for p in _compat.pieces(words)])
+
+    def finish(self, results: list[Any]) -> None:
+        """Completes results, of which those are None that other processes made."""
+        self._departures.finish(results, self._launches)
+        self._launches.dispatching = False
+
+    def bring(self, x: Any, sharding: NamedSharding) -> jax.Array:
+        """An array, or a host value, with a sharding of this step. All processes have to ask for it."""
+        given = committed_sharding(x)
+        if given is None:
+            return put(x, sharding)
+        aval = _compat.abstract(jax.typeof(x))
+        if given.is_equivalent_to(sharding, len(aval.shape)):
+            return assembled(with_weak(aval, sharding), _compat.pieces(_compat.key_words(x)))
+        if processes_of(given) == processes_of(sharding) == {self._world.process}:
+            return super().bring(x, sharding)
+        self._pull.begin(self._world.begin(f"moving an argument of {self._name}"))
+        moved = Crossing(0, aval, given, sharding, self._relayouts, self._pull, lent=True)(x)
+        return assembled(with_weak(aval, sharding), []) if moved is None else moved
+
+    def prepare(self, aval: jax.ShapeDtypeStruct, source: Sharding, target: NamedSharding) -> None:
+        """Nothing: what is needed is compiled when it is first met."""

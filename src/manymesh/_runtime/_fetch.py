@@ -1,0 +1,126 @@
+"""`fetch`: values of arrays, wherever they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from .. import _compat
+from .._distributed._agree import agree
+from .._distributed._world import Waiting, World, world
+from .._errors import ProcessError
+from .._plan._digest import describe
+from ._exchange import everywhere
+from ._processes import committed_sharding
+from ._pull import puller
+
+
+def fetch(tree: Any, process: int | None = None) -> Any:
+    """The values of a tree of arrays, in every process.
+
+    In a run of several processes an array is in the memory of those that own its devices. Every process has to call
+    this, with a tree of the same arrays; it waits until the values are there.
+
+    Args:
+      tree: a pytree of arrays on any devices, and of host values, which are those of this process.
+      process: the only process that gets the values; by default each does.
+
+    Returns:
+      The tree with `numpy.ndarray` in place of arrays; typed random keys as their words. With ``process``, the leaves are
+      None in the others.
+
+    Raises:
+      ProcessError: `process` is no process; the processes gave different arrays.
+
+    Example:
+      >>> import jax.numpy as jnp, manymesh as mm
+      >>> mm.fetch({"w": jnp.arange(3)})
+      {'w': array([0, 1, 2], dtype=int32)}
+    """
+    processes = world()
+    count = 1 if processes is None else processes.count
+    if process is not None and not 0 <= process < count:
+        raise ProcessError(f"fetch: process={process!r}, but there are processes 0 to {count - 1}")
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree)
+    if processes is None:
+        return structure.unflatten([np.asarray(_compat.key_words(x)) for x in leaves])
+    takers = range(count) if process is None else (process,)
+    shardings = [committed_sharding(x) for x in leaves]
+    _agree(processes, structure, leaves, shardings)
+    number = processes.begin("manymesh.fetch")
+    puller().begin(number)
+    finished: list[bool] = []
+    processes.waiting = Waiting(
+        number, "manymesh.fetch", processes.others, lambda: bool(finished), lambda: "a value is waited for"
+    )
+    values: list[Any] = []
+    for k, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+        values.append(_value(k, _compat.key_words(x), sharding, takers))
+        if processes.process not in takers:
+            values[-1] = None
+    finished.append(True)
+    return structure.unflatten(values)
+
+
+_agreed: set[Any] = set()
+
+
+def _agree(processes: World, structure: Any, leaves: list[Any], shardings: list[Sharding | None]) -> None:
+    """The first time that such a tree is fetched, all processes have to mean the same."""
+    shapes = tuple(
+        (np.shape(x), str(jax.typeof(x).dtype)) if s is not None else None
+        for x, s in zip(leaves, shardings, strict=True)
+    )
+    key = (structure, shapes, tuple(shardings))
+    if key in _agreed:
+        return
+    said = [f"leaf {k}: {shape} {describe(s)}" for k, (shape, s) in enumerate(zip(shapes, shardings, strict=True))]
+    number = processes.begin("manymesh.fetch of a new tree")
+    agree(processes, "manymesh.fetch", number, {"arrays": "\n".join(said)}, lambda _: said)
+    _agreed.add(key)
+
+
+def _value(number: int, x: Any, sharding: Sharding | None, takers: Any) -> Any:
+    """One leaf: its pieces go from their owners to each taker that lacks them."""
+    if sharding is None or x.size == 0:
+        return np.asarray(x) if sharding is None else np.zeros(x.shape, x.dtype)
+    if sharding == everywhere():
+        return np.asarray(x.addressable_shards[0].data)
+    sharding, pull, me = x.sharding, puller(), jax.process_index()
+    owners: dict[Any, list[Any]] = {}
+    for d, place in sharding.devices_indices_map(x.shape).items():
+        key = tuple((s.indices(n)[0], s.indices(n)[1]) for s, n in zip(place, x.shape, strict=True))
+        owners.setdefault(key, []).append(d)
+    local = {shard.device: shard.data for shard in x.addressable_shards}
+    first = {d.process_index: d for d in reversed(jax.devices())}
+    for taker in takers:
+        if taker != me:
+            sent = [
+                local[givers[0]]
+                for givers in owners.values()
+                if givers[0].process_index == me and all(d.process_index != taker for d in givers)
+            ]
+            if sent:
+                pull.send(taker, number, [jax.device_put(p, p.sharding, may_alias=False) for p in sent])
+    if me not in takers:
+        return None
+    out = np.empty(x.shape, x.dtype)
+    wanted: dict[int, list[Any]] = {}
+    for key, givers in owners.items():
+        mine = next((d for d in givers if d.process_index == me), None)
+        if mine is not None:
+            out[tuple(slice(a, b) for a, b in key)] = np.asarray(local[mine])
+        else:
+            wanted.setdefault(givers[0].process_index, []).append(key)
+    for giver, keys in sorted(wanted.items()):
+        shapes = [
+            jax.ShapeDtypeStruct(tuple(b - a for a, b in key), x.dtype, sharding=SingleDeviceSharding(first[me]))
+            for key in keys
+        ]
+        for key, piece in zip(keys, pull.receive(giver, number, shapes), strict=True):
+            out[tuple(slice(a, b) for a, b in key)] = np.asarray(piece)
+    return out

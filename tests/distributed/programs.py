@@ -1,0 +1,244 @@
+"""What the processes of the pool run. Each function is called in all of them, and returns plain data."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import manymesh as mm
+from manymesh._distributed._world import world
+from manymesh._runtime._exchange import Exchange, everywhere, put
+from manymesh._runtime._pull import puller
+
+WIDTH = 8
+
+
+def mesh(*positions, names=("x",), shape=None):
+    devices = np.array([jax.devices()[k] for k in positions])
+    return Mesh(devices.reshape(shape or (len(positions),)), names)
+
+
+def training(groups, microbatches=4, schedule="1f1b", steps=3):
+    """Losses and parameters of a pipeline trained with AdamW and clipping; each group of devices is a stage."""
+    meshes = [mesh(*g) for g in groups]
+
+    def stage(p, x):
+        x = mm.with_sharding_constraint(x, P("x"))
+        return x + jnp.tanh(x @ p["a"]) @ p["b"]
+
+    tasks = [mm.task(stage, f"stage{i}", mesh=m) for i, m in enumerate(meshes)]
+    tail = mm.task(lambda y, t: jnp.mean((y - t) ** 2), "loss", mesh=meshes[-1])
+
+    def loss_fn(params, batch):
+        x, t = batch
+        for p, task in zip(params, tasks, strict=True):
+            x = task(p, x)
+        return tail(x, t)
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+    def step(params, state, batch):
+        grad = mm.microbatch(
+            jax.value_and_grad(loss_fn), argnum=1, num_microbatches=microbatches, schedule=schedule, reduce="mean"
+        )
+        loss, grads = grad(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype("f4")  # noqa: E731
+    params = [{"a": 0.1 * draw(WIDTH, 2 * WIDTH), "b": 0.1 * draw(2 * WIDTH, WIDTH)} for _ in groups]
+    state = optimizer.init(params)
+    run, losses = mm.jit(step, donate_argnums=(0, 1)), []
+    for _ in range(steps):
+        batch = draw(8 * microbatches, WIDTH), draw(8 * microbatches, WIDTH)
+        params, state, loss = run(params, state, batch)
+        losses.append(float(loss))
+    counts = [int(x) for x in jax.tree.leaves(state) if x.shape == ()]
+    return losses, counts, jax.tree.leaves(mm.fetch(params))
+
+
+def values_of(dtype, shape):
+    """Numbers of a dtype that tell places apart."""
+    if dtype == "key":
+        return jax.random.split(jax.random.key(3), shape)
+    count = np.arange(int(np.prod(shape))).reshape(shape)
+    if dtype == "bool":
+        return count % 3 == 0
+    return (count % 7).astype(getattr(ml_dtypes, dtype, None) or np.dtype(dtype))
+
+
+def crossing(dtypes, shapes, sources, targets):
+    """Every dtype and shape, by one transport, between all these places; gives what did not arrive as it was."""
+    wrong, number = [], 0
+    for dtype in dtypes:
+        for shape in shapes:
+            x = values_of(dtype, shape)
+            for source, target in zip(sources, targets, strict=True):
+                places = [NamedSharding(mesh(*devices), P(*axes[: len(shape)])) for devices, axes in (source, target)]
+                sent, arriving = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for s in places)
+                world().begin("a test")
+                puller().begin(world().doing.calls)
+                exchange = Exchange(number % 7, [sent], [arriving], puller())
+                given = [put(x, places[0])] if exchange.gives else []
+                (result,) = exchange(*given) or (None,)
+                number += 1
+                if result is not None and not _as_expected(result, x, places[1]):
+                    wrong.append((dtype, shape, source, target))
+    return wrong
+
+
+def _as_expected(result, x, sharding):
+    expected = put(x, sharding)
+    if (result.shape, result.dtype, result.sharding) != (expected.shape, expected.dtype, expected.sharding):
+        return False
+    if jnp.issubdtype(result.dtype, jax.dtypes.prng_key):
+        result, expected = jax.random.key_data(result), jax.random.key_data(expected)
+    pairs = zip(result.addressable_shards, expected.addressable_shards, strict=True)
+    return all(np.array_equal(np.asarray(a.data), np.asarray(b.data)) for a, b in pairs)
+
+
+def fetching():
+    """What `fetch` gives of arrays of one process, of the other, of both, of all, of nobody in particular."""
+    one = put(np.arange(8.0, dtype="f4"), NamedSharding(mesh(0, 1), P("x")))
+    two = put(np.arange(6, dtype="i4").reshape(2, 3), NamedSharding(mesh(6), P()))
+    both = put(np.arange(16.0, dtype="f4").reshape(4, 4), NamedSharding(mesh(3, 4), P(None, "x")))
+    key = put(jax.random.key(5), NamedSharding(mesh(5), P()))
+    scalar = put(np.float32(2.5), everywhere())
+    tree = {"one": one, "two": two, "both": both, "key": key, "scalar": scalar, "host": 7, "bare": jnp.ones(2)}
+    return mm.fetch(tree), mm.fetch(tree), mm.fetch({"two": two, "one": one}, process=1)
+
+
+def ghosts():
+    """What can be seen of an array of the other process, and the words of what cannot."""
+    front, back = (mm.task(lambda x: x * 2, name, devices=[d]) for name, d in (("front", 0), ("back", 4)))
+    x, seen = jnp.arange(4.0), {}
+    y = mm.jit(lambda x: back(front(x)))(x)
+    seen["sharding"] = [d.id for d in y.sharding.device_set] == [jax.devices()[4].id]
+    seen["shape"], seen["dtype"] = y.shape, str(y.dtype)
+    seen["here"] = len(y.addressable_shards)
+    seen["value"] = mm.fetch(y).tolist()
+    again = mm.jit(lambda y: front(y))(y)  # comes back by the plan
+    seen["again"] = mm.fetch(again).tolist()
+    step = mm.jit(lambda y: back(y), donate_argnums=0)
+    step(y)
+    try:
+        step(y)
+    except RuntimeError as error:
+        seen["donated"] = str(error)
+    return seen
+
+
+def arguments():
+    """The same step on host values, on uncommitted arrays, on arrays that lie elsewhere, in both processes."""
+    front = mm.task(lambda w, x: jnp.tanh(mm.with_sharding_constraint(x, ("x", None)) @ w), "front", mesh=mesh(0, 1))
+    back = mm.task(lambda w, h: mm.with_sharding_constraint(h @ w, (None, "x")), "back", mesh=mesh(4, 5))
+    step = mm.jit(lambda w, x: back(w, front(w, x)))  # both read w
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(4, 4)).astype("f4"), rng.normal(size=(8, 4)).astype("f4")
+    elsewhere = NamedSharding(mesh(2, 6), P("x")), NamedSharding(mesh(7, 3, 5, 1), P(None, "x"))
+    ways = {
+        "host": (w, x),
+        "uncommitted": (jnp.asarray(w), jnp.asarray(x)),
+        "elsewhere": (put(w, elsewhere[0]), put(x, elsewhere[1])),
+        "mixed": (put(w, elsewhere[1]), x),
+    }
+    results = {way: mm.fetch(step(*given)) for way, given in ways.items()}
+    results["again"] = mm.fetch(step(*ways["elsewhere"]))
+    return results, np.tanh(x @ w) @ w
+
+
+def moved_results():
+    """A result that is wanted on a submesh of the other process, and one that is an argument handed through."""
+    front = mm.task(lambda x: x + 1, "front", devices=[0])
+    there = NamedSharding(mesh(5, 6), P("x"))
+    step = mm.jit(lambda x: (front(x), x), out_shardings=(there, None))
+    y, x = step(jnp.arange(4.0))
+    return y.sharding == there, mm.fetch((y, x))
+
+
+def disagreement(case):
+    """The words of the error where the processes differ."""
+    me = jax.process_index()
+    front = mm.task(lambda x: x * 2, "front", devices=[0])
+    x, device = jnp.ones(4), jax.local_devices()[0]
+    if case == "program":
+        fun = (lambda x: front(x) + 1.5) if me == 0 else (lambda x: front(x) + 2.5)
+    else:
+        fun = front
+        x = jax.device_put(x, device) if case == "committed" else jnp.ones(4 + me)
+    try:
+        mm.jit(fun)(x)
+    except mm.errors.ProcessError as error:
+        return str(error)
+    return None
+
+
+def generated(number):
+    """A generated program under the laws, its values those of plain JAX in each process."""
+    from generated.draw import drawn
+    from generated.laws import check
+
+    program = drawn(number, small=True)
+    try:
+        return check(program).remarks
+    except Exception as error:
+        error.add_note(f"program {number}:\n{program.to_json()}")
+        raise
+
+
+def parts_of_a_batch():
+    """Losses of `parallelize_step`, where each process loads its part of the batch."""
+    import flax.linen as nn
+
+    from manymesh.flax import parallelize_step, task
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, y):
+            h = nn.relu(task(nn.Dense, "front", mesh=mesh(0, 1))(16)(x))
+            return jnp.mean((task(nn.Dense, "back", mesh=mesh(4, 5))(1)(h) - y) ** 2)
+
+    rng = np.random.default_rng(0)
+    whole = rng.normal(size=(8, 4)).astype("f4"), rng.normal(size=(8, 1)).astype("f4")
+    count, me = jax.process_count(), jax.process_index()
+    local = jax.tree.map(lambda x: np.split(x, count)[me], whole)
+    step, state, _, prepare = parallelize_step(
+        Model(), optax.adam(1e-2), mesh(0, 1, 4, 5), local_batch=local, num_microbatches=2
+    )
+    losses = []
+    for _ in range(3):
+        loss, state = step(state, prepare(local))
+        losses.append(float(loss))
+    return losses, int(state.step)
+
+
+def sent_and_donated(rounds):
+    """A large result that goes to the other process and is donated to the next call at once; what arrives."""
+    grow = mm.task(lambda x: x + 1, "grow", devices=[0])
+    look = mm.task(lambda x: jnp.stack([x.min(), x.max()]), "look", devices=[4])
+
+    def step(x):
+        x = grow(x)
+        return x, look(x)
+
+    step, x, seen = mm.jit(step, donate_argnums=0), jnp.zeros(1 << 20), []
+    for _ in range(rounds):
+        x, found = step(x)
+        seen.append(found)
+    return [mm.fetch(s).tolist() for s in seen]
+
+
+def readme():
+    """The README's example; its last losses, with and without its tasks."""
+    from pathlib import Path
+
+    text = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    scope = {"__name__": "readme"}
+    exec(text.split("```python\n")[1].split("```")[0], scope)
+    return scope["losses"][-1], float(scope["loss"]), int(scope["state"].step)

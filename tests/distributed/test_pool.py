@@ -1,0 +1,150 @@
+"""Two processes, four devices each: the same values as one process, wherever values and submeshes lie."""
+
+import jax
+import numpy as np
+import programs
+import pytest
+
+GROUPS = {
+    "one stage each": [(0, 1), (4, 5)],
+    "several stages on one process": [(0,), (1,), (4,), (5,)],
+    "back and forth": [(0,), (4,), (1,), (5,)],
+    "unequal": [(0,), (4, 5, 6, 7)],
+    "spanning": [(0, 4), (1, 5)],
+    "spanning all": [(0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 2, 3)],
+    "sharing devices": [(0, 1), (1, 4)],
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_training_equals_one_process(pool, name):
+    """Losses, step counts and parameters; the same bits where no sum crosses processes."""
+    expected = programs.training(GROUPS[name])
+    for losses, counts, params in pool.call("programs.training", GROUPS[name]):
+        np.testing.assert_allclose(losses, expected[0], rtol=1e-6)
+        assert counts == expected[1]
+        for a, e in zip(params, expected[2], strict=True):
+            np.testing.assert_allclose(a, e, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble-h1", "eager-1f1b"])
+def test_schedules(pool, schedule):
+    """The same losses under others than 1F1B, with more microbatches than fit into a window."""
+    groups = GROUPS["one stage each"]
+    expected = programs.training(groups, 20, schedule, 2)
+    for losses, *_ in pool.call("programs.training", groups, 20, schedule, 2):
+        np.testing.assert_allclose(losses, expected[0], rtol=1e-6)
+
+
+WHOLE, ROWS, COLUMNS = (), ("x",), (None, "x")
+DTYPES = ("float32", "bool", "int4", "uint4", "int8", "float8_e4m3fn", "bfloat16", "float16", "complex64", "key")
+
+
+def test_every_dtype_crosses(pool):
+    """Scalars, empty arrays and others, from one process to the other and back."""
+    places = [((0,), WHOLE), ((4,), WHOLE)]
+    shapes = [(), (0,), (3,), (2, 4), (0, 4)]
+    assert pool.call("programs.crossing", DTYPES, shapes, places, places[::-1]) == [[], []]
+
+
+def test_every_layout_crosses(pool):
+    """Whole and in rows or columns, onto more, fewer and other devices, of one process or both."""
+    sources = [((0, 1), ROWS), ((0, 1), ROWS), ((0, 4), ROWS), ((0, 1, 4, 5), COLUMNS), ((0,), WHOLE), ((5, 4), ROWS)]
+    targets = [
+        ((4, 5), ROWS),
+        ((5, 0), ROWS),
+        ((5, 1), ROWS),
+        ((6, 7, 2, 3), COLUMNS),
+        ((1, 4, 5), WHOLE),
+        ((0, 1), ROWS),
+    ]
+    assert pool.call("programs.crossing", ("float32", "key"), [(8, 4)], sources, targets) == [[], []]
+
+
+def test_fetch(pool):
+    """Values from wherever they are, in every process or in one."""
+    (first, second, some), (first_1, _, some_1) = pool.call("programs.fetching")
+    expected = {
+        "one": np.arange(8.0), "two": np.arange(6).reshape(2, 3), "both": np.arange(16.0).reshape(4, 4),
+        "key": jax.random.key_data(jax.random.key(5)), "scalar": 2.5, "host": 7, "bare": [1, 1],
+    }  # fmt: skip
+    for given in (first, second, first_1):
+        for name, value in expected.items():
+            assert isinstance(given[name], np.ndarray)
+            np.testing.assert_array_equal(given[name], value)
+    assert some == {"one": None, "two": None}
+    np.testing.assert_array_equal(some_1["two"], expected["two"])
+    np.testing.assert_array_equal(some_1["one"], expected["one"])
+
+
+def test_ghosts(pool):
+    """An array of the other process has all but its value, can be an argument, and is gone when it was donated."""
+    for process, seen in enumerate(pool.call("programs.ghosts")):
+        assert seen["sharding"]
+        assert (seen["shape"], seen["dtype"], seen["here"]) == ((4,), "float32", process)
+        assert seen["value"] == [0, 4, 8, 12]
+        assert seen["again"] == [0, 8, 16, 24]
+        assert "donated to an earlier call" in seen["donated"]
+
+
+def test_arguments_come_from_anywhere(pool):
+    """Host values, arrays that were put nowhere, and arrays on other devices of both processes."""
+    for results, expected in pool.call("programs.arguments"):
+        for value in results.values():
+            np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_results_go_where_they_are_wanted(pool):
+    """Also onto devices of another process."""
+    for there, (y, x) in pool.call("programs.moved_results"):
+        assert there
+        assert (y.tolist(), x.tolist()) == ([1, 2, 3, 4], [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("program", ["in: program", "1.5", "2.5"]),
+        ("shape", ["arguments", "[4]", "[5]"]),
+        ("committed", ["arguments", "argument 0"]),
+    ],
+)
+def test_processes_that_differ_are_refused(pool, case, words):
+    """In every process, with the lines that differ."""
+    for text in pool.call("programs.disagreement", case):
+        assert "the processes did not derive the same; process 1 differs from process 0" in text
+        for word in words:
+            assert word in text
+
+
+PARTS = 4
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_laws_hold_on_generated_programs(pool, part, request):
+    """The laws of one process hold in two. Five programs a part, one in a brief run; fuzz_processes.py runs more."""
+    brief = request.config.getoption("--hypothesis-profile") == "brief"
+    for number in range(part, 4 if brief else 20, PARTS):
+        pool.call("programs.generated", number)
+
+
+def test_each_process_loads_its_part_of_the_batch(pool):
+    """`prepare_batch` joins them."""
+    expected = programs.parts_of_a_batch()
+    for losses, steps in pool.call("programs.parts_of_a_batch"):
+        np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+        assert steps == expected[1]
+
+
+def test_what_was_sent_can_be_donated(pool):
+    """A result of a call that is still on its way when the next call takes its buffer arrives as it was."""
+    for seen in pool.call("programs.sent_and_donated", 30):
+        assert seen == [[k + 1, k + 1] for k in range(30)]
+
+
+def test_the_example_of_the_readme(pool):
+    """Word for word, in two processes; also in reference mode, which is plain JAX in each of them."""
+    (loss, plain, step), other = pool.call("programs.readme")
+    assert (loss, plain, step) == other
+    assert step == 21
+    assert 0 < plain < 0.06
