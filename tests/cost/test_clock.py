@@ -66,7 +66,7 @@ def test_a_plan_takes_what_the_simulator_says_of_its_schedule(schedule, count):
     course = run_clock(lowered.program, lowered.plan, durations(lowered))
     (loop,) = lowered.program.loops
     expected = schedules.simulate(
-        loop.schedule, microbatches=count, placement=placement, forward=FORWARD, backward=BACKWARD, weight=WEIGHT,
+        loop.schedule, num_microbatches=count, placement=placement, forward=FORWARD, backward=BACKWARD, weight=WEIGHT,
         transfer=HOP,
     )  # fmt: skip
     assert course.seconds == pytest.approx(expected.makespan)
