@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ._cost import _view
@@ -20,6 +21,7 @@ from ._hardware import Hardware
 from ._plan._instructions import Plan, Run
 from ._plan._number import variables_of
 from ._program import Program, Reduction, nbytes
+from ._runtime._describe import Row, rows
 from ._shown import Shown
 
 if TYPE_CHECKING:  # imported when a report is printed
@@ -65,6 +67,13 @@ class Report(Shown):
     off: tuple[Off, ...] = ()
     findings: tuple[str, ...] = ()
     hardware: Hardware | None = None
+    _rows: Callable[[], list[Row]] = field(default=list, repr=False, compare=False)
+
+    @property
+    def spans(self) -> list[Row]:
+        """The prediction in the form that recordings are compared with: (submesh, label, kind, stage, microbatch, start,
+        end), seconds; ``recording.compare(report)`` reads them."""
+        return self._rows()
 
     @property
     def peak_bytes(self) -> int:
@@ -74,7 +83,7 @@ class Report(Shown):
     def to_dict(self) -> dict[str, Any]:
         """Everything as dicts, lists, strings and numbers, for JSON; devices are strings. The clock's times of each
         instruction are left out."""
-        plain = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        plain = {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "_rows"}
         if self.prediction is not None:
             del plain["prediction"]["course"]
         for line, value in zip(plain["values"], self.values, strict=True):
@@ -191,7 +200,7 @@ def make_report(
             by, None if by == "FLOPs" else course.seconds, course.bubble_fraction,
             tuple(b / course.seconds if course.seconds else 0.0 for b in course.busy), course,
         ),
-        off, found.findings, hardware,
+        off, found.findings, hardware, functools.partial(rows, program, found.layout, plan, course.starts, course.ends),
     )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ def test_a_mistake_is_one_line(run, words, code, says):
 
 def test_schedule(run):
     """The picture, the step, the bubble and the memory."""
-    code, out, err = run("schedule", "1f1b", "--stages", 3, "--microbatches", 4)
+    code, out, err = run("schedule", "1f1b", "--stages", 3, "--num-microbatches", 4)
     assert (code, err) == (0, "")
     assert out.startswith("0 | 0>1>2>........0<<<3>1<<<..2<<<..3<<<\n")
     assert "a step takes 18, of which submeshes wait 33.3%" in out and "activations kept at a time: 3, 2, 1" in out
@@ -122,7 +122,7 @@ def test_schedule(run):
 
 def test_schedule_as_json(run):
     """The same as data, with every action."""
-    code, out, _ = run("schedule", "gpipe", "--stages", 2, "--microbatches", 3, "--backward", 0, "--json")
+    code, out, _ = run("schedule", "gpipe", "--stages", 2, "--num-microbatches", 3, "--backward", 0, "--json")
     found = json.loads(out)
     assert code == 0 and found["makespan"] == 4 and found["bubble_fraction"] == 0.25 and found["activations"] == [0, 0]
     assert found["timeline"][0] == [0, "F", 0, 0, 0.0, 1.0] and len(found["timeline"]) == 6
@@ -130,7 +130,7 @@ def test_schedule_as_json(run):
 
 def test_schedules_compared(run):
     """The fastest first; those that put several stages on a submesh do the same work in as many smaller stages."""
-    code, out, _ = run("schedule", "--compare", "--stages", 4, "--microbatches", 8, "--json")
+    code, out, _ = run("schedule", "--compare", "--stages", 4, "--num-microbatches", 8, "--json")
     found = json.loads(out)["schedules"]
     spans = [c["makespan"] for c in found]
     by = {c["name"]: c for c in found}
@@ -138,13 +138,13 @@ def test_schedules_compared(run):
     assert (by["1f1b"]["makespan"], by["1f1b"]["stages_per_submesh"], by["1f1b"]["activations"]) == (33, 1, 4)
     assert (by["interleaved"]["makespan"], by["interleaved"]["stages_per_submesh"]) == (28.5, 2)
     assert by["gpipe"]["activations"] == 8
-    code, out, _ = run("schedule", "--compare", "--stages", 4, "--microbatches", 8)
-    assert code == 0 and "python -m manymesh schedule zbv --stages 8 --microbatches 8" in out
+    code, out, _ = run("schedule", "--compare", "--stages", 4, "--num-microbatches", 8)
+    assert code == 0 and "python -m manymesh schedule zbv --stages 8 --num-microbatches 8" in out
 
 
 def test_a_schedule_as_a_page(run, tmp_path):
     """Saved, and its path printed."""
-    code, out, _ = run("schedule", "zbv", "--stages", 4, "--microbatches", 4, "--out", tmp_path / "zbv.html")
+    code, out, _ = run("schedule", "zbv", "--stages", 4, "--num-microbatches", 4, "--out", tmp_path / "zbv.html")
     assert code == 0 and f"saved {tmp_path / 'zbv.html'}" in out
     assert "zbv, 4 stages, 4 microbatches, on 2 submeshes" in (tmp_path / "zbv.html").read_text()
 
@@ -192,6 +192,8 @@ def test_plan(run, script, monkeypatch):
     code, out, _ = run("plan", f"{script}:plan", "--devices", 64, "--json")
     found = json.loads(out)
     assert code == 0 and (found["function"], found["devices"]) == (f"{script}:plan", 64) and len(found) > 2
+    code, out, _ = run("plan", f"{script}:plan", "--devices", 64, "--hardware", "tpu_v5p", "--json")
+    assert code == 0 and json.loads(out)["report"]["prediction"]["seconds"] > 0
     code, out, _ = run("plan", f"{script}:plan", "--layout")
     assert code == 0 and "Layout: " in out
 
@@ -242,6 +244,6 @@ def test_doctor(run, monkeypatch):
 
 def test_a_reader_who_has_seen_enough(tmp_path):
     """`python -m manymesh ... | head -1` ends without a complaint."""
-    shell = f"'{sys.executable}' -m manymesh schedule --stages 64 --microbatches 256 --json | head -1"
+    shell = f"'{sys.executable}' -m manymesh schedule --stages 64 --num-microbatches 256 --json | head -1"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("{\n", "")

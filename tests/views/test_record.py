@@ -203,6 +203,15 @@ def test_a_plan_on_a_clock_is_a_prediction(recorded):
     assert found.predicted_seconds == count
 
 
+def test_a_report_is_a_prediction(recorded):
+    """From measured fragments or from what is known of a machine: every span of the run is in it."""
+    compiled, run, *_ = recorded
+    report = compiled.report(mm.inspect.Hardware.h100())
+    found = run.compare(report)
+    assert all(d.measured is not None and d.predicted is not None for d in found.differences)
+    assert 0 < found.predicted_seconds == pytest.approx(report.prediction.seconds)
+
+
 @pytest.mark.parametrize("prediction", [3, [(1, 2)], [(0, "x", "sideways", None, None, 0.0, 1.0)]])
 def test_no_prediction_is_refused(prediction):
     """With the form that is expected."""

@@ -34,7 +34,7 @@ COMMANDS = (_schedule, _plan, _doctor, _trace, _launch)
 _EPILOG = """
 start here:
   python -m manymesh doctor                                    is this machine ready?
-  python -m manymesh schedule --compare --stages 4 --microbatches 8
+  python -m manymesh schedule --compare --stages 4 --num-microbatches 8
                                                                which schedule wastes least?
   python -m manymesh plan train.py:plan --devices 64           what would run where, on devices you do not have?
   python -m manymesh trace run.json --out run.html             where did the time of a recorded run go?

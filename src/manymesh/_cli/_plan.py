@@ -10,7 +10,6 @@ import inspect
 import os
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -20,9 +19,8 @@ import jax
 from .. import Compiled, Jitted, Lowered, Traced, planned_devices
 from .._api._jit import jit
 from .._errors import ArgumentError
-from .._table import format_bytes
-from .._views._words import describe_mesh
-from ._parser import add_json, console, plain, print_json, whole
+from .._hardware import Hardware
+from ._parser import add_json, console, print_json, whole
 
 NAME = "plan"
 HELP = "say what a step would run where, and what would cross; nothing is compiled"
@@ -45,6 +43,7 @@ _EPILOG = """
 examples:
   python -m manymesh plan train.py:plan --devices 64
   python -m manymesh plan my_package.training:plan
+  python -m manymesh plan train.py:plan --devices 64 --hardware h100
   python -m manymesh plan train.py:plan --devices 64 --json > plan.json
 
 With --devices the function gets planned devices if it has a parameter called devices; if it has none, jax.devices()
@@ -59,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", type=whole, metavar="N", help="plan for so many devices; those of this machine by default"
     )
+    parser.add_argument(
+        "--hardware", choices=sorted(Hardware.ready()), metavar="NAME",
+        help=f"what to predict the time of a step for: {', '.join(sorted(Hardware.ready()))}",
+    )  # fmt: skip
     parser.add_argument("--layout", action="store_true", help="also print the layout of every value and its reason")
     add_json(parser)
 
@@ -67,60 +70,16 @@ def run(args: argparse.Namespace) -> int:
     """See `COMMANDS`."""
     begin = time.perf_counter()
     lowered = _lowered(args.function, args.devices)
+    report = lowered.report(None if args.hardware is None else Hardware.ready()[args.hardware])
     if args.json:
-        print_json({"function": args.function, "devices": args.devices, **_data(lowered)})
+        print_json({"function": args.function, "devices": args.devices, "report": report.to_dict()})
         return 0
     out = console()
-    out.print(_text(lowered), soft_wrap=True, markup=False)
+    out.print(str(report), soft_wrap=True, markup=False)
     if args.layout:
         out.print(str(lowered.layout), soft_wrap=True, markup=False)
     out.print(f"planned in {time.perf_counter() - begin:.1f} s; nothing was compiled", soft_wrap=True)
     return 0
-
-
-def _text(lowered: Lowered) -> str:
-    """What a lowered step says of itself: its report where it has one."""
-    report = getattr(lowered, "report", None)
-    if report is not None:
-        return str(report())
-    crossing = [
-        f"  {a} -> {b}: {format_bytes(size)} a call in {count} values" for (a, b), (count, size) in _crossing(lowered)
-    ]
-    return "\n".join([repr(lowered.program), "What crosses in all:", *crossing])
-
-
-def _crossing(lowered: Lowered) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """(source, target), and how many values and bytes go that way in a call."""
-    crossing: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for e in lowered.program.edges:
-        times = 1 if e.loop is None else lowered.program.loops[e.loop].num_microbatches
-        crossing[e.source, e.target].append((times, times * e.nbytes))
-    return [(ends, (sum(c for c, _ in each), sum(n for _, n in each))) for ends, each in sorted(crossing.items())]
-
-
-def _data(lowered: Lowered) -> dict[str, object]:
-    """The same as plain data."""
-    report = getattr(lowered, "report", None)
-    if report is not None:
-        return {"report": plain(report())}
-    program = lowered.program
-    return {
-        "submeshes": [describe_mesh(mesh) for mesh in program.submeshes],
-        "fragments": [
-            {"name": f.name, "submesh": f.submesh, "kind": f.kind, "stage": f.stage, "loop": f.loop, "tasks": list(f.tasks)}
-            for f in program.fragments
-        ],
-        "edges": [
-            {"source": a, "target": b, "transfers": count, "bytes": size}
-            for (a, b), (count, size) in _crossing(lowered)
-        ],
-        "loops": [
-            {"name": x.name, "microbatches": x.num_microbatches, "schedule": getattr(x.schedule, "name", str(x.schedule)),
-             "placement": list(x.placement)}
-            for x in program.loops
-        ],
-        "instructions": len(lowered.plan.instructions),
-    }  # fmt: skip
 
 
 def _lowered(spec: str, devices: int | None) -> Lowered:

@@ -24,11 +24,11 @@ Memory is the most activations that a submesh keeps at a time, in activations of
 
 _EPILOG = """
 examples:
-  python -m manymesh schedule 1f1b --stages 4 --microbatches 8
-  python -m manymesh schedule zero-bubble-h1 --stages 4 --microbatches 8 --transfer 0.2
-  python -m manymesh schedule gpipe --stages 3 --microbatches 6 --forward 1,2,1 --backward 2,4,2
-  python -m manymesh schedule --compare --stages 4 --microbatches 8        all of them, the fastest first
-  python -m manymesh schedule interleaved --stages 8 --microbatches 8 --out interleaved.svg
+  python -m manymesh schedule 1f1b --stages 4 --num-microbatches 8
+  python -m manymesh schedule zero-bubble-h1 --stages 4 --num-microbatches 8 --transfer 0.2
+  python -m manymesh schedule gpipe --stages 3 --num-microbatches 6 --forward 1,2,1 --backward 2,4,2
+  python -m manymesh schedule --compare --stages 4 --num-microbatches 8        all of them, the fastest first
+  python -m manymesh schedule interleaved --stages 8 --num-microbatches 8 --out interleaved.svg
 """
 
 
@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     parser.add_argument("name", nargs="?", default=None, metavar="NAME", help=f"1f1b by default; one of {_names()}")
     parser.add_argument("--stages", type=whole, default=4, help="stages of the pipeline (default: 4)")
-    parser.add_argument("--microbatches", type=whole, default=8, help="pieces of the batch (default: 8)")
+    parser.add_argument(
+        "--num-microbatches", dest="microbatches", type=whole, default=8, help="pieces of the batch (default: 8)"
+    )
     parser.add_argument("--forward", type=_times, default=1.0, metavar="TIME", help="of one microbatch (default: 1)")
     parser.add_argument(
         "--backward",
@@ -193,7 +195,7 @@ def _compare(args: argparse.Namespace) -> int:
     out.print(
         "Activations are those of one microbatch on the whole submesh, where a submesh keeps most. Next: "
         f"python -m manymesh schedule {found[0].name} --stages {args.stages * found[0].stages_per_submesh} "
-        f"--microbatches {args.microbatches}",
+        f"--num-microbatches {args.microbatches}",
         soft_wrap=True,
     )
     return 0
