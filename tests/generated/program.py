@@ -159,7 +159,7 @@ class Program:
         for i, layer in enumerate(self.layers):
             p = params[f"w{layer.parameter}"]
             if layer.wrap != "stacked" and layer.parameter in self.stacked():
-                p = jax.tree.map(lambda v: v[0], p)
+                p = jax.tree.map(lambda v: v[0], mm.meta.unbox(p))  # the names of a box are those of the whole stack
             if layer.annotated != "box" or layer.wrap not in TAKES_BOXES:
                 p = mm.meta.unbox(p)
             if layer.annotated == "outside":
