@@ -89,13 +89,13 @@ def test_rules_that_are_no_pairs(rules):
 
 def test_a_task_on_devices_that_do_not_exist():
     """The id, and the ids that exist."""
-    with raises(ValueError, "no device with id 99", "ids 0 to 7"):
+    with raises(ValueError, "there is no device 99", "has 0 to 7"):
         mm.task(loss, "a", devices=[0, 99])
     with raises(errors.MeshError, "[3] are named more than once"):
         mm.Task("a", devices=[3, 3])
     with raises(errors.MeshError, "empty"):
         mm.Task("a", devices=[])
-    with raises(errors.MeshError, "expected jax devices or their integer ids", "str 'cpu'"):
+    with raises(errors.MeshError, "expected jax devices or their positions", "str 'cpu'"):
         mm.Task("a", devices=["cpu"])
 
 

@@ -41,7 +41,7 @@ LIKE = [
         r"20 does not fit like=; nothing was read:\n"
         r"  params/front/kernl is not in the checkpoint; did you mean params/front/kernel",
     ),
-    ({"zzz": jnp.ones(3)}, r"zzz is not in the checkpoint; it holds key, layers/w, params/back/kernel, params/front/bias, params/front/kernel, step$"),
+    ({"zzz": jnp.ones(3)}, r"zzz is not in the checkpoint; it holds key, layers/w, params/back/kernel, params/front/bias, params/front/kernel, step\nsee docs"),
     (
         params(bias=jnp.ones(3)),
         r"params/front/bias was saved with shape \(2,\), but like= has shape \(3,\)",
@@ -56,7 +56,7 @@ LIKE = [
     ({"layer_3": {"w": jnp.ones(2)}}, r"layer_3/w is layer 3, but the stack was saved with shape \(3, 2\)"),
     (
         params(bias=jnp.ones(3), kernel=jnp.ones(1), k1=1, k2=2, k3=3, k4=4),
-        r"(\n  .*){5}\n  and 1 more$",
+        r"(\n  .*){5}\n  and 1 more\nsee docs",
     ),
 ]  # fmt: skip
 
@@ -75,7 +75,7 @@ def test_where_there_is_no_checkpoint(saved, tmp_path) -> None:
     (tmp_path / "other" / "model.bin").write_text("x")
     (tmp_path / "empty").mkdir()
     for path, words in [
-        (saved / "15", r"15: there is no checkpoint; .* holds 10, 20$"),
+        (saved / "15", r"15: there is no checkpoint; .* holds 10, 20\nsee docs"),
         (saved, r"holds the checkpoints of 2 steps: restore .*20, or ask Manager\("),
         (tmp_path / "no" / "where", r"there is no checkpoint, and no directory .*no either"),
         (tmp_path / "file", r"is a file; a checkpoint is a directory with a file _METADATA"),
@@ -84,8 +84,8 @@ def test_where_there_is_no_checkpoint(saved, tmp_path) -> None:
             r"30: the checkpoint was not finished: saving was cut off, or goes on; restore an earlier one",
         ),
         (tmp_path / "30.orbax-checkpoint-tmp", r"is a checkpoint that was not finished"),
-        (tmp_path / "other", r"other is no checkpoint: expected is a file _METADATA, there are model\.bin$"),
-        (tmp_path / "empty", r"empty is no checkpoint: expected is a file _METADATA, it is empty$"),
+        (tmp_path / "other", r"other is no checkpoint: expected is a file _METADATA, there are model\.bin\nsee docs"),
+        (tmp_path / "empty", r"empty is no checkpoint: expected is a file _METADATA, it is empty\nsee docs"),
     ]:
         with pytest.raises(CheckpointNotFoundError, match=words):
             mm.checkpoint.restore(path, {"w": jnp.ones(2)})
@@ -162,7 +162,7 @@ def test_mistakes_in_calls(saved, tmp_path) -> None:
         with pytest.raises(ArgumentError, match=re.escape(f"step={step!r}: expected is a number from 0")):
             mm.checkpoint.Manager(tmp_path).save(step, {})
     step = mm.jit(mm.task(lambda x: x + 1, "only", devices=[0])).lower(1.0)
-    with pytest.raises(ArgumentError, match=r"argument_of\(\.\.\., 'state'\): the step has the arguments 0$"):
+    with pytest.raises(ArgumentError, match=r"argument_of\(\.\.\., 'state'\): the step has the arguments 0\nsee docs"):
         mm.checkpoint.argument_of(step, "state")
     with pytest.raises(ArgumentError, match=r"argument_of takes what step.lower\(...\) or .* returned, found dict"):
         mm.checkpoint.argument_of({})

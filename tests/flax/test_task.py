@@ -430,7 +430,7 @@ def test_descriptions_that_contradict_themselves():
         (errors.TaskError, ("mesh already says",), {"mesh": square(), "device_axes": ("x",)}),
         (errors.MeshError, ("('x',) names 1 axes", "shape (2, 1)"), {"devices": [[0], [1]], "device_axes": ("x",)}),
         (errors.AxisError, ("'batch'", "'dta'", "('data', 'model')"), {"mesh": square(), "logical_axes": [("batch", "dta")]}),
-        (errors.MeshError, ("no device with id 64", "0 to 7"), {"devices": [0, 64]}),
+        (errors.MeshError, ("there is no device 64", "0 to 7"), {"devices": [0, 64]}),
         (errors.TaskError, ("task= is a complete description",), {"task": mm.Task("b"), "devices": [0]}),
     ):  # fmt: skip
         with raises(error, *parts):

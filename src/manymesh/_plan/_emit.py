@@ -150,9 +150,9 @@ class _Slots:
 
     def row(self, v: Var, s: int, count: int) -> Sequence[int]:
         """The slots of a value on a submesh, for each of the microbatches of the loop that reads or makes it."""
-        if (v, s) not in self._rows:
-            self._rows[v, s] = self._row(v, s, count)
-        return self._rows[v, s]
+        if (v, s, count) not in self._rows:
+            self._rows[v, s, count] = self._row(v, s, count)
+        return self._rows[v, s, count]
 
     def columns(self, variables: Sequence[Var], s: int, count: int | None) -> list[tuple[int, ...]]:
         """The slots of several values, together: a tuple for each microbatch, or one outside loops."""
