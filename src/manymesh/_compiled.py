@@ -211,7 +211,7 @@ class Compiled(Shown):
         """Times every fragment and every transfer: the step runs several times, one instruction at a time.
 
         Args:
-          *args, **kwargs: arguments of the step; donated ones stay usable, for copies of them are used.
+          args, kwargs: arguments of the step; donated ones stay usable, for copies of them are used.
           repeats: how many times it runs after a first run that does not count. Each duration is a median.
 
         Returns:

@@ -28,7 +28,7 @@ class Task(Shown):
       mesh: the submesh. Excludes ``devices`` and ``device_axes``. Several meshes of one shape, in a list or tuple,
         are for a task in the body of ``lax.scan``: its iterations are split over them in order, as evenly as it goes,
         the first ones getting one more.
-      devices: jax devices or their integer ids. The shape of an ndarray is the shape of the mesh.
+      devices: jax devices or their positions in `jax.devices()`. The shape of an ndarray is the shape of the mesh.
       device_axes: a name for each dimension of ``devices``. Without it, constraints inside the task mean
         replication.
       logical_axes: pairs ``(logical name, device axis | tuple of device axes | None)``, in order of priority.

@@ -121,9 +121,8 @@ class _Slots:
         self.count = 0
         self._home = program.home
         self._once: dict[tuple[Var, int], int] = {}  # (variable outside loops, submesh) -> slot
-        self._rows: dict[
-            tuple[Var, int], Sequence[int]
-        ] = {}  # (variable of a body, submesh) -> slot of each microbatch
+        # (variable read or made in a body, submesh, microbatches of the loop) -> slot of each microbatch
+        self._rows: dict[tuple[Var, int, int], Sequence[int]] = {}
         self._pieces: dict[Var, tuple[Var, ...]] = {}
         self._carry: dict[Var, tuple[Var, Var]] = {}
         # result of a loop -> (variable of the body, microbatch, how many there are)
