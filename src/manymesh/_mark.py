@@ -323,10 +323,10 @@ def task_scope(record: Recording, described: Task) -> Scope:
             known = [a for a, _ in described.logical_axes or ()]
             axes = tuple(described.mesh.axis_names) if described.mesh is not None else ()
             near = difflib.get_close_matches(str(name), [*known, *axes], 1)
-            correct = f"did you mean {near[0]!r}?" if near else "correct the name"
+            first = f"did you mean {near[0]!r}? Otherwise add" if near else "correct the name, add"
             record.findings[
                 f"task {described.name!r}: axis name {name!r} of {names} is in no rule (the rules know {known}) and is "
-                f"no device axis {axes}, so it means replication; add a rule, map it to None, or {correct}"
+                f"no device axis {axes}, so it means replication; {first} a rule, or map it to None"
             ] = AxisError
         return spec
 

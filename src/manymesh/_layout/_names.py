@@ -116,10 +116,10 @@ class _Resolver:
         for name in found.unknown:
             known = list(dict.fromkeys(logical for logical, _ in rules))
             near = difflib.get_close_matches(name, [*known, *axes], 1)
-            correct = f"did you mean {near[0]!r}?" if near else "correct the name"
+            first = f"did you mean {near[0]!r}? Otherwise add" if near else "correct the name, or add"
             self.findings[
                 f"{context}: axis name {name!r} of {names} is in no rule of the tasks on this submesh (they know {known}) and "
-                f"is no device axis {axes}, so XLA chooses how that dimension is sharded; add a rule to the task, or {correct}"
+                f"is no device axis {axes}, so XLA chooses how that dimension is sharded; {first} a rule to the task"
             ] = None
         check_divides(context, names, entries, tuple(shape), dict(mesh.shape))
         return PartitionSpec(*entries)
