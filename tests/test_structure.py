@@ -7,6 +7,7 @@ can feed it a bad source and see it complain. Nothing here imports the package.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -105,6 +106,9 @@ MAX_FILE_LINES = 699
 # --- reading ------------------------------------------------------------------------------------
 
 
+parse = functools.cache(ast.parse)  # nobody changes a tree
+
+
 @dataclass(frozen=True)
 class Import:
     """One imported module: `from a import b` gives `a` with the name `b`, `import a.b` gives `a.b` without one."""
@@ -139,7 +143,7 @@ def package_of(module: str) -> str:
 def imports(source: str, module: str) -> list[Import]:
     """All imports of a source with relative ones resolved, including those under `if TYPE_CHECKING`."""
     found = []
-    for node, in_function in walk(ast.parse(source)):
+    for node, in_function in walk(parse(source)):
         if isinstance(node, ast.Import):
             found += [Import(node.lineno, alias.name, None, in_function) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -169,11 +173,10 @@ def target_layer(imported: Import) -> str:
 # --- rules: source text and module name in, complaints out -----------------------------------------------
 
 
+@functools.cache
 def typing_lines(source: str) -> set[int]:
     """The lines under `if TYPE_CHECKING`, which only type checkers read."""
-    blocks = [
-        n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)
-    ]
+    blocks = [n for n in ast.walk(parse(source)) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
     return {node.lineno for block in blocks for node in block.body}
 
 
@@ -254,7 +257,7 @@ def check_private_jax(source: str, module: str) -> list[str]:
     if module == "manymesh._compat":
         return []
     hits = [(found.line, found.path) for found in imports(source, module) if is_private_jax(found.path)]
-    tree = ast.parse(source)
+    tree = parse(source)
     aliases = {"jax": "jax"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -290,7 +293,7 @@ def check_sizes(source: str, module: str) -> list[str]:
     lines = len(source.splitlines())
     if lines > MAX_FILE_LINES:
         complaints.append(f"{module} has {lines} lines, allowed are {MAX_FILE_LINES}: split it by idea")
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -312,7 +315,7 @@ def check_lazy_imports(source: str, module: str) -> list[str]:
 def signature_annotations(source: str) -> list[str]:
     """The annotations of all parameters and results of a source."""
     found: list[ast.expr | None] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             a = node.args
             parameters = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
@@ -330,7 +333,7 @@ def check_asserts(source: str, module: str) -> list[str]:
     """An `assert` marks a bug of ours and says which."""
     return [
         f"{module}:{node.lineno} asserts without a message"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parse(source))
         if isinstance(node, ast.Assert) and node.msg is None
     ]
 
@@ -351,7 +354,7 @@ def public_names(tree: ast.Module) -> set[str]:
 
 def check_face(source: str, module: str) -> list[str]:
     """`__all__` is a sorted list of exactly the public names. Names like `__version__` may be in it."""
-    tree = ast.parse(source)
+    tree = parse(source)
     listed: list[str] | None = None
     for node in tree.body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):

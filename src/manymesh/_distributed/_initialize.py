@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import socket
 import sys
 import threading
@@ -76,6 +77,7 @@ def initialize(
             "distributed.initialize is called after JAX has looked for devices, and so has them already for this process "
             "alone; call it first, before anything makes an array or asks for jax.devices()"
         )
+    _widen_pool()
     if not adopted:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         host = (coordinator_address or "").rpartition(":")[0]
@@ -96,6 +98,20 @@ def initialize(
         finally:
             timer.cancel()
     _enter(death_timeout, stall_timeout, start_timeout)
+
+
+def _widen_pool() -> None:
+    """Asks for more threads than devices on CPU.
+
+    There are as many as devices or cores, and each rank of a collective blocks one until the ranks of other processes have
+    come; nothing would be left to send what those are waiting for. XLA takes ``NPROC`` for the number of cores.
+    """
+    forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    configured: int = jax.config.values["jax_num_cpu_devices"]
+    devices = max(configured, int(forced[-1]) if forced else 1)
+    said = os.environ.get("NPROC", "")
+    if 2 * devices > (int(said) if said.isdigit() else os.cpu_count() or 1):
+        os.environ["NPROC"] = str(2 * devices)
 
 
 def _check(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from .._program import Program
 from ._bind import Binder
 from ._exchange import PullTransport, assembled, processes_of, put
 from ._execute import Executor
+from ._launches import CountedRelayouts, Handle, Launches
 from ._lower import Lowered
 from ._observe import Observer
 from ._ownership import Ownership, processes_of_mesh
@@ -23,7 +25,6 @@ from ._processes import (
     Arrivals,
     Crossing,
     Departures,
-    Launches,
     Place,
     committed_sharding,
     waiting_for,
@@ -66,7 +67,7 @@ def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: 
     """
     program, plan = lowered.program, lowered.plan
     pull = puller()
-    launches = Launches()
+    launches = Launches(ordered=jax.local_devices()[0].platform == "cpu")
     binder = _ProcessesBinder(lowered, owner, PullTransport(pull), launches)
     issues = binder.issues()
     consts = {
@@ -114,18 +115,27 @@ def _describe_submeshes(program: Program, world: World) -> None:
 class _ProcessesBinder(Binder):
     def __init__(self, lowered: Lowered, owner: Ownership, transport: PullTransport, launches: Launches) -> None:
         super().__init__(lowered.program, lowered.plan, lowered, lowered.executables, owner, transport)
-        self._launches = launches
-        donation = lowered.layout.donation
-        self._donated = frozenset(
-            i.inputs[k]
-            for i in lowered.plan.instructions
-            if isinstance(i, Run)
-            for k, _ in donation.get(i.fragment, ())
-        )
+        self._launches, self._donation = launches, lowered.layout.donation
+        self.relayouts = CountedRelayouts(launches)
+        runs = [i for i in lowered.plan.instructions if isinstance(i, Run)]
+        self._donated = frozenset(slot for run in runs for slot in self._uses_up(run))
+        self._witnesses: dict[int, Handle] = {}
+
+    def _uses_up(self, run: Run) -> list[int]:
+        """The slots of which a run takes the arrays away."""
+        return [run.inputs[k] for k, _ in self._donation.get(run.fragment, ())]
 
     def launch(self, call: Callable[..., Sequence[jax.Array]], run: Run) -> Callable[..., Sequence[jax.Array]]:
-        """A launch that waits while there are too many."""
-        return self._launches.capped(call, run, witness_of(self.program, run, self._donated, self.results))
+        """A launch that waits for its turn. Asked for in the order of the plan."""
+        witness = witness_of(self.program, run, self._donated, self.results)
+        taken = [h for slot in self._uses_up(run) if (h := self._witnesses.pop(slot, None)) is not None]
+        for slot in run.outputs:
+            self._witnesses.pop(slot, None)
+        if witness is None:
+            return call
+        handle = self._witnesses[run.outputs[witness]] = Handle()
+        mesh = self.program.submeshes[run.submesh]
+        return self._launches.counted(call, run, itemgetter(witness), mesh, handle, taken)
 
 
 class ProcessesExecutor(Executor):
@@ -186,6 +196,7 @@ class ProcessesExecutor(Executor):
     def finish(self, results: list[Any]) -> None:
         """Completes results, of which those are None that other processes made."""
         self._departures.finish(results, self._launches)
+        self._launches.settle()
         self._launches.dispatching = False
 
     def bring(self, x: Any, sharding: NamedSharding) -> jax.Array:

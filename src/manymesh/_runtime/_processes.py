@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +17,9 @@ from .._plan._digest import describe
 from .._plan._instructions import Plan, Receive, Run
 from .._program import Program
 from ._exchange import Exchange, assembled, everywhere, is_key, processes_of, put
+from ._launches import Launches
 from ._pull import Puller
 from ._relayout import Relayouts
-
-# Launches that may be unfinished at a time. Past 32 JAX blocks Python, which then cannot send what others wait for.
-LAUNCHES = 16
 
 
 class Crossing:
@@ -194,61 +191,6 @@ def committed_sharding(x: Any) -> Sharding | None:
     return x.sharding
 
 
-class Launches:
-    """The launches of a process that may not be finished, the oldest first; bounded."""
-
-    def __init__(self) -> None:
-        self.window: deque[tuple[Run | None, Any]] = deque()
-        self.dispatching = False
-
-    def capped(self, call: Callable[..., Sequence[Any]], run: Run, witness: int | None) -> Callable[..., Any]:
-        """A launch that waits while there are too many.
-
-        Args:
-          call: the executable.
-          run: what it runs.
-          witness: the result by which it is told that the launch is finished; None if there is none.
-        """
-        if witness is None:
-            return call
-        window = self.window
-
-        # A result by which it is told that the launch is finished has to outlive it.
-        def capped(*args: Any) -> Sequence[Any]:
-            if len(window) >= LAUNCHES:
-                _, oldest = window.popleft()
-                if not oldest.is_deleted():
-                    oldest.block_until_ready()
-            results = call(*args)
-            window.append((run, results[witness]))
-            return results
-
-        return capped
-
-    def watch(self, x: Any) -> None:
-        """Counts a value from another process as something that is waited for."""
-        self.window.append((None, x))
-        if len(self.window) > 2 * LAUNCHES:
-            self.window.popleft()
-
-    def missing(self) -> list[Run | None]:
-        """The launches that are not finished, or have failed because a value did not come, the oldest first."""
-        return [run for run, x in list(self.window) if not x.is_deleted() and (not x.is_ready() or _has_failed(x))]
-
-    def unfinished(self) -> list[Run | None]:
-        """The launches that are not finished, the oldest first; None for a value from another process."""
-        return [run for run, x in list(self.window) if not (x.is_deleted() or x.is_ready())]
-
-
-def _has_failed(x: Any) -> bool:
-    """Whether an array is an error; asked of one that is ready, so that nothing waits."""
-    try:
-        x.block_until_ready()
-    except Exception:  # whatever it is, the value is not there
-        return True
-    return False
-
-
 class Departures:
     """Gives a process what it is to have of the results of a call: arrays, scalars of others, and ghosts."""
 
@@ -332,11 +274,13 @@ def waiting_for(
 
 
 def witness_of(program: Program, run: Run, donated: frozenset[int], kept: frozenset[int | None]) -> int | None:
-    """The smallest result of a run that nobody donates in this call; better one that the next call cannot donate."""
-    outvars = program.fragments[run.fragment].outvars
-    possible = [k for k, slot in enumerate(run.outputs) if slot not in donated]
-    possible = [k for k in possible if not is_key(_compat.dtype(outvars[k]))]
-    return min(possible, key=lambda k: (run.outputs[k] in kept, _size(outvars[k])), default=None)
+    """The result by which it is told that a run is finished; None if it has none.
+
+    One that nobody donates in this call, better one that the next call cannot donate either; among those the smallest.
+    """
+    outvars, slots = program.fragments[run.fragment].outvars, run.outputs
+    possible = [k for k in range(len(slots)) if not is_key(_compat.dtype(outvars[k]))]
+    return min(possible, key=lambda k: (slots[k] in donated, slots[k] in kept, _size(outvars[k])), default=None)
 
 
 def _size(v: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -56,7 +56,7 @@ class Relayouts:
                 _warm_up(aval, step.sharding)
             aval = with_sharding(aval, step.sharding)
 
-    def get(self, aval: Any, sharding: NamedSharding) -> Relayout:
+    def get(self, aval: Any, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
         """The identity that brings a value from the sharding it has to another; compiled now if it was not before.
 
         Args:
