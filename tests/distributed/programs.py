@@ -242,3 +242,33 @@ def readme():
     scope = {"__name__": "readme"}
     exec(text.split("```python\n")[1].split("```")[0], scope)
     return scope["losses"][-1], float(scope["loss"]), int(scope["state"].step)
+
+
+def compared_by_one_process():
+    """Losses of a step in all processes; in one of them alone, those of the reference mode from the same values."""
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"stage{i}", mesh=mesh(d)) for i, d in enumerate((0, 4))]
+
+    def step(params, x):
+        def loss(params):
+            y = x
+            for w, task in zip(params, tasks, strict=True):
+                y = task(w, y)
+            return jnp.mean(y**2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+
+    def train(params):
+        losses = []
+        for _ in range(3):
+            loss, params = run(params, np.ones((4, WIDTH), "f4"))
+            losses.append(float(loss))
+        return losses
+
+    run = mm.jit(step)
+    params = mm.fetch([jnp.full((WIDTH, WIDTH), 0.1), jnp.full((WIDTH, WIDTH), 0.2)])
+    losses = train(params)
+    if jax.process_index():
+        return losses, None
+    with mm.ignore_transforms():
+        return losses, train(params)

@@ -148,3 +148,10 @@ def test_the_example_of_the_readme(pool):
     assert (loss, plain, step) == other
     assert step == 21
     assert 0 < plain < 0.06
+
+
+def test_one_process_compares(pool):
+    """The reference mode from host values needs nobody else: the other process may go on, or end."""
+    (losses, reference), (other, nothing) = pool.call("programs.compared_by_one_process")
+    np.testing.assert_allclose(losses, reference, rtol=1e-6)
+    assert (other, nothing) == (losses, None)

@@ -15,6 +15,7 @@ from .._distributed._world import world
 from .._errors import ArgumentError
 from .._implicit import registered
 from .._runtime._fetch import fetch
+from .._runtime._processes import committed_sharding
 from ._step import Step
 
 
@@ -172,10 +173,13 @@ def keystr(path: Any) -> str:
 
 
 def gathered(tree: Any) -> Any:
-    """For the reference mode: arrays of different submeshes come to one device, those of all processes to each."""
-    if world() is not None:
-        return fetch(tree)
+    """For the reference mode: arrays of different submeshes come to one device, those of all processes to each.
+
+    Host values are in every process already, so that one process alone can call the reference mode with them.
+    """
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
+    if world() is not None:
+        return fetch(tree) if any(committed_sharding(x) is not None for x in arrays) else tree
     if len({frozenset(x.sharding.device_set) for x in arrays}) <= 1:
         return tree
     device = jax.devices()[0]
