@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from manymesh import _compat
+from manymesh._layout import _solve
 from stages import assert_same
 
 RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
@@ -203,3 +204,47 @@ def test_a_callback_is_lowered_for_devices_only():
     assert_same(mm.jit(mm.task(doubled, mesh=first))(x), 3 * x)
     planned = Mesh(np.array(mm.planned_devices(4)).reshape(2, 2), ("data", "model"))
     assert "result" in str(mm.jit(mm.task(doubled, mesh=planned)).lower(x).layout)
+
+
+def test_without_a_word_about_layouts_nothing_is_propagated(monkeypatch):
+    """All is whole; no fragment is lowered to find that out."""
+    first, second = halves()
+    tasks = [mm.task(lambda w, h: jnp.tanh(h @ w), f"stage{i}", mesh=m) for i, m in enumerate((first, second))]
+
+    def loss(p, batch):
+        return jnp.mean((tasks[1](p["w2"], tasks[0](p["w1"], batch["x"])) - batch["y"]) ** 2)
+
+    step = mm.jit(training(loss, optax.adam(0.1), num_microbatches=2, schedule="1f1b"))
+    p = {"w1": np.ones((WIDTH, WIDTH), np.float32), "w2": np.ones((WIDTH, 2), np.float32)}
+    batch = {"x": np.ones((4, WIDTH), np.float32), "y": np.ones((4, 2), np.float32)}
+    before = dict(step.lower(p, optax.adam(0.1).init(p), batch).layout.decisions)
+    monkeypatch.setattr(_solve, "says_more", lambda jaxpr: True)
+    asked = dict(step.lower(p, optax.adam(0.1).init(p), batch).layout.decisions)
+    monkeypatch.undo()
+    assert [d.spec for d in before.values()] == [d.spec for d in asked.values()]
+    monkeypatch.setattr(_compat, "propagate", lambda *args: pytest.fail("propagated"))
+    step.lower(p, optax.adam(0.1).init(p), batch).layout  # noqa: B018
+
+
+def sharded(axis="data", mesh=None):
+    """What shards a 4 x 4 array by itself, by name."""
+    mesh = halves()[0] if mesh is None else mesh
+    rows = NamedSharding(mesh, P(axis))
+    return {
+        "constraint": lambda x: jax.lax.with_sharding_constraint(x, rows),
+        "jit": jax.jit(lambda x: x + 1, out_shardings=rows),
+        "argument of jit": jax.jit(lambda x: x + 1, in_shardings=rows),
+        "device_put": lambda x: jax.device_put(x, rows),
+        "shard_map": jax.shard_map(lambda x: x + 1, mesh=mesh, in_specs=P(axis), out_specs=P(axis)),
+        "in a loop": lambda x: jax.lax.scan(lambda c, _: (jax.lax.with_sharding_constraint(c, rows), None), x, None, 2)[0],
+        "in a branch": lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: jax.device_put(x, rows), lambda x: x, x),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sharded())
+def test_a_computation_that_shards_by_itself_says_more(name):
+    """Wherever in it the sharding stands; one that says that a value is whole says nothing."""
+    x = jnp.ones((4, 4))
+    assert _solve.says_more(jax.make_jaxpr(sharded()[name])(x).jaxpr)
+    if name != "shard_map":
+        assert not _solve.says_more(jax.make_jaxpr(sharded(None)[name])(x).jaxpr)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from .._compat import Propagated, Var
@@ -239,6 +239,8 @@ class _Solver:
         )
         if None not in ins and None not in outs:
             return None
+        if not any(spec for spec in (*ins, *outs)) and not says_more(f.jaxpr):
+            return _replicated(ins, outs)
         key = (self.keys(f.jaxpr), ins, outs, mesh.abstract_mesh)
         if key not in self.propagated:
             avals = [_compat.abstract(v.aval) for v in f.invars]
@@ -265,6 +267,31 @@ class _Solver:
         places.update(dict.fromkeys((v, s) for v, s in program.outputs if _compat.is_var(v)))
         nothing = Decision(PartitionSpec(), "nothing says more")
         return {(v, s): self.found(v, s) or nothing for v, s in places}
+
+
+# Equations that may shard what nobody else says anything of.
+_SHARDING = frozenset({"shard_map", "custom_partitioning", "reshard", "mesh_cast", "auto_axes", "explicit_axes"})
+
+
+def says_more(jaxpr: Any) -> bool:
+    """Whether a computation shards values by itself; without that, and with whole inputs and results, all in it is whole."""
+    if any(_shards(getattr(v.aval, "sharding", None)) for v in jaxpr.invars):
+        return True
+    return any(
+        eqn.primitive.name in _SHARDING
+        or any(_shards(value) for value in eqn.params.values())
+        or any(says_more(_compat.open_jaxpr(inner)) for inner in _compat.jaxprs_in(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _shards(value: Any) -> bool:
+    """Whether a parameter of an equation is, or holds, a sharding over devices."""
+    if isinstance(value, tuple | list):
+        return any(_shards(x) for x in value)
+    if isinstance(value, NamedSharding):
+        return any(entry is not None for entry in value.spec)
+    return isinstance(value, Sharding)
 
 
 def fragment_function(f: Fragment) -> Callable[..., Any]:
