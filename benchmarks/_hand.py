@@ -101,7 +101,7 @@ class ByHand:
         def apply(w: Any, x: Any, *y: Any) -> Any:
             return mean_squared_error(blocks(w, x), *y) if s == self.last else blocks(w, x)
 
-        keep = _WithoutWeights()
+        keep = WithoutWeights()
 
         def forward(w: Any, x: Any, *y: Any) -> Any:
             out, pullback = jax.vjp(lambda w, x: apply(w, x, *y), w, x)
@@ -127,7 +127,7 @@ class ByHand:
                 x = norm(x + h @ down + tap_2)
             return (mean_squared_error(x, *y) if s == self.last else x), read
 
-        keep = _WithoutWeights()
+        keep = WithoutWeights()
 
         def forward(w: Any, x: Any, *y: Any) -> Any:
             taps = [(jnp.zeros((len(x), up.shape[1])), jnp.zeros((len(x), down.shape[1]))) for up, down in w]
@@ -180,7 +180,19 @@ class ByHand:
         return float(loss)
 
 
-class _WithoutWeights:
+class Whole:
+    """Residuals as `jax.vjp` gives them, weights among them; what most people write."""
+
+    def strip(self, weights: Any, residuals: Any) -> Any:
+        """All of them."""
+        return residuals
+
+    def restore(self, weights: Any, kept: Any) -> Any:
+        """The same."""
+        return kept
+
+
+class WithoutWeights:
     """Residuals less the weights: they are at hand in the backward pass, and returning them would copy them."""
 
     def strip(self, weights: Any, residuals: Any) -> list[Any]:
