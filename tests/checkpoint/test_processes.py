@@ -24,6 +24,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 me, port, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, me, initialization_timeout=60, heartbeat_timeout_seconds=20)
 import manymesh as mm, tensorstore as ts
+from manymesh._runtime._exchange import assembled
 from manymesh.errors import CheckpointError
 
 devices = jax.devices()
@@ -37,10 +38,20 @@ def array(start, mesh, *spec):
     sharding = NamedSharding(mesh, P(*spec))
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
 
+def keys(mesh):
+    # Typed random keys of one process; of the other, an array without a value.
+    sharding = NamedSharding(mesh, P())
+    mine = [d for d in mesh.devices.flat if d.process_index == me]
+    words = jax.device_put([np.arange(6, dtype=np.uint32).reshape(3, 2)] * len(mine), mine)
+    return assembled(jax.ShapeDtypeStruct((3,), jax.random.key(0).dtype, sharding=sharding), words)
+
 def state(first, second, *spec):
     return {"first": array(0, first, *spec), "second": array(1, second, *spec), "across": array(2, across, *spec),
             "everywhere": array(3, everywhere, *spec), "replicated": array(4, across), "host": np.arange(3), "step": 7,
-            "uncommitted": jnp.arange(2.0)}
+            "whole": {"first": array(5, first), "second": array(6, second)}, "keys": keys(second), "uncommitted": jnp.arange(2.0)}
+
+def numbers(x):
+    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 def same(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
@@ -48,7 +59,7 @@ def same(found, expected):
         if isinstance(e, jax.Array):
             assert a.sharding == e.sharding
             for x, y in zip(a.addressable_shards, e.addressable_shards, strict=True):
-                assert x.index == y.index and np.array_equal(x.data, y.data)
+                assert x.index == y.index and np.array_equal(numbers(x.data), numbers(y.data))
         else:
             assert np.array_equal(a, e)
 

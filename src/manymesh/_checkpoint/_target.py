@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from .. import _compat
+from .._runtime._exchange import assembled
 from ._leaves import NUMBERS, Leaf, is_key
 from ._store import Box
 
@@ -71,23 +72,11 @@ class Target:
         """
         if self.sharding is None:
             return self._on_host(parts[None], random)
-        if random is not None:
-            return self._keys(parts, self.sharding, random)
-        array = jax.make_array_from_callback(
-            self.shape, self.sharding, lambda index: parts[_numbers(index or (), self.shape)], dtype=self.dtype
-        )
-        if not self.weak_type:
-            return array
-        aval = jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding, weak_type=True)
-        return _compat.assemble(aval, _compat.pieces(array))
-
-    def _keys(self, parts: Mapping[Any, np.ndarray[Any, Any]], sharding: Sharding, random: str) -> jax.Array:
-        """Typed random keys, made where they belong."""
-        indices = self._indices(sharding)
-        devices = [d for d in _compat.device_order(sharding) if d in indices]
-        data = jax.device_put([parts[_numbers(indices[d], self.shape)] for d in devices], devices)
-        keys = [jax.random.wrap_key_data(x, impl=random) for x in data]
-        return jax.make_array_from_single_device_arrays(self.shape, sharding, keys, dtype=self.dtype)
+        indices = self._indices(self.sharding)
+        devices = [d for d in _compat.device_order(self.sharding) if d in indices]
+        pieces = jax.device_put([parts[_numbers(indices[d], self.shape)] for d in devices], devices)
+        aval = jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding, weak_type=self.weak_type)
+        return assembled(aval, pieces)
 
     def _indices(self, sharding: Sharding) -> dict[Any, tuple[slice, ...]]:
         """What each device of this process gets."""
