@@ -310,10 +310,10 @@ SIMPLE: dict[str, Callable[[Any, Surroundings], Any]] = {
     "bilinear": lambda x, c: jnp.sum((x @ c.kernel) * x, axis=-1, keepdims=True),
     "polynomial": lambda x, c: jnp.polyval(jnp.asarray([0.1, -0.2, 0.5]), x),
 }
-# Of what is sharded, XLA on CPU cannot reduce by xor; and before JAX 0.12 what is written at one place of a product with
+# Of what is sharded, XLA on CPU cannot reduce by bits; and before JAX 0.12 what is written at one place of a product with
 # a sharded contraction comes out wrong where that dimension is sharded, under plain jax.jit as well.
 _AT = ("set_at", "set_at_value", "add_at", "add_at_many", "multiply_at", "subtract_at", "max_at", "min_at", "power_at")
-_UNSHARDED = ("reduce_xor", *(_AT if jax.__version_info__ < (0, 12) else ()))
+_UNSHARDED = ("reduce_xor", "reduce_bits", *(_AT if jax.__version_info__ < (0, 12) else ()))
 for _name, _fun in SIMPLE.items():
     operation(_fun, name=_name, unsharded=_name in _UNSHARDED)
 
