@@ -39,8 +39,8 @@ def array(start, mesh, *spec):
 
 def state(first, second, *spec):
     return {"first": array(0, first, *spec), "second": array(1, second, *spec), "across": array(2, across, *spec),
-            "everywhere": array(3, everywhere, *spec), "replicated": array(4, across), "host": np.arange(3), "step": 7,
-            "uncommitted": jnp.arange(2.0)}
+            "everywhere": array(3, everywhere, *spec), "replicated": array(4, across), "elsewhere": array(5, first), "host": np.arange(3),
+            "step": 7, "uncommitted": jnp.arange(2.0)}
 
 def same(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)

@@ -73,9 +73,12 @@ class Target:
             return self._on_host(parts[None], random)
         if random is not None:
             return self._keys(parts, self.sharding, random)
-        array = jax.make_array_from_callback(
-            self.shape, self.sharding, lambda index: parts[_numbers(index or (), self.shape)], dtype=self.dtype
-        )
+        if not parts:  # all of it is on devices of other processes; of replicated ones JAX would ask for the value
+            array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, [], dtype=self.dtype)
+        else:
+            array = jax.make_array_from_callback(
+                self.shape, self.sharding, lambda index: parts[_numbers(index or (), self.shape)], dtype=self.dtype
+            )
         if not self.weak_type:
             return array
         aval = jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding, weak_type=True)
