@@ -28,7 +28,7 @@ from _process import prepare
 from _timing import row, write_rows
 
 if __name__ == "__main__":
-    prepare(devices=1)
+    prepare(devices=1, quiet=True)
 
 from manymesh._distributed._launch import run_processes
 
@@ -183,7 +183,7 @@ def in_words(case: str, rounds: Sequence[Sequence[Survivor]]) -> str:
         times = [s.seconds for found in rounds for s in found if s.process == p]
         each.append(f"{p}: {statistics.median(times):.2f} ({max(times):.2f})")
     what, limit = CASES[case]
-    words = rounds[0][0].words.removeprefix("manymesh: ")
+    words = rounds[0][0].words.removeprefix("manymesh: ").partition(";")[0].rstrip(".")
     return f"| {what} | {f'{limit:g} s' if limit else 'at once'} | {'; '.join(each)} | {len(rounds)} | `{words}` |"
 
 
