@@ -3,8 +3,7 @@
     python benchmarks/failures.py [--repetitions 10] [--only kill] [--json FILE]
 
 The failures are those of tests/distributed/failing.py, in the third call of a step. Limits: three seconds of silence, half
-a second for one that left, eight seconds to start. Prints the table of docs/processes.md. Exit code 1 if a survivor needed
-more than five seconds over its limit.
+a second for one that left, eight seconds to start. Prints the table of docs/processes.md.
 """
 
 from __future__ import annotations
@@ -187,14 +186,14 @@ def in_words(case: str, rounds: Sequence[Sequence[Survivor]]) -> str:
     return f"| {what} | {f'{limit:g} s' if limit else 'at once'} | {'; '.join(each)} | {len(rounds)} | `{words}` |"
 
 
-def main() -> int:
+def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--only", choices=tuple(CASES), action="append")
     parser.add_argument("--json")
     given = parser.parse_args()
-    rows, well = [], True
+    rows = []
     print("| what happens | limit | seconds of each survivor: median (longest) | times | what the first of them says |")
     print("|---|---|---|---|---|")
     for case in given.only or CASES:
@@ -202,7 +201,6 @@ def main() -> int:
         print(in_words(case, rounds), flush=True)
         times = [s.seconds for found in rounds for s in found]
         worst, limit = max(times), CASES[case].limit
-        well = well and worst <= limit + GRACE
         rows.append(
             row(
                 f"process 1 of {PROCESSES}: {case}", f"{statistics.median(times):.2f} s, {len(rounds)} times",
@@ -211,8 +209,7 @@ def main() -> int:
             )
         )  # fmt: skip
     write_rows(given.json, rows)
-    return 0 if well else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -29,6 +29,7 @@ def benchmark(monkeypatch):
         "compile",
         "decoder",
         "dispatch",
+        "failures",
         "importing",
         "memory",
         "one_core",
@@ -38,6 +39,7 @@ def benchmark(monkeypatch):
         "predict",
         "processes",
         "recording",
+        "restarts",
         "run",
     ],  # fmt: skip
 )
