@@ -45,6 +45,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "processes": ((), ("--repetitions", "1")),
     "failures": (("--repetitions", "1"), ("--repetitions", "1", "--only", "kill")),
     "restarts": (("--steps", "80"), ("--steps", "20", "--processes", "2", "--every", "10", "--save-every", "5")),
+    "stalls": (("--runs", "2"), ("--runs", "1", "--schedules", "gpipe")),
     "memory": ((), ("--stages", "2")),
     "checkpoint": ((), ("--megabytes", "8", "--leaves", "20", "--rounds", "2")),
     "metadata": ((), ("500",)),

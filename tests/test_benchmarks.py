@@ -41,6 +41,7 @@ def benchmark(monkeypatch):
         "recording",
         "restarts",
         "run",
+        "stalls",
     ],  # fmt: skip
 )
 def test_a_benchmark_can_be_imported(benchmark, name):

@@ -53,9 +53,7 @@ def run(args: argparse.Namespace) -> int:
     command = [sys.executable, args.script, *args.arguments]
     restarts = Restarts(args.max_restarts, args.min_processes)
     try:
-        return run_processes(
-            command, args.processes, args.devices_per_process, timeout=args.timeout, restarts=restarts
-        )
+        return run_processes(command, args.processes, args.devices_per_process, timeout=args.timeout, restarts=restarts)
     except ProcessError as error:
         print(f"python -m manymesh {error}", file=sys.stderr)
         return 2
