@@ -26,8 +26,9 @@ me, attempt = os.environ["MANYMESH_PROCESS"], int(os.environ["MANYMESH_RESTARTS"
 print("attempt", attempt, "of", os.environ["MANYMESH_PROCESSES"], "pid", os.getpid(), flush=True)
 how = sys.argv[1 + attempt] if attempt < len(sys.argv) - 1 else ""
 if how == "hang": time.sleep(100)
+if how == "late": time.sleep(3)
 if me == os.environ.get("FAILS", "1"):
-    if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if how in ("kill", "late"): os.kill(os.getpid(), signal.SIGKILL)
     elif how: sys.exit(int(how))
 """
 
@@ -98,8 +99,8 @@ def test_on_fewer_processes(script, capsys, monkeypatch):
 def test_the_time_limit_is_for_all_attempts(script, capsys):
     """And nothing follows it."""
     start = time.monotonic()
-    assert main(["launch", "-n", "2", "--timeout", "3", "--max-restarts", "9", script, "kill", "hang"]) == 124
-    assert time.monotonic() - start < 3 + 15
+    assert main(["launch", "-n", "2", "--timeout", "4", "--max-restarts", "9", script, "late", "hang"]) == 124
+    assert time.monotonic() - start < 3 + 4, "a limit for each attempt would be over later"
     out, err = capsys.readouterr()
     assert attempts(out) == [2, 2]
     assert err.count("\n") == 1
