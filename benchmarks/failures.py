@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -182,8 +183,15 @@ def in_words(case: str, rounds: Sequence[Sequence[Survivor]]) -> str:
         times = [s.seconds for found in rounds for s in found if s.process == p]
         each.append(f"{p}: {statistics.median(times):.2f} ({max(times):.2f})")
     what, limit = CASES[case]
-    words = rounds[0][0].words.removeprefix("manymesh: ").partition(";")[0].rstrip(".")
-    return f"| {what} | {f'{limit:g} s' if limit else 'at once'} | {'; '.join(each)} | {len(rounds)} | `{words}` |"
+    said = Counter(_in_short(survivor.words) for found in rounds for survivor in found)
+    (words, _), *others = said.most_common()
+    spoken = f"`{words}`" + "".join(f", or `{other}` ({times} of {said.total()})" for other, times in others)
+    return f"| {what} | {f'{limit:g} s' if limit else 'at once'} | {'; '.join(each)} | {len(rounds)} | {spoken} |"
+
+
+def _in_short(words: str) -> str:
+    """What happened, without what to do about it and how far everybody was."""
+    return words.removeprefix("manymesh: ").partition(";")[0].rstrip(".")
 
 
 def main() -> None:
@@ -194,7 +202,7 @@ def main() -> None:
     parser.add_argument("--json")
     given = parser.parse_args()
     rows = []
-    print("| what happens | limit | seconds of each survivor: median (longest) | times | what the first of them says |")
+    print("| what happens | limit | seconds of each survivor: median (longest) | times | what they say |")
     print("|---|---|---|---|---|")
     for case in given.only or CASES:
         rounds = [survivors(case) for _ in range(given.repetitions)]
