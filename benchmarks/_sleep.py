@@ -21,13 +21,13 @@ _kept: list[Any] = []  # what XLA points to has to live as long as the process
 
 
 @functools.cache
-def sleeper(shape: tuple[int, ...], seconds: float) -> Callable[[Any], Any]:
-    """The identity on float32[shape] that takes that long, on the CPU, wherever in a program it stands."""
+def sleeper(shape: tuple[int, ...], seconds: float | Callable[[], float]) -> Callable[[Any], Any]:
+    """The identity on float32[shape] that takes that long, or as long as it is told each time, on the CPU."""
     nbytes = 4 * int(np.prod(shape))
 
     def sleep(out: int, inputs: Any) -> None:
         ctypes.memmove(out, inputs[0], nbytes)
-        time.sleep(seconds)
+        time.sleep(seconds() if callable(seconds) else seconds)
 
     name = f"manymesh_benchmark_sleep_{len(_kept)}"
     _kept.append(_Signature(sleep))

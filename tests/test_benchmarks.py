@@ -29,6 +29,7 @@ def benchmark(monkeypatch):
         "compile",
         "decoder",
         "dispatch",
+        "failures",
         "importing",
         "memory",
         "one_core",
@@ -38,7 +39,9 @@ def benchmark(monkeypatch):
         "predict",
         "processes",
         "recording",
+        "restarts",
         "run",
+        "stalls",
     ],  # fmt: skip
 )
 def test_a_benchmark_can_be_imported(benchmark, name):

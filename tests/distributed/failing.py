@@ -1,4 +1,7 @@
-"""A script in which process 1 fails in the way that its first argument says, in the third call of a step."""
+"""A script in which process 1 fails in the way that its first argument says, in the third call of a step.
+
+Where the coordinator is to be lost, that is process 0, which hosts the service because nobody launched it.
+"""
 
 import os
 import signal
@@ -15,11 +18,22 @@ def now(what):
     print(f"{what} at {time.time()}", flush=True)
 
 
-def main(case, limit):
-    failing = os.environ.get("MANYMESH_PROCESS") == "1"
+def main(case, limit, *address):
+    """Calls a step four times.
+
+    Args:
+      case: what happens.
+      limit: seconds of silence, or until all have started.
+      address: of the coordinator, the number of processes and of this one, where it was not launched.
+    """
+    address = (address[0], int(address[1]), int(address[2])) if address else ()
+    failing = address[2] == 0 if address else os.environ.get("MANYMESH_PROCESS") == "1"
     if case == "never starts" and failing:
         time.sleep(100)
-    mm.distributed.initialize(death_timeout=0.5, stall_timeout=limit, start_timeout=limit)
+    now(f"pid {os.getpid()} starts")
+    mm.distributed.initialize(
+        *address, death_timeout=0.5, stall_timeout=limit, start_timeout=limit if case == "never starts" else 100
+    )
 
     front, back = (mm.task(lambda w, x: jnp.tanh(x @ w), name, devices=[d]) for name, d in (("front", 0), ("back", 1)))
 
@@ -33,9 +47,12 @@ def main(case, limit):
     other = mm.jit(lambda w, x: back(w, front(w, x)))
     w, x = jnp.eye(4), jnp.ones((6, 4))
     for number in range(1, 5):
+        if number == 3 and case == "lost launcher":
+            now("fails")
+            time.sleep(100)
         if failing and number == 3:
             now("fails")
-            if case == "kill":
+            if case in ("kill", "lost coordinator"):
                 os.kill(os.getpid(), signal.SIGKILL)
             elif case == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -53,5 +70,12 @@ def main(case, limit):
     print("ended well", jax.process_index())
 
 
+def fails_at_first():
+    """Gives how often all processes were started again."""
+    if os.environ["MANYMESH_RESTARTS"] == "0":
+        raise ValueError("on purpose")
+    return int(os.environ["MANYMESH_RESTARTS"])
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), *sys.argv[3:])

@@ -22,6 +22,7 @@ from ._world import Progress, World, enter, flood_of, world
 
 # What `launch` tells the processes that it starts.
 COORDINATOR, COUNT, PROCESS = "MANYMESH_COORDINATOR", "MANYMESH_PROCESSES", "MANYMESH_PROCESS"
+RESTARTS = "MANYMESH_RESTARTS"  # how often all were started again
 # JAX's own watch looks at the coordinator only and ends a process without words: it comes after ours.
 HEARTBEAT_TIMEOUT = 100
 

@@ -16,7 +16,8 @@ from typing import IO, Any
 
 from .. import _compat
 from .._errors import ProcessError
-from ._initialize import COORDINATOR, COUNT, HEARTBEAT_TIMEOUT, PROCESS
+from ._initialize import COORDINATOR, COUNT, HEARTBEAT_TIMEOUT, PROCESS, RESTARTS
+from ._restarts import Ending, Restarts
 from ._watch import ENDED_WITH_OTHERS
 
 # Seconds that the others have to end by themselves, after the first one that failed, and then to end when told.
@@ -31,11 +32,14 @@ def run_processes(
     output: IO[str] | None = None,
     more: Mapping[str, str] | None = None,
     timeout: float | None = None,
+    restarts: Restarts | None = None,
 ) -> int:
     """Runs a command in several processes that find each other, and waits for all of them.
 
     Each line that they print is prefixed with the number of its process. This process hosts the service through which
-    they find each other, on loopback. However this function ends, no process is left.
+    they find each other, on loopback. However this function ends, no process is left. Where restarts were asked for, all
+    are ended when one has failed, and all are started again, with a service of their own; a line on standard error, or
+    in the output that was given, says so.
 
     Args:
       command: what to run.
@@ -43,33 +47,66 @@ def run_processes(
       devices_per_process: simulated CPU devices of each; None leaves that to the environment.
       output: where lines go; standard output by default.
       more: further variables for the environment of all.
-      timeout: seconds after which all are ended.
+      timeout: seconds after which all are ended, restarts included.
+      restarts: whether they are started again when one fails.
 
     Returns:
-      0 where all ended well, else the exit code of the first that failed; 128 and the signal, where it was killed.
+      0 where all ended well, else the exit code of the first that failed; 128 and the signal, where it was killed. With
+      restarts, that of the last attempt.
 
     Raises:
-      ProcessError: fewer than one process or device.
+      ProcessError: fewer than one process or device, or restarts that make no sense.
     """
     for name, number in (("processes", processes), ("devices_per_process", devices_per_process)):
         if number is not None and number < 1:
             raise ProcessError(f"launch: {name} has to be at least 1, found {number}")
-    stream = sys.stdout if output is None else output
-    with _service(processes) as address, _terminated_as_interrupted():
+    restarts = restarts or Restarts()
+    restarts.check(processes)
+    until = (time.monotonic(), timeout)
+    endings: tuple[Ending, ...] = ()
+    again: int | None = processes
+    with _terminated_as_interrupted():
+        while again is not None:
+            variables = {**_environment(devices_per_process), **(more or {}), RESTARTS: str(len(endings))}
+            ending = _attempt(command, again, variables, sys.stdout if output is None else output, until)
+            if not ending.code:
+                return 0
+            endings = (*endings, ending)
+            again, words = restarts.after(endings, again)
+            if words:
+                print(words, file=sys.stderr if output is None else output, flush=True)
+    return endings[-1].code
+
+
+def _attempt(
+    command: Sequence[str],
+    processes: int,
+    variables: Mapping[str, str],
+    stream: IO[str],
+    limit: tuple[float, float | None],
+) -> Ending:
+    """Starts all processes, and leaves none.
+
+    Args:
+      command, processes: see `run_processes`.
+      variables: the environment of all.
+      stream: where lines go.
+      limit: when the first attempt began, and how many seconds all have together.
+    """
+    with _service(processes) as address:
         children: list[subprocess.Popen[str]] = []
         pumps: list[threading.Thread] = []
         try:
             for process in range(processes):
-                variables = {**_environment(devices_per_process), **(more or {})}
-                variables |= {COORDINATOR: address, COUNT: str(processes), PROCESS: str(process)}
+                own = {COORDINATOR: address, COUNT: str(processes), PROCESS: str(process)}
                 child = subprocess.Popen(
-                    list(command), env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                    list(command), env={**variables, **own}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
                 )  # fmt: skip
                 children.append(child)
                 pumps.append(threading.Thread(target=_copy, args=(process, child, stream), daemon=True))
                 pumps[-1].start()
-            return _wait(children, stream, timeout)
+            return _wait(children, stream, limit)
         finally:
             _end(children)
             for pump in pumps:
@@ -130,11 +167,11 @@ def _copy(process: int, child: subprocess.Popen[str], stream: IO[str]) -> None:
         stream.flush()
 
 
-def _wait(children: Sequence[subprocess.Popen[str]], stream: IO[str], timeout: float | None) -> int:
+def _wait(children: Sequence[subprocess.Popen[str]], stream: IO[str], limit: tuple[float, float | None]) -> Ending:
     """Waits until all have ended, or the first that failed was given company."""
     codes: dict[int, int] = {}
-    started = time.monotonic()
-    failed = None
+    started, failed = time.monotonic(), None
+    first_start, timeout = limit
     while len(codes) < len(children):
         for process, child in enumerate(children):
             ended = child.poll()
@@ -145,23 +182,23 @@ def _wait(children: Sequence[subprocess.Popen[str]], stream: IO[str], timeout: f
             failed = now
         if failed is not None and now - failed > GRACE:
             break
-        if timeout is not None and now - started > timeout:
-            stream.write(
-                f"manymesh: after {timeout:g} s process {_unfinished(codes, children)} still ran; all are ended\n"
-            )
-            return 124
+        if timeout is not None and now - first_start > timeout:
+            words = f"after {timeout:g} s process {_unfinished(codes, children)} still ran"
+            stream.write(f"manymesh: {words}; all are ended\n")
+            return Ending(124, words, now - started, final=True)
         time.sleep(0.01)
     wrong = {p: code for p, code in codes.items() if code}
     # Who ended because another one did is not the first that failed, in whatever order they are seen.
     failure = next((p for p, code in wrong.items() if code != ENDED_WITH_OTHERS), next(iter(wrong), None))
     if failure is None:
-        return 0
+        return Ending(0, "all ended well", time.monotonic() - started)
     first = wrong[failure]
     how = f"was killed by {signal.Signals(-first).name}" if first < 0 else f"ended with exit code {first}"
     stream.write(f"manymesh: process {failure} {how}\n")
     if left := _unfinished(codes, children):
         stream.write(f"manymesh: process {left} did not end by itself and is killed\n")
-    return first if first > 0 else 128 - first
+    seconds = (failed or started) - started
+    return Ending(first if first > 0 else 128 - first, f"process {failure} {how}", seconds)
 
 
 def _unfinished(codes: Mapping[int, int], children: Sequence[object]) -> str:
@@ -171,14 +208,16 @@ def _unfinished(codes: Mapping[int, int], children: Sequence[object]) -> str:
 def _end(children: Sequence[subprocess.Popen[str]]) -> None:
     """Ends what still runs, with all that it has started, and reaps it."""
     running = [child for child in children if child.poll() is None]
-    for child in running:
-        _signal(child, signal.SIGTERM)
-    deadline = time.monotonic() + (TERMINATION if running else 0)
-    while time.monotonic() < deadline and any(child.poll() is None for child in running):
-        time.sleep(0.01)
-    for child in children:
-        _signal(child, signal.SIGKILL)  # also what an ended one may have left in its session
-        child.wait()
+    try:
+        for child in running:
+            _signal(child, signal.SIGTERM)
+        deadline = time.monotonic() + (TERMINATION if running else 0)
+        while time.monotonic() < deadline and any(child.poll() is None for child in running):
+            time.sleep(0.01)
+    finally:  # also when somebody presses Ctrl-C once more
+        for child in children:
+            _signal(child, signal.SIGKILL)  # also what an ended one may have left in its session
+            child.wait()
 
 
 def _signal(child: subprocess.Popen[str], number: signal.Signals) -> None:

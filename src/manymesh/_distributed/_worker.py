@@ -13,6 +13,7 @@ from typing import Any
 from .._errors import ProcessError
 from ._initialize import PROCESS, initialize
 from ._launch import run_processes
+from ._restarts import Restarts
 
 _START = "import sys; from manymesh._distributed._worker import main; main(sys.argv[1])"
 
@@ -24,6 +25,7 @@ def launch(
     devices_per_process: int = 1,
     args: Sequence[Any] = (),
     timeout: float | None = None,
+    max_restarts: int = 0,
 ) -> list[Any]:
     """Runs a function in several local processes, each after `initialize`; for notebooks and tests.
 
@@ -34,6 +36,8 @@ def launch(
       devices_per_process: simulated CPU devices of each.
       args: arguments of the function.
       timeout: seconds after which all are ended.
+      max_restarts: how often all are ended and started again when one fails, each time from the beginning of the
+        function: it is for functions that go on from a checkpoint.
 
     Returns:
       What the function returned in each process; it has to be picklable, such as `manymesh.fetch` gives it.
@@ -51,7 +55,7 @@ def launch(
         task.write_bytes(_pickled(function, tuple(args)))
         code = run_processes(
             [sys.executable, "-c", _START, folder], processes, devices_per_process, timeout=timeout,
-            more={"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            restarts=Restarts(max_restarts), more={"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )  # fmt: skip
         if code:
             name = getattr(function, "__name__", repr(function))
