@@ -38,6 +38,7 @@ def constructs(program: Program) -> set[str]:
         found.add(f"key: {program.key}{', raw' if program.raw_key else ''}, {program.key_from}")
     if program.in_shardings:
         found.add("layout: in_shardings")
+    found.add(f"framework: {program.framework or 'none'}")
     spans = [set(range(s, s + a * b)) for s, a, b in program.submeshes]
     if any(x & y for i, x in enumerate(spans) for y in spans[:i]):
         found.add("layout: overlapping submeshes")
@@ -52,6 +53,10 @@ def constructs(program: Program) -> set[str]:
         found.add(f"activation: {layer.style + ' ' + str(layer.activation) if layer.activation else 'never'}")
         if layer.between:
             found.add("around a task: operation between tasks")
+        found.add(f"placed by: {layer.placed if layer.placed == 'task' else 'register_task, ' + layer.placed}")
+        found |= {f"module: {program.framework}, {part}" for part in layer.modules}
+        if layer.put is not None:
+            found.add(f"device_put: {layer.put}")
     return found
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import random
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +20,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import manymesh as mm
+from manymesh._mark import current_recording
 
 from . import operations_large  # noqa: F401  # registers its operations
 from .known import works
@@ -43,6 +48,11 @@ class Layer:
       activation: names of the result's dimensions, or None.
       style: whose constraint it is, ``mm`` or ``jax``.
       between: an operation on the layer's result, outside of tasks; or none.
+      placed: what makes a task of it: ``task``, or `register_task` with the name of a ``scope``, a ``path`` of two, or a
+        ``callback``.
+      modules: what a block of a framework has besides, in order: names in `modules.PARTS`.
+      put: device axes of the dimensions of the result as `jax.device_put` lays it out on the submesh of the next layer,
+        outside of tasks; or none.
     """
 
     submesh: int
@@ -56,6 +66,9 @@ class Layer:
     activation: tuple[str | None, ...] | None = None
     style: str = "mm"
     between: str | None = None
+    placed: str = "task"
+    put: tuple[str | None, ...] | None = None
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,8 @@ class Program:
 
     Attributes:
       submeshes: (first device, rows, columns) of each; rows are the axis ``data``, columns ``model``.
+      framework: whose modules the tasks are, ``linen``, ``nnx`` or ``equinox``; or none, and tasks are functions.
+      order: which order a custom schedule writes down, as the seed of a random one; 0 is GPipe.
     """
 
     submeshes: tuple[tuple[int, int, int], ...]
@@ -83,6 +98,8 @@ class Program:
     key_from: str = "argument"
     weak: bool = False
     in_shardings: bool = False
+    order: int = 0
+    framework: str | None = None
 
     def to_json(self) -> str:
         """The program as text, to be kept when it breaks something."""
@@ -173,7 +190,7 @@ class Program:
                     0
                 ]  # of the first layer, where they are stacked
                 y = apply(layer.between, y, Surroundings(kernel, ids, own))
-            values.append(y)
+            values.append(self.put(i, y, meshes))
         value = jnp.mean(values[-1] ** 2) + sum(jnp.mean(v) for v in values[1:-1]) * 0.1
         if scale is not None:
             value = value * scale
@@ -207,13 +224,44 @@ class Program:
             y = y if layer.activation is None else self._constrain(y, layer.activation, layer.style)
             return (y, 2) if layer.wrap == "returned_number" else y
 
+        placement = self.placement(i, meshes)
+        if layer.wrap == "nested":
+            body = mm.task(body, f"inner{i}", **placement)
+        return mm.task(body, f"t{i}", **placement) if layer.placed == "task" else scoped(body, self.scope(i))
+
+    def placement(self, i: int, meshes: list[Mesh]) -> dict[str, Any]:
+        """Where the i-th layer runs, as arguments of `mm.task`."""
+        layer = self.layers[i]
         mesh: Any = meshes[layer.submesh]
         if layer.wrap in ("layers", "stacked"):
             alike = [m for m in meshes if m.shape == mesh.shape]
             mesh = [mesh, *(m for m in alike if m != mesh)][:STACK]
-        if layer.wrap == "nested":
-            body = mm.task(body, f"inner{i}", mesh=mesh, logical_axes=RULES)
-        return mm.task(body, f"t{i}", mesh=mesh, logical_axes=RULES)
+        return {"mesh": mesh, "logical_axes": RULES}
+
+    def scope(self, i: int) -> str:
+        """The path of the scope that `register_task` makes a task of."""
+        return f"blocks/{i}" if self.layers[i].placed == "path" else f"t{i}"
+
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        """Registers the layers that are placed by name."""
+        meshes = self.meshes()
+        with contextlib.ExitStack() as stack:
+            for i, layer in enumerate(self.layers):
+                task = mm.Task(f"t{i}", **self.placement(i, meshes))
+                if layer.placed == "callback":
+                    described = functools.partial(_described, task)
+                    stack.enter_context(mm.register_task(f"(t{i})", callback=described))
+                elif layer.placed != "task":
+                    stack.enter_context(mm.register_task(re.escape(self.scope(i)), task=task))
+            yield
+
+    def put(self, i: int, x: Any, meshes: list[Mesh]) -> Any:
+        """The result of the i-th layer, sent to the submesh of the next one if the layer says so."""
+        axes = self.layers[i].put
+        if axes is None or i + 1 == len(self.layers) or current_recording() is None:  # plain JAX has one device
+            return x
+        return jax.device_put(x, NamedSharding(meshes[self.layers[i + 1].submesh], PartitionSpec(*axes)))
 
     @staticmethod
     def _constrain(x: Any, names: Any, style: str) -> Any:
@@ -224,30 +272,49 @@ class Program:
             return jax.lax.with_sharding_constraint(x, PartitionSpec(*(rules.get(n) for n in names)))
         return mm.with_sharding_constraint(x, names)
 
-    def looped(self, fun: Any, schedule: str | None, reduce: Any) -> Any:
+    def looped(self, fun: Any, schedule: str | None, reduce: Any, backward: bool = True) -> Any:
         """``fun(params, batch, key, scale)`` over microbatches, if the program has any."""
         if schedule is None:
             return fun
-        rows = None
-        if schedule == "custom":
-            rows = self.custom_rows()
         return mm.microbatch(
             fun,
             argnum=1,
             num_microbatches=self.microbatches,
-            schedule=schedule,
             reduce=reduce,
             rng_argnum=2 if self.key is not None and self.key_from == "folded" else None,
-            custom_schedule=rows,
+            **self.scheduled(schedule, backward),
         )
 
-    def custom_rows(self) -> list[list[tuple[int, str]]]:
-        """GPipe, written by hand: every submesh has one layer."""
-        count = range(self.microbatches)
-        rows = []
-        for s in range(len(self.submeshes)):
-            names = [f"t{i}" for i, layer in enumerate(self.layers) if layer.submesh == s]
-            rows.append([(m, f"{n}{end}") for end in ("", "_bwd") for n in names for m in count])
+    def scheduled(self, schedule: str, backward: bool) -> dict[str, Any]:
+        """Arguments of `mm.microbatch` for a schedule.
+
+        Args:
+          schedule: its name; ``custom, split`` is a custom one with weight gradients of their own.
+          backward: whether gradients are taken in the loop.
+        """
+        if not schedule.startswith("custom"):
+            return {"schedule": schedule}
+        phases = ["", "_bwd", "_wgt"][: 1 if not backward else 2 if schedule == "custom" else 3]
+        return {"schedule": "custom", "custom_schedule": self.custom_rows(phases)}
+
+    def custom_rows(self, phases: list[str]) -> list[list[tuple[int, str]]]:
+        """A row for each submesh: GPipe, or any order in which everything can run.
+
+        Microbatches stay in order within a task and phase, because results accumulate.
+
+        Args:
+          phases: endings of names, ``""``, ``_bwd``, ``_wgt``.
+        """
+        rng, layers = random.Random(self.order), range(len(self.layers))
+        left = [(phase, i, m) for phase in phases for m in range(self.microbatches) for i in layers]
+        rows: list[list[tuple[int, str]]] = [[] for _ in self.submeshes]
+        done: set[tuple[str, int, int]] = set()
+        while left:
+            ready = [unit for unit in left if _before(unit, len(layers)) <= done]
+            unit = rng.choice(ready) if self.order else ready[0]
+            done.add(unit)
+            left.remove(unit)
+            rows[self.layers[unit[1]].submesh].append((unit[2], f"t{unit[1]}{unit[0]}"))
         return rows
 
     def reduction(self) -> Any:
@@ -265,9 +332,8 @@ class Program:
         """The training step: gradients of the loss over microbatches, and an update."""
         params = state.params if self.state != "dict" else state["params"]
         if self.mode == "forward":
-            return state, self.looped(self.loss, schedule, "sum" if not self.aux else ("sum", "last"))(
-                params, batch, key, scale
-            )
+            reduce = "sum" if not self.aux else ("sum", "last")
+            return state, self.looped(self.loss, schedule, reduce, False)(params, batch, key, scale)
         grad = jax.value_and_grad(self.loss, has_aux=self.aux)
         if self.mode == "scanned":
             loss, grads = self._accumulated(grad, params, batch, key, scale)
@@ -278,7 +344,7 @@ class Program:
         new = self.updated(state, grads)
         if self.mode == "twice":
             after = new.params if self.state != "dict" else new["params"]
-            loss = loss, self.looped(self.loss, schedule, "last")(after, batch, key, scale)
+            loss = loss, self.looped(self.loss, schedule, "last", False)(after, batch, key, scale)
         return new, (loss, grads)
 
     def _accumulated(self, grad: Any, params: Any, batch: Any, key: Any, scale: Any) -> Any:
@@ -315,6 +381,34 @@ class Program:
             for i, layers in used.items()
             if len(layers) == 1 and layers[0].wrap == "plain" and layers[0].annotated == "never"
         }
+
+
+def scoped(fun: Any, path: str) -> Any:
+    """``fun`` in nested scopes."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for name in path.split("/"):
+                stack.enter_context(jax.named_scope(name))
+            return fun(*args, **kwargs)
+
+    return run
+
+
+def _described(task: mm.Task, match: re.Match[str], is_backward: bool) -> mm.Task:
+    assert task.name == match[1]
+    return task
+
+
+def _before(unit: tuple[str, int, int], count: int) -> set[tuple[str, int, int]]:
+    """What has to run before a layer of a chain in a phase and microbatch."""
+    phase, i, m = unit
+    before = {(phase, i, m - 1)} if m else set()
+    if phase == "":
+        return before | ({("", i - 1, m)} if i else set())
+    if phase == "_bwd":
+        return before | {("", count - 1, m), *([("_bwd", i + 1, m)] if i + 1 < count else [])}
+    return before | {("_bwd", i, m)}
 
 
 FIELDS = ("params", "moments", "average", "count")
