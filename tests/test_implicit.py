@@ -3,6 +3,7 @@
 import re
 import sys
 import threading
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -732,3 +733,20 @@ def test_gradients_that_nobody_reads_are_dropped_in_linear_time():
         return work(lambda ws, x: step(ws, x)[0], weights(count), batch())
 
     assert planned(96) < 2.1 * planned(48)
+
+
+def test_a_constraint_outside_tasks_is_read_by_the_rules_of_a_scope():
+    """A parameter that is constrained before its scope is entered lies as the task that the scope becomes says."""
+    submesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+
+    def step(w, x):
+        w = mm.with_sharding_constraint(2 * w, ("batch", "hidden"))
+        kept = w[:, :2]  # a reader outside of the scope, so that the constraint is outside too
+        with jax.named_scope("layer"):
+            return x @ w, kept
+
+    rules = [("batch", "data"), ("hidden", "model")]
+    with mm.register_task("layer", mesh=submesh, logical_axes=rules), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowered = mm.jit(step).lower(jnp.ones((4, 4)), jnp.ones((2, 4)))
+    assert "P('data', 'model')" in str(lowered.layout)

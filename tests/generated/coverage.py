@@ -8,7 +8,8 @@ from typing import Any
 
 import jax.extend as jex
 
-from .program import Program
+from .program import Layer, Program
+from .wraps import STACKED
 
 
 def primitives(closed: Any) -> dict[str, int]:
@@ -55,9 +56,17 @@ def constructs(program: Program) -> set[str]:
             found.add("around a task: operation between tasks")
         found.add(f"placed by: {layer.placed if layer.placed == 'task' else 'register_task, ' + layer.placed}")
         found |= {f"module: {program.framework}, {part}" for part in layer.modules}
+        if layer.wrap in STACKED:
+            found.add(f"stacked layers: {layer.depth} on {min(layer.depth, _alike(program, layer))} submeshes")
         if layer.put is not None:
             found.add(f"device_put: {layer.put}")
     return found
+
+
+def _alike(program: Program, layer: Layer) -> int:
+    """How many submeshes have the shape of a layer's."""
+    shapes = [shape for _, *shape in program.submeshes]
+    return shapes.count(shapes[layer.submesh])
 
 
 def table(counts: Counter[str], drawn: Counter[str], examples: int) -> str:

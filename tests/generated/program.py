@@ -26,11 +26,12 @@ from . import operations_large  # noqa: F401  # registers its operations
 from .known import works
 from .operations import WIDTH, Surroundings, apply
 from .optimizers import optimizer
-from .wraps import call_wrapped, inner_wrapped
+from .wraps import STACKED, call_wrapped, inner_wrapped
 
 RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
+PIECES = 2  # of a microbatch, where a loop is in a loop
+NESTED = ("nested", "nested_around", "loop_in_scan")
 TAKES_BOXES = ("plain", "keywords", "jit", "checkpoint", "policy", "python_loop", "scoped", "nested")
-STACK = 2  # layers in a stacked parameter
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Layer:
       between: an operation on the layer's result, outside of tasks; or none.
       placed: what makes a task of it: ``task``, or `register_task` with the name of a ``scope``, a ``path`` of two, or a
         ``callback``.
+      depth: how many layers a stacked parameter holds; in equal blocks on all submeshes of this shape, if that divides.
       modules: what a block of a framework has besides, in order: names in `modules.PARTS`.
       put: device axes of the dimensions of the result as `jax.device_put` lays it out on the submesh of the next layer,
         outside of tasks; or none.
@@ -69,6 +71,7 @@ class Layer:
     placed: str = "task"
     put: tuple[str | None, ...] | None = None
     modules: tuple[str, ...] = ()
+    depth: int = 2
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,9 @@ class Program:
     Attributes:
       submeshes: (first device, rows, columns) of each; rows are the axis ``data``, columns ``model``.
       framework: whose modules the tasks are, ``linen``, ``nnx`` or ``equinox``; or none, and tasks are functions.
+      mode: ``train``, or ``forward``: no gradients; ``twice``: a second loop after the update; ``scanned``: the user's own scan
+        over pieces, and ``loop_in_scan``: one with a loop in it; ``nested``: a loop in a loop; ``around``: the gradient of a
+        loop; ``nested_around``: a loop over gradients of a loop.
       order: which order a custom schedule writes down, as the seed of a random one; 0 is GPipe.
     """
 
@@ -116,15 +122,15 @@ class Program:
         devices = jax.devices()
         return [Mesh(np.array(devices[s : s + a * b]).reshape(a, b), ("data", "model")) for s, a, b in self.submeshes]
 
-    def stacked(self) -> set[int]:
-        """Parameters that hold several layers."""
-        return {layer.parameter for layer in self.layers if layer.wrap == "stacked"}
+    def stacked(self) -> dict[int, int]:
+        """Parameters that hold several layers, and how many."""
+        return {layer.parameter: layer.depth for layer in reversed(self.layers) if layer.wrap in STACKED}
 
     def parameters(self) -> dict[str, Any]:
         """Kernels and biases, kernels in boxes where a layer says so."""
         rng, out = np.random.default_rng(0), {}
         for i in range(1 + max(layer.parameter for layer in self.layers)):
-            lead = (STACK,) if i in self.stacked() else ()
+            lead = (self.stacked()[i],) if i in self.stacked() else ()
             kernel = jnp.asarray(rng.normal(size=(*lead, WIDTH, WIDTH)) * 0.5, jnp.float32)
             bias = jnp.asarray(rng.normal(size=(*lead, WIDTH)) * 0.1, jnp.float32)
             names = [la.kernel_axes for la in self.layers if la.parameter == i and la.annotated == "box"]
@@ -137,7 +143,7 @@ class Program:
 
     def batch(self) -> dict[str, Any]:
         """Rows, token ids, and a leaf that is None."""
-        rng, rows = np.random.default_rng(1), 4 * self.microbatches
+        rng, rows = np.random.default_rng(1), 4 * self.microbatches * (PIECES if self.mode in NESTED else 1)
         return {
             "x": jnp.asarray(rng.normal(size=(rows, WIDTH)), jnp.float32),
             "ids": jnp.asarray(rng.integers(0, 8, size=rows), jnp.int32),
@@ -175,7 +181,7 @@ class Program:
         values, ids = [batch["x"]], batch["ids"]
         for i, layer in enumerate(self.layers):
             p = params[f"w{layer.parameter}"]
-            if layer.wrap != "stacked" and layer.parameter in self.stacked():
+            if layer.wrap not in STACKED and layer.parameter in self.stacked():
                 p = jax.tree.map(lambda v: v[0], mm.meta.unbox(p))  # the names of a box are those of the whole stack
             if layer.annotated != "box" or layer.wrap not in TAKES_BOXES:
                 p = mm.meta.unbox(p)
@@ -233,9 +239,11 @@ class Program:
         """Where the i-th layer runs, as arguments of `mm.task`."""
         layer = self.layers[i]
         mesh: Any = meshes[layer.submesh]
-        if layer.wrap in ("layers", "stacked"):
+        if layer.wrap in ("layers", *STACKED):
             alike = [m for m in meshes if m.shape == mesh.shape]
-            mesh = [mesh, *(m for m in alike if m != mesh)][:STACK]
+            mesh = [mesh, *(m for m in alike if m != mesh)]
+            if layer.wrap in STACKED:
+                mesh = mesh[: self.stacked().get(layer.parameter, layer.depth)]
         return {"mesh": mesh, "logical_axes": RULES}
 
     def scope(self, i: int) -> str:
@@ -272,14 +280,16 @@ class Program:
             return jax.lax.with_sharding_constraint(x, PartitionSpec(*(rules.get(n) for n in names)))
         return mm.with_sharding_constraint(x, names)
 
-    def looped(self, fun: Any, schedule: str | None, reduce: Any, backward: bool = True) -> Any:
-        """``fun(params, batch, key, scale)`` over microbatches, if the program has any."""
+    def looped(
+        self, fun: Any, schedule: str | None, reduce: Any, backward: bool = True, count: int | None = None
+    ) -> Any:
+        """``fun(params, batch, key, scale)`` over ``count`` microbatches, or those of the program, if it has any."""
         if schedule is None:
             return fun
         return mm.microbatch(
             fun,
             argnum=1,
-            num_microbatches=self.microbatches,
+            num_microbatches=self.microbatches if count is None else count,
             reduce=reduce,
             rng_argnum=2 if self.key is not None and self.key_from == "folded" else None,
             **self.scheduled(schedule, backward),
@@ -307,7 +317,7 @@ class Program:
         """
         rng, layers = random.Random(self.order), range(len(self.layers))
         left = [(phase, i, m) for phase in phases for m in range(self.microbatches) for i in layers]
-        rows: list[list[tuple[int, str]]] = [[] for _ in self.submeshes]
+        rows: list[list[tuple[int, str]]] = [[] for _ in range(1 + max(layer.submesh for layer in self.layers))]
         done: set[tuple[str, int, int]] = set()
         while left:
             ready = [unit for unit in left if _before(unit, len(layers)) <= done]
@@ -335,8 +345,12 @@ class Program:
             reduce = "sum" if not self.aux else ("sum", "last")
             return state, self.looped(self.loss, schedule, reduce, False)(params, batch, key, scale)
         grad = jax.value_and_grad(self.loss, has_aux=self.aux)
-        if self.mode == "scanned":
+        if self.mode in NESTED:
+            grad = self.inner(grad, schedule)
+        if self.mode in ("scanned", "loop_in_scan"):
             loss, grads = self._accumulated(grad, params, batch, key, scale)
+        elif self.mode == "around":
+            loss, grads = jax.value_and_grad(self.looped(self.loss, schedule, self.reduction()))(params, batch, key, scale)
         else:
             loss, grads = self.looped(grad, schedule, self.reduction())(params, batch, key, scale)
         if self.reduce == "sum":
@@ -346,6 +360,12 @@ class Program:
             after = new.params if self.state != "dict" else new["params"]
             loss = loss, self.looped(self.loss, schedule, "last", False)(after, batch, key, scale)
         return new, (loss, grads)
+
+    def inner(self, grad: Any, schedule: str | None) -> Any:
+        """The gradient over pieces of what it is given."""
+        if self.mode == "nested_around":
+            return jax.value_and_grad(self.looped(self.loss, schedule, "mean", count=PIECES))
+        return self.looped(grad, schedule, "mean", count=PIECES)
 
     def _accumulated(self, grad: Any, params: Any, batch: Any, key: Any, scale: Any) -> Any:
         """Gradients added up by a scan that the user wrote."""

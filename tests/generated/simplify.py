@@ -62,7 +62,7 @@ def _smaller_layers(layer: Layer, i: int) -> Iterator[Layer]:
         yield replace(layer, wrap="plain")
     if layer.inner != "plain":
         yield replace(layer, inner="plain")
-    for name in ("between", "placed", "put"):
+    for name in ("between", "placed", "put", "depth"):
         if getattr(layer, name) != getattr(_PLAIN, name):
             yield replace(layer, **{name: getattr(_PLAIN, name)})
     for name in ("operations", "modules"):

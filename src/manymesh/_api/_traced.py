@@ -95,7 +95,7 @@ class Traced(Shown):
         names = [f" {name}" for name in names_of_results(self._out_tree)]
         check_submeshes("out_shardings", outside.whole_out(wanted_out), names, tasks)
         try:
-            program, findings = resolve_constraints(program, self._record.tasks)
+            program, findings = resolve_constraints(program)
         except AxisError as error:
             raise with_parameter(error, given) from None
         self._record.findings.update(dict.fromkeys(findings, AxisError))
