@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import manymesh as mm
 from stages import assert_agrees, assert_same, reference
@@ -750,3 +750,19 @@ def test_a_constraint_outside_tasks_is_read_by_the_rules_of_a_scope():
         warnings.simplefilter("error")
         lowered = mm.jit(step).lower(jnp.ones((4, 4)), jnp.ones((2, 4)))
     assert "P('data', 'model')" in str(lowered.layout)
+
+
+def test_an_argument_may_arrive_on_the_submesh_of_a_scope():
+    """Also where another one, a task's, is a part of it."""
+    whole, part = mesh(0, 1), mesh(0)
+    inner = mm.task(jnp.sin, "part", mesh=part)
+
+    def step(w, x):
+        with jax.named_scope("layer"):
+            h = x @ w
+        return inner(h)
+
+    wanted = NamedSharding(whole, PartitionSpec(None, "model"))
+    with mm.register_task("layer", mesh=whole):
+        compiled = mm.jit(step, in_shardings=(wanted, None)).prepare(weights(1)[0], batch())
+    assert compiled.input_shardings[0][0].is_equivalent_to(wanted, 2)

@@ -89,7 +89,7 @@ class Traced(Shown):
         if program is None:
             program = self._without_tasks()
         outside = Outside(program, given.leaves, self._shapes)
-        tasks = self._record.tasks.values()
+        tasks = program.tasks.values()
         names = [f" {name}" for name in names_of_arguments(given.treedef)]
         check_submeshes("in_shardings", outside.whole_in(wanted_in), names, tasks)
         names = [f" {name}" for name in names_of_results(self._out_tree)]
