@@ -67,7 +67,8 @@ def fit_schedule(
         if custom is not None:
             rows = _translate(spec, custom, order, stage, name)
             named = {(c.phase, stage[c]) for c in order if name(c) is not None}
-            unnamed = {(c.phase, stage[c]) for c in order} - named
+            split = any(action.kind == "W" for row in rows for action in row)
+            unnamed = {(phase, s) for phase in range(1 + backward + split) for s in range(len(placement))} - named
             schedule = schedules.Custom(tuple(_completed(rows, unnamed, placement, spec.num_microbatches)))
         try:
             if isinstance(schedule, schedules.Custom):
@@ -136,7 +137,7 @@ def _completed(
 
     Args:
       rows: as the user wrote them.
-      units: (phase, stage) of what holds no task.
+      units: (phase, stage) of what holds no task, or nothing at all.
       placement: submesh of each stage.
       count: number of microbatches.
     """
