@@ -190,9 +190,7 @@ def test_what_is_in_no_task_runs_where_a_custom_schedule_leaves_room(rows):
         h = front(ws[0], x)
         return jnp.sum(jnp.sin(h) * jnp.mean(back(ws[1], h)))
 
-    run = mm.microbatch(
-        jax.value_and_grad(loss), argnum=1, num_microbatches=2, schedule="custom", custom_schedule=rows
-    )
+    run = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2, schedule="custom", custom_schedule=rows)
     params = [(jnp.eye(WIDTH), jnp.eye(WIDTH))] * 2
     assert_agrees(run, params, jnp.ones((4, WIDTH)))
 

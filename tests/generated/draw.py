@@ -31,7 +31,8 @@ OVERLAPPING = (
 KERNEL_AXES = ((None, "hidden"), ("hidden", None), ("batch", "hidden"), ("embed", "hidden"), (None, None))
 ACTIVATIONS = (None, ("batch", None), ("batch", "hidden"), (None, "hidden"))
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1", "zero-bubble-h2", "wavefront")
-SPLIT = ("zero-bubble-h1", "zero-bubble-h2", "zbv", "dualpipev", "custom, split")  # they cut the backward pass; bits are equal within a class
+# They cut the backward pass; bits are equal within a class.
+SPLIT = ("zero-bubble-h1", "zero-bubble-h2", "zbv", "dualpipev", "custom, split")
 LAYOUTS = ("chain", "chain", "free", "v", "cyclic")
 # Constructs that are drawn only once they work, by the flag that says so.
 WRAP_FLAGS = {
@@ -80,7 +81,8 @@ WITHOUT_CONSTANTS = (
 BY_SIGN = ("sign_sgd", "lion", "lars", "lamb", "fromage")
 LOOPS = ("nested", "around", "nested_around", "loop_in_scan")
 CLEAR = ("plain", "keywords", "jit", "checkpoint", "policy", "python_loop", "scoped", "nested")
-ONE_TASK = ("plain", "keywords", "jit", "checkpoint", "policy", "scoped", "nested")  # each phase of it once a microbatch
+# Each phase of the task is there once in a microbatch.
+ONE_TASK = ("plain", "keywords", "jit", "checkpoint", "policy", "scoped", "nested")
 PLACED = ("task", "task", "task", "scope", "path", "callback")
 PUT = (("data", None), ("data", "model"), (None, "model"), (None, None))
 
@@ -96,7 +98,8 @@ def of_modules(draw, small: bool) -> Program:
     """Blocks of a framework, one after the other, and a step that trains them."""
     framework = draw(st.sampled_from(["linen", "nnx", "equinox"]))
     submeshes = draw(st.sampled_from([c for c in APART if len(c) == 2] if small else APART))
-    count, microbatches = draw(st.sampled_from([1, 2] if small else [2, 3])), draw(st.sampled_from([1, 2, 2, 3][: 3 - small]))
+    count = draw(st.sampled_from([1, 2] if small else [2, 3]))
+    microbatches = draw(st.sampled_from([1, 2] if small else [1, 2, 2, 3]))
     layers = tuple(_block(draw, i, count, submeshes, framework) for i in range(count))
     schedules = _schedules(draw, "chain", layers, submeshes, microbatches, "train", small)
     optimizers = sorted(set(OPTIMIZERS).difference(BY_SIGN))
@@ -120,7 +123,7 @@ def _block(draw, i: int, count: int, submeshes, framework: str) -> Layer:
     annotated = draw(st.sampled_from(["never", "box"]))
     wrap = draw(st.sampled_from(["plain", "plain", "plain", "checkpoint", "stacked"]))
     parts = draw(st.lists(st.sampled_from(PARTS), max_size=2))
-    if framework == "equinox" and wrap == "stacked":  # its states are apart from modules, and would have to be stacked too
+    if framework == "equinox" and wrap == "stacked":  # states are apart from modules, and would have to be stacked too
         parts = [part for part in parts if part != "batch_norm"]
     # Equinox opens no scopes. NNX calls new modules inside its transformations, whose paths nobody knows.
     named = framework == "linen" or (framework == "nnx" and (wrap == "plain" or works("nnx_scopes_in_transformations")))
@@ -146,7 +149,9 @@ def of_functions(draw, small: bool) -> Program:
     """Tasks on submeshes, what they are wrapped in, and the step around them; with one or two tasks if ``small``."""
     choices = APART + OVERLAPPING if works("overlapping_submeshes") else APART
     submeshes = draw(st.sampled_from([c for c in choices if len(c) == 2] if small else choices))
-    mode = draw(st.sampled_from(["train"] * 6 + (["forward"] * 12 if small else ["forward", "twice", "scanned", *LOOPS])))
+    mode = draw(
+        st.sampled_from(["train"] * 6 + (["forward"] * 12 if small else ["forward", "twice", "scanned", *LOOPS]))
+    )
     unequal = len({a * b for _, a, b in submeshes}) > 1 and mode != "forward"
     key, raw = draw(st.sampled_from([None, None, "threefry2x32", "rbg", "unsafe_rbg"])), draw(st.booleans())
     order = "chain" if small else draw(st.sampled_from(LAYOUTS))

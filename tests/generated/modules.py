@@ -24,7 +24,7 @@ from flax import nnx
 
 from .operations import WIDTH, Surroundings, apply
 from .optimizers import optimizer
-from .program import RULES, Layer, Program
+from .program import Layer, Program
 from .wraps import inner_wrapped
 
 PARTS = ("linear", "layer_norm", "batch_norm", "dropout", "mlp")
@@ -35,7 +35,9 @@ State = Any
 Steps = tuple[Callable[[State], tuple[State, Any]], Callable[[State], dict[str, Any]], State]
 
 
-def begin(program: Program, schedule: str | None, tasks: bool, perturb: Callable[[Any], Any] = lambda tree: tree) -> Steps:
+def begin(
+    program: Program, schedule: str | None, tasks: bool, perturb: Callable[[Any], Any] = lambda tree: tree
+) -> Steps:
     """The step of a program, what a state holds, and the first state.
 
     Args:
@@ -88,7 +90,9 @@ def _loop(program: Program, fun: Any, schedule: str | None, microbatch: Any = mm
 
 def kernels(program: Program) -> dict[int, str]:
     """Where the arrays of a state have the kernel of each block that is one task."""
-    start, end = {"linen": ("0/t", "/kernel"), "nnx": ("0/t", "/kernel"), "equinox": ("0/blocks/", "/kernel")}[program.framework]
+    start, end = {"linen": ("0/t", "/kernel"), "nnx": ("0/t", "/kernel"), "equinox": ("0/blocks/", "/kernel")}[
+        program.framework
+    ]
     boxed = "/value" if program.framework == "linen" else ""
     return {
         i: f"{start}{i}{end}" + boxed * (layer.annotated == "box")
@@ -108,7 +112,13 @@ class LinenBlock(nn.Module):
         layer, init = self.layer, nn.initializers.lecun_normal()
         if layer.annotated == "box":
             init = nn.with_logical_partitioning(init, layer.kernel_axes)
-        x = _body(layer, self.param("kernel", init, (WIDTH, WIDTH)), self.param("bias", nn.initializers.zeros, (WIDTH,)), x, ids)
+        x = _body(
+            layer,
+            self.param("kernel", init, (WIDTH, WIDTH)),
+            self.param("bias", nn.initializers.zeros, (WIDTH,)),
+            x,
+            ids,
+        )
         for part in layer.modules:
             x = self.part(part, x)
         return x if layer.activation is None else nn.with_logical_constraint(x, layer.activation)

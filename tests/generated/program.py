@@ -350,7 +350,9 @@ class Program:
         if self.mode in ("scanned", "loop_in_scan"):
             loss, grads = self._accumulated(grad, params, batch, key, scale)
         elif self.mode == "around":
-            loss, grads = jax.value_and_grad(self.looped(self.loss, schedule, self.reduction()))(params, batch, key, scale)
+            loss, grads = jax.value_and_grad(self.looped(self.loss, schedule, self.reduction()))(
+                params, batch, key, scale
+            )
         else:
             loss, grads = self.looped(grad, schedule, self.reduction())(params, batch, key, scale)
         if self.reduce == "sum":
