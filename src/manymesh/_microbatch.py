@@ -228,7 +228,8 @@ def _folded(key: Any, count: int) -> Any:
     kind = str(jax.random.key_impl(key)) if typed else _compat.default_key_kind()
     numbers = jnp.arange(count)
     if "unsafe" in kind or not ("fry" in kind or "rbg" in kind):  # not promised to be the same under vmap
-        return jax.lax.map(functools.partial(jax.random.fold_in, key), numbers)
+        # In a call of its own: a scan beside that of the microbatches would be taken for a loop over them.
+        return jax.jit(lambda key: jax.lax.map(functools.partial(jax.random.fold_in, key), numbers))(key)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
 
 
