@@ -3,12 +3,13 @@
 import re
 import sys
 import threading
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import manymesh as mm
 from stages import assert_agrees, assert_same, reference
@@ -732,3 +733,36 @@ def test_gradients_that_nobody_reads_are_dropped_in_linear_time():
         return work(lambda ws, x: step(ws, x)[0], weights(count), batch())
 
     assert planned(96) < 2.1 * planned(48)
+
+
+def test_a_constraint_outside_tasks_is_read_by_the_rules_of_a_scope():
+    """A parameter that is constrained before its scope is entered lies as the task that the scope becomes says."""
+    submesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+
+    def step(w, x):
+        w = mm.with_sharding_constraint(2 * w, ("batch", "hidden"))
+        kept = w[:, :2]  # a reader outside of the scope, so that the constraint is outside too
+        with jax.named_scope("layer"):
+            return x @ w, kept
+
+    rules = [("batch", "data"), ("hidden", "model")]
+    with mm.register_task("layer", mesh=submesh, logical_axes=rules), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowered = mm.jit(step).lower(jnp.ones((4, 4)), jnp.ones((2, 4)))
+    assert "P('data', 'model')" in str(lowered.layout)
+
+
+def test_an_argument_may_arrive_on_the_submesh_of_a_scope():
+    """Also where another one, a task's, is a part of it."""
+    whole, part = mesh(0, 1), mesh(0)
+    inner = mm.task(jnp.sin, "part", mesh=part)
+
+    def step(w, x):
+        with jax.named_scope("layer"):
+            h = x @ w
+        return inner(h)
+
+    wanted = NamedSharding(whole, PartitionSpec(None, "model"))
+    with mm.register_task("layer", mesh=whole):
+        compiled = mm.jit(step, in_shardings=(wanted, None)).prepare(weights(1)[0], batch())
+    assert compiled.input_shardings[0][0].is_equivalent_to(wanted, 2)

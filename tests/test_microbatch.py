@@ -362,6 +362,7 @@ def test_the_key_of_a_microbatch_is_that_of_a_plain_loop(kind, typed):
     with jax.default_prng_impl(kind):
         key = jax.random.key(3) if typed else jax.random.PRNGKey(3)
         assert_same(mm.jit(step)(rows(), key), reference(step, rows(), key))
+        assert len(mm.jit(step).lower(rows(), key).program.loops) == 1  # making the keys is no loop of microbatches
 
 
 @pytest.mark.parametrize("number", [1.5, 3])

@@ -181,6 +181,20 @@ def test_a_custom_schedule_of_task_names():
         np.testing.assert_allclose(a, e, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [ROWS, [ROWS[0], ["back", "back", "back_bwd", "back_bwd"]]])
+def test_what_is_in_no_task_runs_where_a_custom_schedule_leaves_room(rows):
+    """On the first submesh the loss goes on with what the last task made: a stage without a task, which no row can name."""
+    front, back = (mm.task(block, name, devices=[i]) for i, name in enumerate(("front", "back")))
+
+    def loss(ws, x):
+        h = front(ws[0], x)
+        return jnp.sum(jnp.sin(h) * jnp.mean(back(ws[1], h)))
+
+    run = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2, schedule="custom", custom_schedule=rows)
+    params = [(jnp.eye(WIDTH), jnp.eye(WIDTH))] * 2
+    assert_agrees(run, params, jnp.ones((4, WIDTH)))
+
+
 @pytest.mark.parametrize(
     "rows,statements,words",
     [

@@ -120,7 +120,8 @@ def microbatch(
       unrolling: accepted for programs written for other systems; a plan is always laid out whole, so that it
         changes nothing.
       arg_shardings: pytree prefix of the batch (of each, for several ``argnum``) with the sharding of a piece.
-      custom_schedule: rows for the schedule ``"custom"``, one a submesh, of task names or (microbatch, task name).
+      custom_schedule: rows for the schedule ``"custom"``, one a submesh, of task names or (microbatch, task name). What
+        is in no task runs right before what needs it.
       rng_argnum: argument whose random keys become ``jax.random.fold_in(key, i)`` for microbatch ``i``.
       state_argnum: argument that goes from one microbatch to the next, such as the statistics of a batch
         normalisation: ``fun`` returns ``(result, next state)``. Results are reduced, the state is not.
@@ -227,7 +228,8 @@ def _folded(key: Any, count: int) -> Any:
     kind = str(jax.random.key_impl(key)) if typed else _compat.default_key_kind()
     numbers = jnp.arange(count)
     if "unsafe" in kind or not ("fry" in kind or "rbg" in kind):  # not promised to be the same under vmap
-        return jax.lax.map(functools.partial(jax.random.fold_in, key), numbers)
+        # In a call of its own: a scan beside that of the microbatches would be taken for a loop over them.
+        return jax.jit(lambda key: jax.lax.map(functools.partial(jax.random.fold_in, key), numbers))(key)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
 
 

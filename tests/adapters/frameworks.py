@@ -28,11 +28,19 @@ X = jax.random.normal(jax.random.key(7), (4, WIDTH))
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step computed: a loss, and all arrays that it left, by path; gradients under ``grad/``."""
+    """What a step computed.
+
+    Attributes:
+      loss: a number.
+      arrays: all that the step left, by path; gradients under ``grad/``.
+      table: of the parameters.
+      dropped: in each microbatch, what the last block dropped, as ones; None where nothing is.
+    """
 
     loss: Any
     arrays: dict[str, Any]
     table: Any
+    dropped: Any = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,13 @@ class Framework:
 def by_path(tree: Any, prefix: str = "") -> dict[str, Any]:
     rows = jax.tree_util.tree_leaves_with_path(tree)
     return {prefix + jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in rows}
+
+
+REDUCE = ("sum", "sum", "stack")  # loss, gradients, what is dropped
+
+
+def dropped(y: Any) -> Any:
+    return jnp.asarray(y == 0, jnp.float32)
 
 
 def no_task(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,19 +107,19 @@ def linen_trains(tasks: bool) -> Outcome:
     def loss_of(params: Any, stats: Any, x: Any, key: Any) -> Any:
         rngs = {"dropout": key}
         y, new = model.apply({"params": params, "stats": stats}, x, True, mutable=["stats"], rngs=rngs)
-        return jnp.mean((y - 1) ** 2), new["stats"]
+        return jnp.mean((y - 1) ** 2), (new["stats"], dropped(y))
 
     def grad(params: Any, stats: Any, x: Any, key: Any) -> Any:
-        (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(params, stats, x, key)
-        return (loss, grads), stats
+        (loss, (stats, zeros)), grads = jax.value_and_grad(loss_of, has_aux=True)(params, stats, x, key)
+        return (loss, grads, zeros), stats
 
     def step(variables: Any, x: Any) -> Any:
-        loop = mm.microbatch(grad, argnum=2, num_microbatches=2, state_argnum=1, rng_argnum=3)
-        (loss, grads), stats = loop(variables["params"], variables["stats"], x, jax.random.key(3))
-        return loss, {"params": variables["params"], "stats": stats}, grads
+        loop = mm.microbatch(grad, argnum=2, reduce=REDUCE, num_microbatches=2, state_argnum=1, rng_argnum=3)
+        (loss, grads, zeros), stats = loop(variables["params"], variables["stats"], x, jax.random.key(3))
+        return loss, {"params": variables["params"], "stats": stats}, grads, zeros
 
-    loss, variables, grads = (mm.jit if tasks else jax.jit)(step)(variables, X)
-    return Outcome(loss, by_path(variables) | by_path(grads, "grad/"), mm.flax.tabulate(variables))
+    loss, variables, grads, zeros = (mm.jit if tasks else jax.jit)(step)(variables, X)
+    return Outcome(loss, by_path(variables) | by_path(grads, "grad/"), mm.flax.tabulate(variables), zeros)
 
 
 class LinenStack(nn.Module):
@@ -164,15 +179,20 @@ def nnx_trains(tasks: bool) -> Outcome:
     model = NNXModel(tasks, nnx.Rngs(0))
 
     def loss_of(model: Any, x: Any) -> Any:
-        return jnp.mean((model(x) - 1) ** 2)
+        y = model(x)
+        return jnp.mean((y - 1) ** 2), dropped(y)
+
+    def grad(model: Any, x: Any) -> Any:
+        (loss, zeros), grads = nnx.value_and_grad(loss_of, has_aux=True)(model, x)
+        return loss, grads, zeros
 
     def step(model: Any, x: Any) -> Any:
-        return mm.nnx.microbatch(nnx.value_and_grad(loss_of), argnum=1, num_microbatches=2)(model, x)
+        return mm.nnx.microbatch(grad, argnum=1, num_microbatches=2, reduce=REDUCE)(model, x)
 
-    loss, grads = (mm.nnx.jit if tasks else nnx.jit)(step)(model, X)
+    loss, grads, zeros = (mm.nnx.jit if tasks else nnx.jit)(step)(model, X)
     state = nnx.state(model, nnx.Not(nnx.RngKey))
     arrays = by_path(nnx.to_pure_dict(state)) | by_path(nnx.to_pure_dict(grads), "grad/")
-    return Outcome(loss, arrays, mm.nnx.tabulate(model))
+    return Outcome(loss, arrays, mm.nnx.tabulate(model), zeros)
 
 
 class NNXStack(nnx.Module):
@@ -230,21 +250,21 @@ def equinox_trains(tasks: bool) -> Outcome:
 
     def loss_of(model: Any, state: Any, x: Any, key: Any) -> Any:
         y, state = model(x, state, key)
-        return jnp.mean((y - 1) ** 2), state
+        return jnp.mean((y - 1) ** 2), (state, dropped(y))
 
     def grad(model: Any, state: Any, x: Any, key: Any) -> Any:
-        (loss, state), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)(model, state, x, key)
-        return (loss, grads), state
+        (loss, (state, zeros)), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)(model, state, x, key)
+        return (loss, grads, zeros), state
 
     def step(model: Any, state: Any, x: Any) -> Any:
-        loop = mm.microbatch(grad, argnum=2, num_microbatches=2, state_argnum=1, rng_argnum=3)
-        (loss, grads), state = loop(model, state, x, jax.random.key(3))
-        return loss, grads, state, model
+        loop = mm.microbatch(grad, argnum=2, reduce=REDUCE, num_microbatches=2, state_argnum=1, rng_argnum=3)
+        (loss, grads, zeros), state = loop(model, state, x, jax.random.key(3))
+        return loss, grads, zeros, state, model
 
-    loss, grads, state, model = (mm.equinox.jit if tasks else eqx.filter_jit)(step)(model, state, X)
+    loss, grads, zeros, state, model = (mm.equinox.jit if tasks else eqx.filter_jit)(step)(model, state, X)
     arrays = by_path(eqx.filter(model, eqx.is_array)) | by_path(grads, "grad/")
     means = {f"{name}/mean": state.get(getattr(model, name).mean) for name in ("front", "back")}
-    return Outcome(loss, arrays | means, mm.equinox.tabulate(model))
+    return Outcome(loss, arrays | means, mm.equinox.tabulate(model), zeros)
 
 
 class EquinoxStack(eqx.Module):

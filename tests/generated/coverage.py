@@ -8,7 +8,8 @@ from typing import Any
 
 import jax.extend as jex
 
-from .program import Program
+from .program import Layer, Program
+from .wraps import STACKED
 
 
 def primitives(closed: Any) -> dict[str, int]:
@@ -38,6 +39,7 @@ def constructs(program: Program) -> set[str]:
         found.add(f"key: {program.key}{', raw' if program.raw_key else ''}, {program.key_from}")
     if program.in_shardings:
         found.add("layout: in_shardings")
+    found.add(f"framework: {program.framework or 'none'}")
     spans = [set(range(s, s + a * b)) for s, a, b in program.submeshes]
     if any(x & y for i, x in enumerate(spans) for y in spans[:i]):
         found.add("layout: overlapping submeshes")
@@ -52,7 +54,19 @@ def constructs(program: Program) -> set[str]:
         found.add(f"activation: {layer.style + ' ' + str(layer.activation) if layer.activation else 'never'}")
         if layer.between:
             found.add("around a task: operation between tasks")
+        found.add(f"placed by: {layer.placed if layer.placed == 'task' else 'register_task, ' + layer.placed}")
+        found |= {f"module: {program.framework}, {part}" for part in layer.modules}
+        if layer.wrap in STACKED:
+            found.add(f"stacked layers: {layer.depth} on {min(layer.depth, _alike(program, layer))} submeshes")
+        if layer.put is not None:
+            found.add(f"device_put: {layer.put}")
     return found
+
+
+def _alike(program: Program, layer: Layer) -> int:
+    """How many submeshes have the shape of a layer's."""
+    shapes = [shape for _, *shape in program.submeshes]
+    return shapes.count(shapes[layer.submesh])
 
 
 def table(counts: Counter[str], drawn: Counter[str], examples: int) -> str:

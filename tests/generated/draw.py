@@ -6,10 +6,11 @@ import hypothesis
 from hypothesis import strategies as st
 
 from .known import works
+from .modules import PARTS
 from .operations import OPERATIONS
 from .optimizers import OPTIMIZERS
-from .program import Layer, Program
-from .wraps import INNER, VMAPPED, WRAPS
+from .program import NESTED, Layer, Program
+from .wraps import INNER, STACKED, VMAPPED, WRAPS
 
 APART = (
     ((0, 1, 1), (1, 1, 1)),
@@ -17,6 +18,7 @@ APART = (
     ((0, 2, 2), (4, 2, 1), (6, 1, 2)),
     ((0, 1, 2), (2, 1, 1), (4, 2, 2)),
     ((0, 1, 1), (1, 1, 1), (2, 1, 1)),
+    ((0, 2, 1), (2, 2, 1), (4, 2, 1)),
     ((0, 4, 1), (4, 1, 4)),
     ((0, 1, 2), (2, 1, 2)),
     ((0, 2, 1), (2, 1, 1)),
@@ -29,7 +31,8 @@ OVERLAPPING = (
 KERNEL_AXES = ((None, "hidden"), ("hidden", None), ("batch", "hidden"), ("embed", "hidden"), (None, None))
 ACTIVATIONS = (None, ("batch", None), ("batch", "hidden"), (None, "hidden"))
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1", "zero-bubble-h2", "wavefront")
-SPLIT = ("zero-bubble-h1", "zero-bubble-h2", "zbv")  # they cut the backward pass; bits are equal within a class
+# They cut the backward pass; bits are equal within a class.
+SPLIT = ("zero-bubble-h1", "zero-bubble-h2", "zbv", "dualpipev", "custom, split")
 LAYOUTS = ("chain", "chain", "free", "v", "cyclic")
 # Constructs that are drawn only once they work, by the flag that says so.
 WRAP_FLAGS = {
@@ -74,15 +77,81 @@ WITHOUT_CONSTANTS = (
     "cumsum",
     "layer_norm",
 )
+# A bias before a normalisation has rounding errors for a gradient; these make whole steps of them.
+BY_SIGN = ("sign_sgd", "lion", "lars", "lamb", "fromage")
+LOOPS = ("nested", "around", "nested_around", "loop_in_scan")
 CLEAR = ("plain", "keywords", "jit", "checkpoint", "policy", "python_loop", "scoped", "nested")
+# Each phase of the task is there once in a microbatch.
+ONE_TASK = ("plain", "keywords", "jit", "checkpoint", "policy", "scoped", "nested")
+PLACED = ("task", "task", "task", "scope", "path", "callback")
+PUT = (("data", None), ("data", "model"), (None, "model"), (None, None))
 
 
 @st.composite
 def programs(draw, small: bool = False) -> Program:
+    """Tasks that are functions, or in one program of eight modules of a framework."""
+    return draw(of_modules(small) if draw(st.sampled_from([False] * 7 + [True])) else of_functions(small))
+
+
+@st.composite
+def of_modules(draw, small: bool) -> Program:
+    """Blocks of a framework, one after the other, and a step that trains them."""
+    framework = draw(st.sampled_from(["linen", "nnx", "equinox"]))
+    submeshes = draw(st.sampled_from([c for c in APART if len(c) == 2] if small else APART))
+    count = draw(st.sampled_from([1, 2] if small else [2, 3]))
+    microbatches = draw(st.sampled_from([1, 2] if small else [1, 2, 2, 3]))
+    layers = tuple(_block(draw, i, count, submeshes, framework) for i in range(count))
+    schedules = _schedules(draw, "chain", layers, submeshes, microbatches, "train", small)
+    optimizers = sorted(set(OPTIMIZERS).difference(BY_SIGN))
+    return Program(
+        submeshes,
+        layers,
+        microbatches=microbatches,
+        reduce=draw(st.sampled_from(["mean", "mean", "sum"])),
+        schedules=schedules,
+        optimizer=draw(st.sampled_from(optimizers + ["sgd"] * (len(optimizers) * 3 if small else 0))),
+        clipped=draw(st.booleans()),
+        donate=draw(st.booleans()),
+        order=draw(st.integers(0, 9)),
+        framework=framework,
+    )
+
+
+def _block(draw, i: int, count: int, submeshes, framework: str) -> Layer:
+    submesh = i * len(submeshes) // count
+    _, a, b = submeshes[submesh]
+    annotated = draw(st.sampled_from(["never", "box"]))
+    wrap = draw(st.sampled_from(["plain", "plain", "plain", "checkpoint", "stacked"]))
+    parts = draw(st.lists(st.sampled_from(PARTS), max_size=2))
+    if framework == "equinox" and wrap == "stacked":  # states are apart from modules, and would have to be stacked too
+        parts = [part for part in parts if part != "batch_norm"]
+    # Equinox opens no scopes. NNX calls new modules inside its transformations, whose paths nobody knows.
+    named = framework == "linen" or (framework == "nnx" and (wrap == "plain" or works("nnx_scopes_in_transformations")))
+    return Layer(
+        submesh,
+        i,
+        (i,),
+        _operations(draw, a * b, False, False, False),
+        wrap,
+        draw(st.sampled_from(["plain"] * 4 + list(INNER))),
+        draw(st.sampled_from(KERNEL_AXES)) if annotated != "never" else None,
+        annotated,
+        draw(st.sampled_from(ACTIVATIONS)) if framework == "linen" else None,
+        between=draw(st.sampled_from([None, None, None, *_fitting(False, False, False, False)])),
+        placed=draw(st.sampled_from(["task", "task", "scope", "callback"])) if named else "task",
+        put=draw(st.sampled_from([None, None, None, None, *PUT])) if i + 1 < count else None,
+        modules=tuple(parts),
+    )
+
+
+@st.composite
+def of_functions(draw, small: bool) -> Program:
     """Tasks on submeshes, what they are wrapped in, and the step around them; with one or two tasks if ``small``."""
     choices = APART + OVERLAPPING if works("overlapping_submeshes") else APART
     submeshes = draw(st.sampled_from([c for c in choices if len(c) == 2] if small else choices))
-    mode = draw(st.sampled_from(["train"] * 6 + (["forward"] * 12 if small else ["forward", "twice", "scanned"])))
+    mode = draw(
+        st.sampled_from(["train"] * 6 + (["forward"] * 12 if small else ["forward", "twice", "scanned", *LOOPS]))
+    )
     unequal = len({a * b for _, a, b in submeshes}) > 1 and mode != "forward"
     key, raw = draw(st.sampled_from([None, None, "threefry2x32", "rbg", "unsafe_rbg"])), draw(st.booleans())
     order = "chain" if small else draw(st.sampled_from(LAYOUTS))
@@ -91,11 +160,13 @@ def programs(draw, small: bool = False) -> Program:
     )
     if count > 4:
         order, count = "chain", 3
-    layers = tuple(_layer(draw, i, count, order, submeshes, key is not None, unequal) for i in range(count))
+    # The schedules for a V and for several stages on each submesh are for tasks that are a stage each.
+    plain = order in ("v", "cyclic") and draw(st.booleans())
+    layers = tuple(_layer(draw, i, count, order, submeshes, key is not None, unequal, plain) for i in range(count))
     used = sorted({layer.parameter for layer in layers})
     layers = tuple(_renamed(layer, used) for layer in layers)
     microbatches = draw(st.sampled_from([1, 2] if small else [1, 2, 2, 2, 3]))
-    aux = draw(st.booleans())
+    aux = mode not in LOOPS and draw(st.booleans())
     reduces = ["mean", "mean", "sum"] + (["max", "last", "weighted", "stack"] if aux else [])
     return Program(
         submeshes,
@@ -117,6 +188,7 @@ def programs(draw, small: bool = False) -> Program:
         key_from=_key_from(draw, key),
         weak=draw(st.booleans()),
         in_shardings=draw(st.sampled_from([False, False, False, True])),
+        order=draw(st.integers(0, 9)),
     )
 
 
@@ -130,7 +202,7 @@ def _key_from(draw, key: str | None) -> str:
     return draw(st.sampled_from(ways)) if key is not None else "argument"
 
 
-def _layer(draw, i: int, count: int, order: str, submeshes, random: bool, unequal: bool) -> Layer:
+def _layer(draw, i: int, count: int, order: str, submeshes, random: bool, unequal: bool, plain: bool) -> Layer:
     n = len(submeshes)
     submesh = {"chain": i * n // count, "v": min(i, 2 * n - 1 - i) % n, "cyclic": i % n}.get(order)
     if submesh is None:
@@ -139,7 +211,7 @@ def _layer(draw, i: int, count: int, order: str, submeshes, random: bool, unequa
     wraps = [w for w in WRAPS if works(WRAP_FLAGS.get(w, ""))]
     if unequal and not works("unequal_sizes_under_grad"):
         wraps = list(CLEAR)
-    wrap = draw(st.sampled_from(["plain"] * len(wraps) + wraps))
+    wrap = "plain" if plain else draw(st.sampled_from(["plain"] * len(wraps) + wraps + list(STACKED)))
     inner = draw(st.sampled_from(["plain"] * 4 + list(INNER)))
     if unequal and not works("unequal_sizes_under_grad"):
         inner = "plain"
@@ -149,8 +221,10 @@ def _layer(draw, i: int, count: int, order: str, submeshes, random: bool, unequa
     activation = draw(st.sampled_from(ACTIVATIONS))
     if wrap in VMAPPED:
         activation = None if activation is None else (None, *activation[1:])
-    size = a * b if wrap not in ("layers", "stacked") else 2
+    size = a * b if wrap not in ("layers", *STACKED) else 2
     between = draw(st.sampled_from([None, None, None, "draw"]))
+    placed = draw(st.sampled_from(PLACED))
+    put = draw(st.sampled_from([None, None, None, None, *PUT])) if i + 1 < count else None
     return Layer(
         submesh,
         draw(st.sampled_from([i, i, max(i - 1, 0)])),
@@ -161,8 +235,11 @@ def _layer(draw, i: int, count: int, order: str, submeshes, random: bool, unequa
         draw(st.sampled_from(KERNEL_AXES)) if annotated != "never" else None,
         annotated,
         activation,
-        draw(st.sampled_from(["mm", "mm", "jax"])),
+        draw(st.sampled_from(["mm", "mm", "jax"])) if placed == "task" else "mm",  # JAX's reads the mesh of a task
         draw(st.sampled_from(_fitting(False, random, False, unequal))) if between else None,
+        placed,
+        put,
+        depth=draw(st.sampled_from([2, 2, 3, 4])) if wrap in STACKED else 2,
     )
 
 
@@ -176,19 +253,23 @@ def _renamed(layer: Layer, used: list[int]) -> Layer:
 
 def _schedules(draw, order, layers, submeshes, microbatches: int, mode: str, small: bool) -> tuple[str | None, ...]:
     """One schedule, or two that give the same bits."""
-    if microbatches == 1 or mode == "scanned":
+    if mode == "scanned" or (microbatches == 1 and mode not in NESTED):
         return (None,)
-    split_layers = any(layer.wrap in ("layers", "stacked") for layer in layers)
+    split_layers = any(layer.wrap in ("layers", *STACKED) for layer in layers)
     names = list(SCHEDULES)
+    if mode in LOOPS:  # the reverse of a loop is a loop of its own, and rows of tasks are for one loop
+        return (draw(st.sampled_from(names)),)
     if split_layers and not works("split_backward_of_split_layers"):
         names = [n for n in names if n not in SPLIT]
     plain = all(layer.wrap == "plain" for layer in layers)
     if order == "v" and plain:
-        names += ["zbv"] * 4
+        names += ["zbv"] * 4 + ["dualpipev"] * 4
     if order == "cyclic" and plain and len(submeshes) == 2:
         names += ["interleaved"] * 4
+    if order in ("chain", "v", "cyclic") and all(layer.wrap in ONE_TASK for layer in layers):
+        names += ["custom"] * 2 + ["custom, split"] * (mode != "forward")
     first = draw(st.sampled_from(names))
-    if not draw(st.sampled_from([False, False, not small])) or first in ("zbv", "interleaved"):
+    if not draw(st.sampled_from([False, False, not small])) or first in ("zbv", "dualpipev", "interleaved"):
         return (first,)
     alike = [n for n in SCHEDULES if (n in SPLIT) == (first in SPLIT) and n != first]
     return first, draw(st.sampled_from(alike))

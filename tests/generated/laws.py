@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import manymesh as mm
 
+from . import modules
 from .coverage import primitives
 from .known import works
 from .operations import OPERATIONS
@@ -111,7 +112,8 @@ def check(program: Program) -> Outcome:
     first = None
     for schedule in program.schedules:
         try:
-            run = _run(program, schedule)
+            with program.registered():
+                run = _run(program, schedule)
         except mm.errors.ScheduleError:
             outcome.remarks.append(f"refused by {schedule}")
             continue
@@ -127,6 +129,8 @@ def check(program: Program) -> Outcome:
 
 def traced(program: Program) -> Outcome:
     """What plain JAX traces of a program; nothing is compiled or checked."""
+    if program.framework is not None:
+        return Outcome({}, ["traced only"])
     with mm.ignore_transforms():
         arguments = (program.init(), *_arguments(program), program, program.schedules[0])
         return Outcome(primitives(jax.jit(_step, static_argnums=(4, 5)).trace(*arguments).jaxpr), ["traced only"])
@@ -139,6 +143,8 @@ def _arguments(program: Program) -> tuple[Any, ...]:
 
 def _reference(program: Program, outcome: Outcome, noise: int | None = None, jit: bool = True) -> _Run:
     """The same two steps as plain JAX."""
+    if program.framework is not None:
+        return _reference_of_modules(program, noise)
     state, rest, results = program.init(), _arguments(program), []
     if noise is not None:
         state, rest = _perturbed((state, rest), noise)
@@ -157,6 +163,8 @@ def _reference(program: Program, outcome: Outcome, noise: int | None = None, jit
 
 def _run(program: Program, schedule: str | None) -> _Run:
     """Two steps under a schedule, with what has to hold of their layouts."""
+    if program.framework is not None:
+        return _run_of_modules(program, schedule)
     step, state, rest, results = _compiled(program), program.init(), _arguments(program), []
     NOTES.clear()
     compiled = step.prepare(state, *rest, program, schedule)
@@ -177,6 +185,40 @@ def _run(program: Program, schedule: str | None) -> _Run:
         results.append(kept((state, metrics)))
     jax.effects_barrier()
     return _Run(results, set(NOTES))
+
+
+def _reference_of_modules(program: Program, noise: int | None) -> _Run:
+    """Two steps of the framework's own."""
+    perturb = functools.partial(_perturbed, seed=noise) if noise is not None else lambda tree: tree
+    with mm.ignore_transforms():
+        run, arrays, state = modules.begin(program, program.schedules[0], False, perturb)
+        results = []
+        for _ in range(2):
+            state, metrics = run(state)
+            results.append(kept((arrays(state), metrics)))
+    return _Run(results, set())
+
+
+def _run_of_modules(program: Program, schedule: str | None) -> _Run:
+    """Two steps of an adapter. What a block has is where the block is, and stays there."""
+    run, arrays, state = modules.begin(program, schedule, True)
+    results, before = [], {}
+    for number in range(2):
+        with counted_compilations() as made:
+            state, metrics = run(state)
+        if number == 1 and made:
+            raise LawBroken(f"step 2 compiled {len(made)} programs")
+        found = arrays(state)
+        for path, x in found.items():
+            if number == 1 and not x.sharding.is_equivalent_to(before[path].sharding, x.ndim):
+                raise LawBroken(f"{path} lies as {x.sharding} after step 2, after step 1 as {before[path].sharding}")
+        for i, path in modules.kernels(program).items():
+            wanted = set(program.meshes()[program.layers[i].submesh].devices.flat)
+            if found[path].devices() != wanted:
+                raise LawBroken(f"{path} lies as {found[path].sharding}, its task is on {wanted}")
+        results.append(kept((found, metrics)))
+        before = found
+    return _Run(results, set())
 
 
 def _layout_before(compiled: Any) -> None:

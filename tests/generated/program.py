@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import random
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,16 +20,18 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import manymesh as mm
+from manymesh._mark import current_recording
 
 from . import operations_large  # noqa: F401  # registers its operations
 from .known import works
 from .operations import WIDTH, Surroundings, apply
 from .optimizers import optimizer
-from .wraps import call_wrapped, inner_wrapped
+from .wraps import STACKED, call_wrapped, inner_wrapped
 
 RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
+PIECES = 2  # of a microbatch, where a loop is in a loop
+NESTED = ("nested", "nested_around", "loop_in_scan")
 TAKES_BOXES = ("plain", "keywords", "jit", "checkpoint", "policy", "python_loop", "scoped", "nested")
-STACK = 2  # layers in a stacked parameter
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,12 @@ class Layer:
       activation: names of the result's dimensions, or None.
       style: whose constraint it is, ``mm`` or ``jax``.
       between: an operation on the layer's result, outside of tasks; or none.
+      placed: what makes a task of it: ``task``, or `register_task` with the name of a ``scope``, a ``path`` of two, or a
+        ``callback``.
+      depth: how many layers a stacked parameter holds; in equal blocks on all submeshes of this shape, if that divides.
+      modules: what a block of a framework has besides, in order: names in `modules.PARTS`.
+      put: device axes of the dimensions of the result as `jax.device_put` lays it out on the submesh of the next layer,
+        outside of tasks; or none.
     """
 
     submesh: int
@@ -56,6 +68,10 @@ class Layer:
     activation: tuple[str | None, ...] | None = None
     style: str = "mm"
     between: str | None = None
+    placed: str = "task"
+    put: tuple[str | None, ...] | None = None
+    modules: tuple[str, ...] = ()
+    depth: int = 2
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,11 @@ class Program:
 
     Attributes:
       submeshes: (first device, rows, columns) of each; rows are the axis ``data``, columns ``model``.
+      framework: whose modules the tasks are, ``linen``, ``nnx`` or ``equinox``; or none, and tasks are functions.
+      mode: ``train``, or ``forward``: no gradients; ``twice``: a second loop after the update; ``scanned``: the user's own scan
+        over pieces, and ``loop_in_scan``: one with a loop in it; ``nested``: a loop in a loop; ``around``: the gradient of a
+        loop; ``nested_around``: a loop over gradients of a loop.
+      order: which order a custom schedule writes down, as the seed of a random one; 0 is GPipe.
     """
 
     submeshes: tuple[tuple[int, int, int], ...]
@@ -83,6 +104,8 @@ class Program:
     key_from: str = "argument"
     weak: bool = False
     in_shardings: bool = False
+    order: int = 0
+    framework: str | None = None
 
     def to_json(self) -> str:
         """The program as text, to be kept when it breaks something."""
@@ -99,15 +122,15 @@ class Program:
         devices = jax.devices()
         return [Mesh(np.array(devices[s : s + a * b]).reshape(a, b), ("data", "model")) for s, a, b in self.submeshes]
 
-    def stacked(self) -> set[int]:
-        """Parameters that hold several layers."""
-        return {layer.parameter for layer in self.layers if layer.wrap == "stacked"}
+    def stacked(self) -> dict[int, int]:
+        """Parameters that hold several layers, and how many."""
+        return {layer.parameter: layer.depth for layer in reversed(self.layers) if layer.wrap in STACKED}
 
     def parameters(self) -> dict[str, Any]:
         """Kernels and biases, kernels in boxes where a layer says so."""
         rng, out = np.random.default_rng(0), {}
         for i in range(1 + max(layer.parameter for layer in self.layers)):
-            lead = (STACK,) if i in self.stacked() else ()
+            lead = (self.stacked()[i],) if i in self.stacked() else ()
             kernel = jnp.asarray(rng.normal(size=(*lead, WIDTH, WIDTH)) * 0.5, jnp.float32)
             bias = jnp.asarray(rng.normal(size=(*lead, WIDTH)) * 0.1, jnp.float32)
             names = [la.kernel_axes for la in self.layers if la.parameter == i and la.annotated == "box"]
@@ -120,7 +143,7 @@ class Program:
 
     def batch(self) -> dict[str, Any]:
         """Rows, token ids, and a leaf that is None."""
-        rng, rows = np.random.default_rng(1), 4 * self.microbatches
+        rng, rows = np.random.default_rng(1), 4 * self.microbatches * (PIECES if self.mode in NESTED else 1)
         return {
             "x": jnp.asarray(rng.normal(size=(rows, WIDTH)), jnp.float32),
             "ids": jnp.asarray(rng.integers(0, 8, size=rows), jnp.int32),
@@ -158,7 +181,7 @@ class Program:
         values, ids = [batch["x"]], batch["ids"]
         for i, layer in enumerate(self.layers):
             p = params[f"w{layer.parameter}"]
-            if layer.wrap != "stacked" and layer.parameter in self.stacked():
+            if layer.wrap not in STACKED and layer.parameter in self.stacked():
                 p = jax.tree.map(lambda v: v[0], mm.meta.unbox(p))  # the names of a box are those of the whole stack
             if layer.annotated != "box" or layer.wrap not in TAKES_BOXES:
                 p = mm.meta.unbox(p)
@@ -173,7 +196,7 @@ class Program:
                     0
                 ]  # of the first layer, where they are stacked
                 y = apply(layer.between, y, Surroundings(kernel, ids, own))
-            values.append(y)
+            values.append(self.put(i, y, meshes))
         value = jnp.mean(values[-1] ** 2) + sum(jnp.mean(v) for v in values[1:-1]) * 0.1
         if scale is not None:
             value = value * scale
@@ -207,13 +230,46 @@ class Program:
             y = y if layer.activation is None else self._constrain(y, layer.activation, layer.style)
             return (y, 2) if layer.wrap == "returned_number" else y
 
-        mesh: Any = meshes[layer.submesh]
-        if layer.wrap in ("layers", "stacked"):
-            alike = [m for m in meshes if m.shape == mesh.shape]
-            mesh = [mesh, *(m for m in alike if m != mesh)][:STACK]
+        placement = self.placement(i, meshes)
         if layer.wrap == "nested":
-            body = mm.task(body, f"inner{i}", mesh=mesh, logical_axes=RULES)
-        return mm.task(body, f"t{i}", mesh=mesh, logical_axes=RULES)
+            body = mm.task(body, f"inner{i}", **placement)
+        return mm.task(body, f"t{i}", **placement) if layer.placed == "task" else scoped(body, self.scope(i))
+
+    def placement(self, i: int, meshes: list[Mesh]) -> dict[str, Any]:
+        """Where the i-th layer runs, as arguments of `mm.task`."""
+        layer = self.layers[i]
+        mesh: Any = meshes[layer.submesh]
+        if layer.wrap in ("layers", *STACKED):
+            alike = [m for m in meshes if m.shape == mesh.shape]
+            mesh = [mesh, *(m for m in alike if m != mesh)]
+            if layer.wrap in STACKED:
+                mesh = mesh[: self.stacked().get(layer.parameter, layer.depth)]
+        return {"mesh": mesh, "logical_axes": RULES}
+
+    def scope(self, i: int) -> str:
+        """The path of the scope that `register_task` makes a task of."""
+        return f"blocks/{i}" if self.layers[i].placed == "path" else f"t{i}"
+
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        """Registers the layers that are placed by name."""
+        meshes = self.meshes()
+        with contextlib.ExitStack() as stack:
+            for i, layer in enumerate(self.layers):
+                task = mm.Task(f"t{i}", **self.placement(i, meshes))
+                if layer.placed == "callback":
+                    described = functools.partial(_described, task)
+                    stack.enter_context(mm.register_task(f"(t{i})", callback=described))
+                elif layer.placed != "task":
+                    stack.enter_context(mm.register_task(re.escape(self.scope(i)), task=task))
+            yield
+
+    def put(self, i: int, x: Any, meshes: list[Mesh]) -> Any:
+        """The result of the i-th layer, sent to the submesh of the next one if the layer says so."""
+        axes = self.layers[i].put
+        if axes is None or i + 1 == len(self.layers) or current_recording() is None:  # plain JAX has one device
+            return x
+        return jax.device_put(x, NamedSharding(meshes[self.layers[i + 1].submesh], PartitionSpec(*axes)))
 
     @staticmethod
     def _constrain(x: Any, names: Any, style: str) -> Any:
@@ -224,30 +280,51 @@ class Program:
             return jax.lax.with_sharding_constraint(x, PartitionSpec(*(rules.get(n) for n in names)))
         return mm.with_sharding_constraint(x, names)
 
-    def looped(self, fun: Any, schedule: str | None, reduce: Any) -> Any:
-        """``fun(params, batch, key, scale)`` over microbatches, if the program has any."""
+    def looped(
+        self, fun: Any, schedule: str | None, reduce: Any, backward: bool = True, count: int | None = None
+    ) -> Any:
+        """``fun(params, batch, key, scale)`` over ``count`` microbatches, or those of the program, if it has any."""
         if schedule is None:
             return fun
-        rows = None
-        if schedule == "custom":
-            rows = self.custom_rows()
         return mm.microbatch(
             fun,
             argnum=1,
-            num_microbatches=self.microbatches,
-            schedule=schedule,
+            num_microbatches=self.microbatches if count is None else count,
             reduce=reduce,
             rng_argnum=2 if self.key is not None and self.key_from == "folded" else None,
-            custom_schedule=rows,
+            **self.scheduled(schedule, backward),
         )
 
-    def custom_rows(self) -> list[list[tuple[int, str]]]:
-        """GPipe, written by hand: every submesh has one layer."""
-        count = range(self.microbatches)
-        rows = []
-        for s in range(len(self.submeshes)):
-            names = [f"t{i}" for i, layer in enumerate(self.layers) if layer.submesh == s]
-            rows.append([(m, f"{n}{end}") for end in ("", "_bwd") for n in names for m in count])
+    def scheduled(self, schedule: str, backward: bool) -> dict[str, Any]:
+        """Arguments of `mm.microbatch` for a schedule.
+
+        Args:
+          schedule: its name; ``custom, split`` is a custom one with weight gradients of their own.
+          backward: whether gradients are taken in the loop.
+        """
+        if not schedule.startswith("custom"):
+            return {"schedule": schedule}
+        phases = ["", "_bwd", "_wgt"][: 1 if not backward else 2 if schedule == "custom" else 3]
+        return {"schedule": "custom", "custom_schedule": self.custom_rows(phases)}
+
+    def custom_rows(self, phases: list[str]) -> list[list[tuple[int, str]]]:
+        """A row for each submesh: GPipe, or any order in which everything can run.
+
+        Microbatches stay in order within a task and phase, because results accumulate.
+
+        Args:
+          phases: endings of names, ``""``, ``_bwd``, ``_wgt``.
+        """
+        rng, layers = random.Random(self.order), range(len(self.layers))
+        left = [(phase, i, m) for phase in phases for m in range(self.microbatches) for i in layers]
+        rows: list[list[tuple[int, str]]] = [[] for _ in range(1 + max(layer.submesh for layer in self.layers))]
+        done: set[tuple[str, int, int]] = set()
+        while left:
+            ready = [unit for unit in left if _before(unit, len(layers)) <= done]
+            unit = rng.choice(ready) if self.order else ready[0]
+            done.add(unit)
+            left.remove(unit)
+            rows[self.layers[unit[1]].submesh].append((unit[2], f"t{unit[1]}{unit[0]}"))
         return rows
 
     def reduction(self) -> Any:
@@ -265,12 +342,17 @@ class Program:
         """The training step: gradients of the loss over microbatches, and an update."""
         params = state.params if self.state != "dict" else state["params"]
         if self.mode == "forward":
-            return state, self.looped(self.loss, schedule, "sum" if not self.aux else ("sum", "last"))(
+            reduce = "sum" if not self.aux else ("sum", "last")
+            return state, self.looped(self.loss, schedule, reduce, False)(params, batch, key, scale)
+        grad = jax.value_and_grad(self.loss, has_aux=self.aux)
+        if self.mode in NESTED:
+            grad = self.inner(grad, schedule)
+        if self.mode in ("scanned", "loop_in_scan"):
+            loss, grads = self._accumulated(grad, params, batch, key, scale)
+        elif self.mode == "around":
+            loss, grads = jax.value_and_grad(self.looped(self.loss, schedule, self.reduction()))(
                 params, batch, key, scale
             )
-        grad = jax.value_and_grad(self.loss, has_aux=self.aux)
-        if self.mode == "scanned":
-            loss, grads = self._accumulated(grad, params, batch, key, scale)
         else:
             loss, grads = self.looped(grad, schedule, self.reduction())(params, batch, key, scale)
         if self.reduce == "sum":
@@ -278,8 +360,14 @@ class Program:
         new = self.updated(state, grads)
         if self.mode == "twice":
             after = new.params if self.state != "dict" else new["params"]
-            loss = loss, self.looped(self.loss, schedule, "last")(after, batch, key, scale)
+            loss = loss, self.looped(self.loss, schedule, "last", False)(after, batch, key, scale)
         return new, (loss, grads)
+
+    def inner(self, grad: Any, schedule: str | None) -> Any:
+        """The gradient over pieces of what it is given."""
+        if self.mode == "nested_around":
+            return jax.value_and_grad(self.looped(self.loss, schedule, "mean", count=PIECES))
+        return self.looped(grad, schedule, "mean", count=PIECES)
 
     def _accumulated(self, grad: Any, params: Any, batch: Any, key: Any, scale: Any) -> Any:
         """Gradients added up by a scan that the user wrote."""
@@ -315,6 +403,34 @@ class Program:
             for i, layers in used.items()
             if len(layers) == 1 and layers[0].wrap == "plain" and layers[0].annotated == "never"
         }
+
+
+def scoped(fun: Any, path: str) -> Any:
+    """``fun`` in nested scopes."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for name in path.split("/"):
+                stack.enter_context(jax.named_scope(name))
+            return fun(*args, **kwargs)
+
+    return run
+
+
+def _described(task: mm.Task, match: re.Match[str], is_backward: bool) -> mm.Task:
+    assert task.name == match[1]
+    return task
+
+
+def _before(unit: tuple[str, int, int], count: int) -> set[tuple[str, int, int]]:
+    """What has to run before a layer of a chain in a phase and microbatch."""
+    phase, i, m = unit
+    before = {(phase, i, m - 1)} if m else set()
+    if phase == "":
+        return before | ({("", i - 1, m)} if i else set())
+    if phase == "_bwd":
+        return before | {("", count - 1, m), *([("_bwd", i + 1, m)] if i + 1 < count else [])}
+    return before | {("_bwd", i, m)}
 
 
 FIELDS = ("params", "moments", "average", "count")

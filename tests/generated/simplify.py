@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from .program import Layer, Program
 
 _DEFAULTS = Program(((0, 1, 1), (1, 1, 1)), ())
+_PLAIN = Layer(0, 0, (0,), ())
 
 
 def simplest(program: Program, breaks: Callable[[Program], bool], limit: int = 60) -> Program:
@@ -61,10 +62,13 @@ def _smaller_layers(layer: Layer, i: int) -> Iterator[Layer]:
         yield replace(layer, wrap="plain")
     if layer.inner != "plain":
         yield replace(layer, inner="plain")
-    if layer.between is not None:
-        yield replace(layer, between=None)
-    for k in range(len(layer.operations)):
-        yield replace(layer, operations=layer.operations[:k] + layer.operations[k + 1 :])
+    for name in ("between", "placed", "put", "depth"):
+        if getattr(layer, name) != getattr(_PLAIN, name):
+            yield replace(layer, **{name: getattr(_PLAIN, name)})
+    for name in ("operations", "modules"):
+        names = getattr(layer, name)
+        for k in range(len(names)):
+            yield replace(layer, **{name: names[:k] + names[k + 1 :]})
     if layer.annotated != "never":
         yield replace(layer, annotated="never", kernel_axes=None)
     if layer.activation is not None:

@@ -118,6 +118,21 @@ def _stacked(run, p, x, ids, key, label):
     return lax.scan(lambda h, v: (jnp.tanh(run(v, h, ids, key)), None), x, p)[0]
 
 
+def _stacked_reversed(run, p, x, ids, key, label):
+    return lax.scan(lambda h, v: (jnp.tanh(run(v, h, ids, key)), None), x, p, reverse=True)[0]
+
+
+def _stacked_collected(run, p, x, ids, key, label):
+    """What every layer makes is a result as well."""
+
+    def body(h, v):
+        h = jnp.tanh(run(v, h, ids, key))
+        return h, (h, jnp.mean(v["kernel"]))
+
+    h, (every, means) = lax.scan(body, x, p)
+    return h + 0.1 * every.mean(0) + means.sum()
+
+
 def _python_loop(run, p, x, ids, key, label):
     for _ in range(2):
         x = jnp.tanh(run(p, x, ids, key))
@@ -203,6 +218,8 @@ WRAPS: dict[str, Any] = {
     "empty_scan": _empty_scan,
     "layers": _layers,
     "stacked": _stacked,
+    "stacked_reversed": _stacked_reversed,
+    "stacked_collected": _stacked_collected,
     "python_loop": _python_loop,
     "vmap": _vmap,
     "examples": _examples,
@@ -214,6 +231,7 @@ WRAPS: dict[str, Any] = {
     "returned_number": _returned_number,
     "custom_vjp": _custom_vjp,
 }
+STACKED = ("stacked", "stacked_reversed", "stacked_collected")  # their parameters come stacked
 VMAPPED = ("vmap", "examples", "ensemble", "map")
 
 

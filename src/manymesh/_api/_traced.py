@@ -89,13 +89,13 @@ class Traced(Shown):
         if program is None:
             program = self._without_tasks()
         outside = Outside(program, given.leaves, self._shapes)
-        tasks = self._record.tasks.values()
+        tasks = program.tasks.values()
         names = [f" {name}" for name in names_of_arguments(given.treedef)]
         check_submeshes("in_shardings", outside.whole_in(wanted_in), names, tasks)
         names = [f" {name}" for name in names_of_results(self._out_tree)]
         check_submeshes("out_shardings", outside.whole_out(wanted_out), names, tasks)
         try:
-            program, findings = resolve_constraints(program, self._record.tasks)
+            program, findings = resolve_constraints(program)
         except AxisError as error:
             raise with_parameter(error, given) from None
         self._record.findings.update(dict.fromkeys(findings, AxisError))

@@ -8,7 +8,7 @@ it is in come before those of other tasks on the same submesh, and after all rul
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,19 +21,18 @@ from .._mark import box_constraint_p, constraint_p
 from .._passes._scopes import jaxprs_of
 from .._program import Fragment, Program
 from .._program._rewrite import trace_eqns
-from .._task import AxisRule, Task, check_divides
+from .._task import AxisRule, check_divides
 from ..meta._rules import parts_of, resolve
 
 _FREE = PartitionSpec.UNCONSTRAINED
 _NAMING = frozenset({constraint_p, box_constraint_p})
 
 
-def resolve_constraints(program: Program, tasks: Mapping[str, Task]) -> tuple[Program, tuple[str, ...]]:
+def resolve_constraints(program: Program) -> tuple[Program, tuple[str, ...]]:
     """The program with every constraint in device axes of its submesh.
 
     Args:
       program: the program.
-      tasks: mark -> the task it stands for.
 
     Returns:
       The program, and a sentence for each name that nobody knows; its dimension is left to XLA.
@@ -41,7 +40,7 @@ def resolve_constraints(program: Program, tasks: Mapping[str, Task]) -> tuple[Pr
     Raises:
       AxisError: a name at two dimensions, or a dimension that does not divide over its device axes.
     """
-    worker = _Resolver(program, tasks)
+    worker = _Resolver(program)
     fragments = tuple(worker.fragment(f) for f in program.fragments)
     if all(new is old for new, old in zip(fragments, program.fragments, strict=True)):
         return program, ()
@@ -49,8 +48,8 @@ def resolve_constraints(program: Program, tasks: Mapping[str, Task]) -> tuple[Pr
 
 
 class _Resolver:
-    def __init__(self, program: Program, tasks: Mapping[str, Task]) -> None:
-        self.program, self.tasks = program, tasks
+    def __init__(self, program: Program) -> None:
+        self.program, self.tasks = program, program.tasks
         self.findings: dict[str, None] = {}
         self._holds: dict[int, tuple[AbstractJaxpr, bool]] = {}
 

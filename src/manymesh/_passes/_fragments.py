@@ -69,6 +69,7 @@ class _Builder:
             self.flat.reductions,
             self.flat.stacked_inputs,
             self.flat.stacked_outputs,
+            self.flat.tasks,
         )
 
     def _find_readers(self) -> None:

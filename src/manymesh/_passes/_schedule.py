@@ -65,7 +65,11 @@ def fit_schedule(
         in_order = in_order and all(_comes_after(stage, reader, maker, backward) for maker, reader in carried)
         schedule = spec.schedule
         if custom is not None:
-            schedule = schedules.Custom(tuple(_translate(spec, custom, order, stage, name)))
+            rows = _translate(spec, custom, order, stage, name)
+            named = {(c.phase, stage[c]) for c in order if name(c) is not None}
+            split = any(action.kind == "W" for row in rows for action in row)
+            unnamed = {(phase, s) for phase in range(1 + backward + split) for s in range(len(placement))} - named
+            schedule = schedules.Custom(tuple(_completed(rows, unnamed, placement, spec.num_microbatches)))
         try:
             if isinstance(schedule, schedules.Custom):
                 _check_rows(spec, schedule, placement, backward, {stage[c]: name(c) for c in order if name(c)})
@@ -122,6 +126,41 @@ def _check_interleave(spec: LoopSpec, placement: tuple[int, ...]) -> None:
         )
 
 
+_KINDS: tuple[schedules.Kind, ...] = ("F", "B", "W")
+_ENDINGS = ("", "_bwd", "_wgt")
+
+
+def _completed(
+    rows: Sequence[tuple[schedules.Action, ...]], units: set[tuple[int, int]], placement: Sequence[int], count: int
+) -> list[tuple[schedules.Action, ...]]:
+    """The rows, and in them what no row can name, as it holds no task: right before what needs it.
+
+    Args:
+      rows: as the user wrote them.
+      units: (phase, stage) of what holds no task, or nothing at all.
+      placement: submesh of each stage.
+      count: number of microbatches.
+    """
+    whole = [list(row) for row in rows]
+    # What another one of them needs comes first: forward goes up the stages, backward down.
+    for phase, number in sorted(units, key=lambda unit: (unit[0], unit[1] if unit[0] == 0 else -unit[1])):
+        if placement[number] >= len(whole):
+            continue
+        row = whole[placement[number]]
+        for m in range(count):
+            needing = (i for i, a in enumerate(row) if a.microbatch == m and _needs(a, phase, number))
+            row.insert(next(needing, len(row)), schedules.Action(_KINDS[phase], number, m))
+    return [tuple(row) for row in whole]
+
+
+def _needs(action: schedules.Action, phase: int, stage: int) -> bool:
+    """Whether an action has to wait for a phase of a stage in the same microbatch."""
+    own = _KINDS.index(action.kind)
+    if phase == 0:
+        return own > 0 or action.stage > stage
+    return phase == 1 and (action.stage < stage or (own == 2 and action.stage == stage)) and own > 0
+
+
 def _translate(
     spec: LoopSpec,
     rows: Sequence[Sequence[str | tuple[int, str]]],
@@ -131,11 +170,9 @@ def _translate(
 ) -> list[tuple[schedules.Action, ...]]:
     """Rows of task names, or (microbatch, task name), as rows of actions."""
     known: dict[str, tuple[schedules.Kind, int]] = {}
-    kinds: tuple[tuple[schedules.Kind, str], ...] = (("F", ""), ("B", "_bwd"), ("W", "_wgt"))
     for c in order:
         if (task := name(c)) is not None:
-            kind, suffix = kinds[c.phase]
-            known[f"{task}{suffix}"] = (kind, stage[c])
+            known[f"{task}{_ENDINGS[c.phase]}"] = _KINDS[c.phase], stage[c]
     out = []
     for r, row in enumerate(rows):
         seen: Counter[str] = Counter()

@@ -7,13 +7,14 @@ flat jaxpr; inside a loop one variable stands for as many values as there are mi
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jax.sharding import Mesh
 
 from .._shown import MOST, Shown, joined, numbers, shortened, stem
+from .._task import Task
 from ._stacked import Stacked
 
 Kind = Literal["F", "B", "W"]
@@ -149,6 +150,7 @@ class Program(Shown):
       reductions: sums of accumulators over the devices that share a batch.
       stacked_inputs, stacked_outputs: arguments and results that lie in blocks on several submeshes. Each block is an
         input, or a result, of its own.
+      tasks: mark -> task, for the tasks of the step: those it calls, and those that scopes became.
     """
 
     submeshes: tuple[Mesh, ...]
@@ -165,6 +167,7 @@ class Program(Shown):
     reductions: tuple[Reduction, ...] = field(default=())
     stacked_inputs: tuple[Stacked, ...] = field(default=())
     stacked_outputs: tuple[Stacked, ...] = field(default=())
+    tasks: Mapping[str, Task] = field(default_factory=dict)
 
     def body(self, loop: int) -> Iterator[Fragment]:
         """Fragments of a loop's body, in topological order."""
