@@ -62,9 +62,7 @@ def build(devices: Sequence[Any]) -> tuple[Any, Any]:
     meshes = [jax.sharding.Mesh(np.array(each), ("data",)) for each in halves]
 
     def block(w: Any, x: jax.Array) -> jax.Array:
-        x = mm.with_sharding_constraint(
-            x, ("data",)
-        )  # the rows of a microbatch are shared among the devices of a stage
+        x = mm.with_sharding_constraint(x, ("data",))  # the devices of a stage share the rows of a microbatch
         return x + jnp.tanh(x @ w["in"]) @ w["out"]
 
     stages = [mm.task(block, f"stage_{i}", mesh=mesh) for i, mesh in enumerate(meshes)]
@@ -76,13 +74,13 @@ def build(devices: Sequence[Any]) -> tuple[Any, Any]:
             x = stage(params[f"stage_{i}"], x)
         return jnp.mean((x - target) ** 2)
 
-    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+    def step(state: Any, batch: Any) -> tuple[jax.Array, Any]:
         grad = mm.microbatch(
             jax.value_and_grad(loss_fn), argnum=1, num_microbatches=MICROBATCHES, schedule="1f1b", reduce="mean"
         )
         loss, grads = grad(state["params"], batch)
         updates, moments = optimizer.update(grads, state["moments"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, loss
+        return loss, {"params": optax.apply_updates(state["params"], updates), "moments": moments}
 
     def init(seed: int) -> Any:
         draw = np.random.default_rng(seed).normal
@@ -120,7 +118,7 @@ def train(directory: Path, steps: int, every: int, devices: Sequence[Any], seed:
         loss = None
         for number in range(done + 1, steps + 1):
             position = batches.position
-            state, loss = step(state, next(batches))
+            loss, state = step(state, next(batches))
             if first:
                 line = {"attempt": attempt, "step": number, "batch": position, "loss": float(loss)}
                 with open(directory / "history.jsonl", "a") as history:

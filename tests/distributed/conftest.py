@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -18,3 +19,10 @@ def pool():
     made = Pool()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible():
+    """In the background of a script SIGINT is ignored, by the tests and by whatever they start and interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

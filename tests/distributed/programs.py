@@ -272,3 +272,20 @@ def compared_by_one_process():
         return losses, None
     with mm.ignore_transforms():
         return losses, train(params)
+
+
+def counted_programs():
+    """How many programs a step without tasks has after three calls; what an argument from elsewhere compiles in a call."""
+    plain = mm.jit(lambda state: {"count": state["count"] + 1, "w": state["w"] * 2})
+    state = {"count": 0.0, "w": np.ones((4, 4), "f4")}
+    for _ in range(3):
+        state = plain(state)
+    task = mm.task(lambda x: mm.with_sharding_constraint(x, P(None, "x")) * 2, "second", mesh=mesh(4, 5))
+    moved = mm.jit(lambda x: task(x))
+    x = put(np.ones((4, 4), "f4"), NamedSharding(mesh(0, 1), P("x")))
+    compiled = []
+    moved(x)
+    listen = lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    moved(x)
+    return repr(plain), float(state["count"]), len(compiled)

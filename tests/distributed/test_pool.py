@@ -155,3 +155,10 @@ def test_one_process_compares(pool):
     (losses, reference), (other, nothing) = pool.call("programs.compared_by_one_process")
     np.testing.assert_allclose(losses, reference, rtol=1e-6)
     assert (other, nothing) == (losses, None)
+
+
+def test_nothing_is_compiled_twice(pool):
+    """A scalar that comes back as a copy in every process is where it was; nothing is made of what is not here."""
+    for text, count, compiled in pool.call("programs.counted_programs"):
+        assert text.endswith("1 program compiled")
+        assert (count, compiled) == (3, 0)

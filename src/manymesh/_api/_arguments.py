@@ -14,6 +14,7 @@ from .. import _compat, meta
 from .._distributed._world import world
 from .._errors import ArgumentError
 from .._implicit import registered
+from .._runtime._exchange import everywhere
 from .._runtime._fetch import fetch
 from .._runtime._processes import committed_sharding
 from ._step import Step
@@ -78,8 +79,10 @@ def _frozen(rules: Any) -> Any:
 
 
 def places(leaves: list[Any]) -> tuple[Any, ...]:
-    """Where arguments were put: the sharding of each, None for one that may go anywhere."""
-    return tuple(getattr(x, "sharding", None) if getattr(x, "committed", False) else None for x in leaves)
+    """Where arguments were put: the sharding of each, None for one that may go anywhere, or is in every process."""
+    shared = everywhere() if world() is not None else None
+    found = (getattr(x, "sharding", None) if getattr(x, "committed", False) else None for x in leaves)
+    return tuple(None if place == shared else place for place in found)
 
 
 def check_named(label: str, fun: Any, numbers: tuple[Any, ...], names: tuple[Any, ...]) -> None:

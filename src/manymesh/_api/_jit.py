@@ -108,7 +108,7 @@ class Jitted(Shown, Generic[P, R]):
         self._reference = jax.jit(fun, static_argnums=static[0] or None, static_argnames=static[1] or None)
 
     def __repr__(self) -> str:
-        count = len(self._compiled)
+        count = len({id(x) for x in self._compiled.values()})
         return f"mm.jit({self.name}): {count} program{'s' * (count != 1)} compiled"
 
     @_compat.boundary

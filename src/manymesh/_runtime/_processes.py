@@ -75,6 +75,8 @@ class Crossing:
 
     def __call__(self, x: Any) -> Any:
         """The value as it arrives; None where it arrives in other processes only."""
+        if not self.here:
+            x = None  # a ghost, of which nothing can be made
         for step in self.steps:
             if isinstance(step, Exchange):
                 arrived = () if step.idle else step(*([x] if step.gives else ()))
