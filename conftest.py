@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections import OrderedDict
 from importlib.metadata import version
 
 import hypothesis
@@ -47,36 +46,6 @@ hypothesis.settings.register_profile(
 # For a second pair of Python and JAX, after `ci` has run on the first.
 hypothesis.settings.register_profile("brief", hypothesis.settings.get_profile("ci"), max_examples=3)
 hypothesis.settings.load_profile("ci")  # `--hypothesis-profile` is read later and wins
-
-
-SHARED_EXECUTABLES = 400  # the last ones used
-
-
-def pytest_configure() -> None:
-    """Compiles equal programs for the same devices once: two fifths of what the tests compile they have compiled before.
-
-    Below the caches of JAX, where nobody counts compilations; tracing, lowering and our own sharing are as for users.
-    """
-    if os.environ.get("OPTIMIZED"):
-        return
-    from jax._src import compiler
-
-    compile_one = compiler.backend_compile_and_load
-    shared: OrderedDict[tuple[str, bytes], object] = OrderedDict()
-
-    def compile_shared(backend, module, executable_devices, options, host_callbacks, *more, **named):  # type: ignore[no-untyped-def]
-        if host_callbacks:
-            return compile_one(backend, module, executable_devices, options, host_callbacks, *more, **named)
-        key = module.operation.get_asm(enable_debug_info=False), options.SerializeAsString()
-        if key in shared:
-            shared.move_to_end(key)
-        else:
-            shared[key] = compile_one(backend, module, executable_devices, options, host_callbacks, *more, **named)
-            if len(shared) > SHARED_EXECUTABLES:
-                shared.popitem(last=False)
-        return shared[key]
-
-    compiler.backend_compile_and_load = compile_shared
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

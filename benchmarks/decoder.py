@@ -5,8 +5,9 @@
 
 The embedding, most of the layers on one virtual device; the others and the loss, which reads the embedding again, on a
 second one; 1F1B, float32. By hand there is one jitted function for each stage and phase, with `jax.vjp`'s residuals, once
-as they are and once less the weights, which takes some doing; donated accumulators, one copy of the embedding a step, its gradients added where it lives, and the norm of
-all gradients from one scalar of each stage. Losses have to agree; times are compared by the ratio of neighbouring steps.
+as they are and once less the weights, which takes some doing; donated accumulators, one copy of the embedding a step, its
+gradients added where it lives, and the norm of all gradients from one scalar of each stage. Losses have to agree; times
+are compared by the ratio of neighbouring steps.
 """
 
 from __future__ import annotations
@@ -237,8 +238,8 @@ def compare(size: Size, residuals: str, rounds: int, seconds: float) -> dict[str
     found = ratio(samples["mm"], samples["hand"])
     ours, theirs = (1e3 * min(s.wall for s in samples[who]) for who in ("mm", "hand"))
     print(
-        f"decoder, 1f1b, residuals {residuals}: ratio {found}; best steps: mm {ours:.0f} ms, by hand {theirs:.0f} ms; target {TARGET:.2f}; "
-        f"loss {losses['mm'][0]:.5f} -> {losses['mm'][-1]:.5f}",
+        f"decoder, 1f1b, residuals {residuals}: ratio {found}; best steps: mm {ours:.0f} ms, by hand {theirs:.0f} ms; "
+        f"target {TARGET:.2f}; loss {losses['mm'][0]:.5f} -> {losses['mm'][-1]:.5f}",
         flush=True,
     )
     return row(

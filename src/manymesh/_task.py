@@ -226,7 +226,8 @@ def _check_rules(where: str, rules: tuple[AxisRule, ...], mesh: Mesh | None) -> 
             if axis is not None and axis not in mesh.axis_names:
                 raise AxisError(
                     f"{where}: the rule {(logical, target)!r} maps to device axis {axis!r}, "
-                    f"but the mesh has axes {tuple(mesh.axis_names)}"
+                    f"but the mesh has axes {tuple(mesh.axis_names)}; map the name to one of them, or to None for a dimension "
+                    "that is whole on this submesh"
                 )
 
 

@@ -26,3 +26,11 @@ def interruptible():
     """In the background of a script SIGINT is ignored, by the tests and by whatever they start and interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def script(tmp_path, request):
+    """Path of the SCRIPT of a test file."""
+    path = tmp_path / "script.py"
+    path.write_text(request.module.SCRIPT)
+    return str(path)

@@ -27,13 +27,6 @@ sys.exit(3 if me == "1" and "fail" in sys.argv else 0)
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return str(path)
-
-
 def gone(output):
     """Whether no process that printed its number is left."""
     numbers = [int(n) for n in re.findall(r"pid (\d+)", output)]

@@ -109,6 +109,15 @@ def test_results_that_a_later_call_took():
     assert machine.waited == [LAUNCHES - 3]
 
 
+def test_a_process_that_launches_nothing_keeps_no_more_than_two_windows():
+    """Scalars of others come with every call."""
+    machine = Machine()
+    for k in range(3 * LAUNCHES):
+        machine.launches.watch(Result(k, machine.waited))
+    assert len(machine.launches.unfinished()) == 2 * LAUNCHES
+    assert machine.waited == []
+
+
 def test_failed_results_are_missing():
     """They are ready, and have no value."""
     machine = Machine()

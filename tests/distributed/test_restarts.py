@@ -33,13 +33,6 @@ if me == os.environ.get("FAILS", "1"):
 """
 
 
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    return str(path)
-
-
 def attempts(output):
     """How many processes there were in each attempt; none of them is left."""
     found = re.findall(r"\[\d\] attempt (\d+) of (\d+) pid (\d+)", output)

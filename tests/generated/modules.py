@@ -14,7 +14,6 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
 import manymesh as mm
 import manymesh.equinox
@@ -86,6 +85,19 @@ def _loop(program: Program, fun: Any, schedule: str | None, microbatch: Any = mm
         return fun
     chosen = program.scheduled(schedule, backward=True)
     return microbatch(fun, num_microbatches=program.microbatches, reduce=program.reduce, **chosen, **options)
+
+
+def _training(program: Program, schedule: str | None, grad: Any, tx: Any) -> Any:
+    """A step of ``(model or parameters, statistics, moments)``, a batch and a key."""
+
+    def step(state: Any, batch: Any, key: Any) -> Any:
+        model, stats, moments = state
+        loop = _loop(program, grad, schedule, argnum=2, state_argnum=1, rng_argnum=3)
+        (loss, grads), stats = loop(model, stats, batch, key)
+        updates, moments = tx.update(grads, moments, eqx.filter(model, eqx.is_inexact_array))
+        return (eqx.apply_updates(model, updates), stats, moments), (loss, _by_path(grads, ""))
+
+    return step
 
 
 def kernels(program: Program) -> dict[int, str]:
@@ -176,13 +188,7 @@ def linen(program: Program, schedule: str | None, tasks: bool, perturb: Any) -> 
         (loss, stats), grads = jax.value_and_grad(loss_of, has_aux=True)(params, stats, batch, key)
         return (loss, grads), stats
 
-    def step(state: Any, batch: Any, key: Any) -> Any:
-        params, stats, moments = state
-        loop = _loop(program, grad, schedule, argnum=2, state_argnum=1, rng_argnum=3)
-        (loss, grads), stats = loop(params, stats, batch, key)
-        updates, moments = tx.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), stats, moments), (loss, _by_path(grads, ""))
-
+    step = _training(program, schedule, grad, tx)
     jitted = (mm.jit if tasks else jax.jit)(step, donate_argnums=(0,) if program.donate else ())
     state = params, variables, jax.tree.map(jnp.copy, tx.init(params))
     return lambda state: jitted(state, (x, ids), jax.random.key(3)), lambda state: _by_path(state, ""), state
@@ -381,13 +387,7 @@ def equinox(program: Program, schedule: str | None, tasks: bool, perturb: Any) -
         (loss, stats), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)(model, stats, batch, key)
         return (loss, grads), stats
 
-    def step(state: Any, batch: Any, key: Any) -> Any:
-        model, stats, moments = state
-        loop = _loop(program, grad, schedule, argnum=2, state_argnum=1, rng_argnum=3)
-        (loss, grads), stats = loop(model, stats, batch, key)
-        updates, moments = tx.update(grads, moments, eqx.filter(model, eqx.is_inexact_array))
-        return (eqx.apply_updates(model, updates), stats, moments), (loss, _by_path(grads, ""))
-
+    step = _training(program, schedule, grad, tx)
     # The batch and the key are used again, so that only the first argument is donated, whole.
     jitted = mm.equinox.jit(step) if tasks else eqx.filter_jit(step)
     state = model, stats, jax.tree.map(_copied, tx.init(eqx.filter(model, eqx.is_inexact_array)))

@@ -81,8 +81,7 @@ def _frozen(rules: Any) -> Any:
 def places(leaves: list[Any]) -> tuple[Any, ...]:
     """Where arguments were put: the sharding of each, None for one that may go anywhere, or is in every process."""
     shared = everywhere() if world() is not None else None
-    found = (getattr(x, "sharding", None) if getattr(x, "committed", False) else None for x in leaves)
-    return tuple(None if place == shared else place for place in found)
+    return tuple(None if (place := committed_sharding(x)) == shared else place for x in leaves)
 
 
 def check_named(label: str, fun: Any, numbers: tuple[Any, ...], names: tuple[Any, ...]) -> None:

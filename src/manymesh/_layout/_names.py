@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .. import _compat
 from .._compat import AbstractJaxpr, Eqn
 from .._mark import box_constraint_p, constraint_p
-from .._passes._scopes import jaxprs_of
 from .._program import Fragment, Program
 from .._program._rewrite import trace_eqns
 from .._task import AxisRule, check_divides
@@ -69,7 +68,7 @@ class _Resolver:
     def _has_names(self, jaxpr: AbstractJaxpr) -> bool:
         if id(jaxpr) not in self._holds:
             found = any(
-                e.primitive in _NAMING or any(map(self._has_names, jaxprs_of(e)))
+                e.primitive in _NAMING or any(map(self._has_names, _compat.jaxprs_in(e)))
                 for e in _compat.open_jaxpr(jaxpr).eqns
             )
             self._holds[id(jaxpr)] = jaxpr, found
@@ -85,7 +84,7 @@ class _Resolver:
             rules = (*rules, *_on_submesh(eqn.params.get("rules", ()), mesh))  # those of a box, if it is one's
             spec = self.spec(f"{context} outside every task", names, _compat.shape(eqn.invars[0]), mesh, rules)
             return constraint_eqn(eqn, mesh, spec)
-        if not any(map(self._has_names, jaxprs_of(eqn))):
+        if not any(map(self._has_names, _compat.jaxprs_in(eqn))):
             return eqn
 
         def resolved(value: Any) -> Any:

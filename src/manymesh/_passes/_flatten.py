@@ -27,7 +27,7 @@ from .._program._nodes import Carry, Loop, Node, Pieces, shape_and_dtype
 from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
 from .._task import Task
 from ._resolve import resolve_names
-from ._scopes import is_backward, jaxprs_of, matched_inside, tasks_inside
+from ._scopes import is_backward, matched_inside, tasks_inside
 
 _CHEAP = {"sharding_constraint", "convert_element_type", "transpose", "reshape", "squeeze", "copy", "expand_dims"}
 
@@ -507,7 +507,7 @@ class _Flattener:
         return made
 
     def _holds_mark(self, eqn: Eqn) -> bool:
-        return any(self._jaxpr_holds_mark(j) for j in jaxprs_of(eqn))
+        return any(self._jaxpr_holds_mark(j) for j in _compat.jaxprs_in(eqn))
 
     def _jaxpr_holds_mark(self, jaxpr: AbstractJaxpr) -> bool:
         key = id(jaxpr)
@@ -521,7 +521,7 @@ class _Flattener:
         return self._marked[key]
 
     def _is_opened(self, eqn: Eqn, stack: str) -> bool:
-        if not jaxprs_of(eqn):
+        if not _compat.jaxprs_in(eqn):
             return False
         return self._holds_mark(eqn) or bool(matched_inside(eqn, stack, self.registered))
 
@@ -533,7 +533,7 @@ class _Flattener:
     def _explicit(self, eqn: Eqn) -> list[str]:
         """The marks of the tasks that an equation holds, each once, in order."""
         found: dict[str, None] = {}
-        for j in jaxprs_of(eqn):
+        for j in _compat.jaxprs_in(eqn):
             for e in _compat.open_jaxpr(j).eqns:
                 name = str(e.params.get("name")) if _compat.is_jit(e) else ""
                 found.update(dict.fromkeys([name] if name in self.tasks else self._explicit(e)))
@@ -543,7 +543,7 @@ class _Flattener:
         """Whether there is a microbatch loop in an equation."""
         return any(
             (_compat.is_jit(e) and e.params["name"] in self.specs) or self._holds_loop(e)
-            for j in jaxprs_of(eqn)
+            for j in _compat.jaxprs_in(eqn)
             for e in _compat.open_jaxpr(j).eqns
         )
 

@@ -15,7 +15,6 @@ from .._program._rewrite import trace_eqns
 from .._scope import Scope, enter_scope
 from .._task import Task
 from ..meta._constrain import constrain
-from ._scopes import jaxprs_of
 
 
 def resolve_names(eqns: Sequence[Eqn], task: Task) -> tuple[list[Eqn], tuple[str, ...]]:
@@ -92,6 +91,6 @@ class _Resolver:
 def _holds_names(eqn: Eqn) -> bool:
     return any(
         e.primitive in (constraint_p, box_constraint_p) or _holds_names(e)
-        for j in jaxprs_of(eqn)
+        for j in _compat.jaxprs_in(eqn)
         for e in _compat.open_jaxpr(j).eqns
     )

@@ -158,7 +158,7 @@ def _needs(action: schedules.Action, phase: int, stage: int) -> bool:
     own = _KINDS.index(action.kind)
     if phase == 0:
         return own > 0 or action.stage > stage
-    return phase == 1 and (action.stage < stage or (own == 2 and action.stage == stage)) and own > 0
+    return phase == 1 and own > 0 and (action.stage < stage or (own == 2 and action.stage == stage))
 
 
 def _translate(

@@ -13,17 +13,6 @@ from .._task import Task
 Found = Iterator[tuple[tuple[str, ...], range, str]]
 
 
-def jaxprs_of(eqn: Eqn) -> list[AbstractJaxpr]:
-    """The jaxprs among the parameters of an equation: bodies, branches, conditions."""
-    found: list[AbstractJaxpr] = []
-    for value in eqn.params.values():
-        if isinstance(value, (tuple, list)):
-            found += [v for v in value if _compat.is_jaxpr(v)]
-        elif _compat.is_jaxpr(value):
-            found.append(value)
-    return found
-
-
 def is_backward(stack: str) -> bool:
     """Whether an equation with this name stack belongs to a backward pass; rematerialised ones do."""
     return "transpose(" in stack or is_rematerialised(stack)
@@ -94,7 +83,7 @@ class _Scopes:
     def in_eqn(self, eqn: Eqn, around: tuple[str, ...], iterations: range) -> Found:
         if eqn.primitive.name == "scan":
             iterations = range(_compat.scan_parts(eqn).length)
-        for jaxpr in jaxprs_of(eqn):
+        for jaxpr in _compat.jaxprs_in(eqn):
             yield from self.in_jaxpr(jaxpr, around, iterations)
 
     def in_jaxpr(self, jaxpr: AbstractJaxpr, around: tuple[str, ...], iterations: range) -> Found:

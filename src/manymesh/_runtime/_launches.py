@@ -34,7 +34,7 @@ class Launch:
     Attributes:
       run: what it runs; None for a change of layout, and for a value from another process.
       witness: a result by which it is told that the launch is finished; None once it is known to be.
-      wide: positions of the devices that it may hold a collective on.
+      wide: ids of the devices here that it may hold a collective on.
       taker: the launch that its witness was donated to.
     """
 
@@ -134,6 +134,8 @@ class Launches:
     def watch(self, x: jax.Array) -> None:
         """Counts a value from another process as something that is waited for."""
         self._window.append(Launch(None, x, frozenset()))
+        if len(self._window) > 2 * LAUNCHES:  # in a process that launches nothing
+            self._window.popleft()
 
     def settle(self) -> None:
         """Waits until no collective is under way that what the user does next could meet."""
