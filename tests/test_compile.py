@@ -16,7 +16,7 @@ from stages import assert_agrees, assert_same, back, front, loss, microbatched, 
 
 def test_requests_run_side_by_side():
     """Two that take their time meet, and each gets its own result."""
-    meeting = threading.Barrier(2, timeout=20)
+    meeting = threading.Barrier(2, timeout=120)
 
     def request(word):
         def run():

@@ -170,6 +170,6 @@ def test_mistakes_in_calls(saved, tmp_path) -> None:
 
 def test_without_tensorstore() -> None:
     code = "import sys; sys.modules['tensorstore'] = None; import manymesh as mm; mm.checkpoint"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     words = "ImportError: manymesh.checkpoint needs TensorStore: pip install 'manymesh[checkpoint]'"
     assert done.stderr.splitlines()[-1] == words

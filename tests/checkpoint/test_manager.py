@@ -107,7 +107,7 @@ def test_at_the_end_of_a_program_the_last_save_is_waited_for(tmp_path) -> None:
         "import sys, jax.numpy as jnp, manymesh as mm; "
         "mm.checkpoint.Manager(sys.argv[1]).save(1, {'w': jnp.ones((512, 512))})"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=300)
     assert mm.checkpoint.Manager(tmp_path).restore(like={"w": np.zeros((512, 512), np.float32)})["w"].min() == 1
 
 
@@ -201,7 +201,7 @@ def check_after_kills(directory: Path, kills: int, seed: int) -> None:
             time.sleep(draw.uniform(0, 0.5))
         finally:
             worker.send_signal(signal.SIGKILL)
-            said = re.findall(r"\d+\n", worker.communicate(timeout=60)[0])
+            said = re.findall(r"\d+\n", worker.communicate(timeout=300)[0])
         manager = mm.checkpoint.Manager(directory)
         latest = manager.latest_step()
         assert latest is not None or not said

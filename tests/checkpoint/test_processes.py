@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 me, port, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, me, initialization_timeout=60, heartbeat_timeout_seconds=20)
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, me, initialization_timeout=300, heartbeat_timeout_seconds=60)
 import manymesh as mm, tensorstore as ts
 from manymesh._runtime._exchange import assembled
 from manymesh.errors import CheckpointError
@@ -108,7 +108,7 @@ def test_two_processes(tmp_path) -> None:
         for k in range(2)
     ]
     try:
-        said = [worker.communicate(timeout=120)[0] for worker in workers]
+        said = [worker.communicate(timeout=300)[0] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

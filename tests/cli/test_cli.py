@@ -245,5 +245,5 @@ def test_doctor(run, monkeypatch):
 def test_a_reader_who_has_seen_enough(tmp_path):
     """`python -m manymesh ... | head -1` ends without a complaint."""
     shell = f"'{sys.executable}' -m manymesh schedule --stages 64 --num-microbatches 256 --json | head -1"
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("{\n", "")

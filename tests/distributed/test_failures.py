@@ -1,9 +1,11 @@
-"""Whatever happens to a process, the others end by themselves, in time, and say what it was."""
+"""Whatever happens to a process, the others end by themselves, and say what it was.
+
+How soon, in seconds, is measured by benchmarks/failures.py.
+"""
 
 import io
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,36 +19,33 @@ WAITS = (
     r"it was in call [23] of train \(program 1\)(, where (task '\w+'(, microbatch \d,)? on submesh 0|a scalar result))?"
 )
 
-# case -> seconds from the failure to the end of all, exit code, what the other process says
+# case -> exit code, what the other process says
 CASES = {
-    "kill": (2.0, 137, "process 1 (submesh 1) died: its connection closed without a word"),
-    "stop": (3.0, ENDED_WITH_OTHERS, "process 1 (submesh 1) has shown no sign of life for 3 s"),
-    "raise": (0.0, 1, "process 1 (submesh 1) ended with ValueError: on purpose"),
-    "leaves early": (0.5, ENDED_WITH_OTHERS, "the script of process 1 (submesh 1) has ended, after 4 calls"),
-    "sleeps": (3.0, ENDED_WITH_OTHERS, "process 1 (submesh 1) has not come to call 3 of train"),
-    "other shape": (3.0, None, "the compilation of train"),
+    "kill": (137, "process 1 (submesh 1) died: its connection closed without a word"),
+    "stop": (ENDED_WITH_OTHERS, "process 1 (submesh 1) has shown no sign of life for 5 s"),
+    "raise": (1, "process 1 (submesh 1) ended with ValueError: on purpose"),
+    "leaves early": (ENDED_WITH_OTHERS, "the script of process 1 (submesh 1) has ended, after 4 calls"),
+    "sleeps": (ENDED_WITH_OTHERS, "process 1 (submesh 1) has not come to call 3 of train"),
+    "other shape": (None, "the compilation of train"),
 }
 
 
-def run(case, limit=3.0, processes=2):
+def run(case, limit=5.0, processes=2):
     output = io.StringIO()
     code = run_processes(
-        [sys.executable, str(SCRIPT), case, str(limit)], processes, 1, output=output, timeout=100,
+        [sys.executable, str(SCRIPT), case, str(limit)], processes, 1, output=output, timeout=300,
         more={"PYTHONPATH": ":".join(p for p in sys.path if p)},
     )  # fmt: skip
-    return code, output.getvalue(), time.time()
+    return code, output.getvalue()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_survivors_end_in_time_with_words(case):
-    """Within five seconds of the limit, with the process, its submesh, the call and the task that waited."""
-    limit, expected, words = CASES[case]
-    code, output, ended = run(case)
+def test_survivors_end_with_words(case):
+    """By themselves, with the process, its submesh, the call and the task that waited."""
+    expected, words = CASES[case]
+    code, output = run(case)
     assert code == expected if expected is not None else code in (1, ENDED_WITH_OTHERS), output
     assert words in output
-    failed = float(re.search(r"fails at ([\d.]+)", output)[1])
-    grace = 7.5 if case == "stop" else 5  # launch itself gives a stopped process time to end
-    assert ended - failed < limit + grace, output
     if case in ("kill", "stop", "leaves early", "sleeps"):
         said = next(line for line in output.splitlines() if "process 0 (submesh 0) ends with the others" in line)
         assert re.search(WAITS, said)
@@ -55,17 +54,15 @@ def test_survivors_end_in_time_with_words(case):
 
 def test_a_process_that_never_starts():
     """The others end when their time to start is over."""
-    start = time.time()
-    code, output, ended = run("never starts", limit=4.0)
+    code, output = run("never starts", limit=6.0)
     assert code == ENDED_WITH_OTHERS
-    assert "all 2 processes did not come to distributed.initialize within 4 s" in output
-    assert ended - start < 4 + 15, output  # with what importing takes
+    assert "all 2 processes did not come to distributed.initialize within 6 s" in output
     assert "ended well" not in output
 
 
 def test_nothing_fails():
     """All processes end well, and nobody says anything of it."""
-    code, output, _ = run("nothing")
+    code, output = run("nothing")
     assert code == 0, output
     assert sorted(re.findall(r"\[(\d)\] ended well (\d)", output)) == [("0", "0"), ("1", "1")]
     assert "manymesh" not in output

@@ -81,9 +81,9 @@ def test_a_wrong_count(script, capsys):
 
 def test_a_function_in_two_processes():
     """What it returns in each; and an error where it fails."""
-    assert mm.distributed.launch(operator.add, 2, args=(1, 2), timeout=60) == [3, 3]
+    assert mm.distributed.launch(operator.add, 2, args=(1, 2), timeout=300) == [3, 3]
     with pytest.raises(mm.errors.ProcessError, match=r"launch\(truediv\) failed with exit code 1"):
-        mm.distributed.launch(operator.truediv, 1, args=(1, 0), timeout=60)
+        mm.distributed.launch(operator.truediv, 1, args=(1, 0), timeout=300)
 
 
 def test_a_function_that_others_cannot_import():
@@ -112,7 +112,7 @@ def test_twice_is_once_too_often():
     """In a script of one process that was launched as one of one."""
     text = "import manymesh as mm; mm.distributed.initialize(); mm.distributed.initialize()"
     output = io.StringIO()
-    code = run_processes([sys.executable, "-c", text], 2, output=output, timeout=60)
+    code = run_processes([sys.executable, "-c", text], 2, output=output, timeout=300)
     assert code == 1
     assert "distributed.initialize is called twice" in output.getvalue()
 

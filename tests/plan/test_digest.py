@@ -58,7 +58,7 @@ def test_two_processes_with_other_hash_seeds_agree():
         for seed in ("1", "2718")
     ]
     try:
-        first, second = (p.communicate(timeout=120)[0] for p in running)
+        first, second = (p.communicate(timeout=300)[0] for p in running)
     finally:
         for p in running:
             p.kill()

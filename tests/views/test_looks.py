@@ -191,7 +191,7 @@ def test_the_page_works_in_a_browser(tmp_path):
     done = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,700", "--dump-dom",
          "--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     (body,) = re.findall(r"<body[^>]*>", done.stdout)
     found = dict(re.findall(r'data-(\w+)="([^"]*)"', body))
@@ -249,7 +249,7 @@ def test_looking_loads_nothing_early():
         "print([n for n in ('rich', 'matplotlib', 'manymesh._cli', 'manymesh._views', 'argparse') if n in sys.modules])\n"
         "mm.inspect.record\nprint('matplotlib' in sys.modules, 'manymesh._cli' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     early = done.stdout.splitlines()
     assert early[0] in ("[]", "['argparse']") and early[1] == "False False", done.stdout
 
