@@ -8,6 +8,8 @@ import pytest
 
 from manymesh import schedules
 
+pytestmark = pytest.mark.once
+
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 

@@ -24,6 +24,8 @@ import pytest
 
 import manymesh as mm
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))

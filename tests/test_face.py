@@ -16,6 +16,8 @@ import manymesh.flax
 import manymesh.inspect
 import manymesh.nnx
 
+pytestmark = pytest.mark.once
+
 FACES = [mm, mm.errors, mm.meta, mm.schedules, mm.flax, mm.nnx, mm.equinox, mm.checkpoint, mm.inspect]
 
 

@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 import manymesh as mm
 from stages import assert_agrees, assert_same, dense, microbatched, reference
 
+pytestmark = pytest.mark.once
+
 WIDTH, ROWS = 32, 8  # a weight is 4096 bytes: too large to be computed or sent twice without being seen
 WEIGHT, ACTIVATION = 4 * WIDTH * WIDTH, 4 * ROWS * WIDTH
 

@@ -14,6 +14,8 @@ from flax import nnx
 from manymesh.flax import shard_axes, task
 from stages import assert_agrees, assert_same, microbatched, reference
 
+pytestmark = pytest.mark.once
+
 DEVICES = np.array(jax.devices())
 VOCABULARY, WIDTH, LENGTH, HEADS = 11, 8, 4, 2
 

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 import manymesh as mm
 from stages import assert_same, reference
 
+pytestmark = pytest.mark.once
+
 DEVICES = np.array(jax.devices())
 EIGHT = Mesh(DEVICES, ("x",))
 SHAPES = {"w1": (16, 32), "w2": (32, 8)}

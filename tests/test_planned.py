@@ -13,6 +13,8 @@ import manymesh as mm
 from manymesh import schedules
 from manymesh._plan._instructions import Run
 
+pytestmark = pytest.mark.once
+
 WIDTH = 8
 
 

@@ -17,6 +17,8 @@ from flat import switch_off
 from manymesh._passes._unreduced._links import links
 from stages import assert_same, reference
 
+pytestmark = pytest.mark.once
+
 C = mm.with_sharding_constraint
 RULES = (("batch", "data"), ("hidden", "model"))
 COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")

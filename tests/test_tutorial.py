@@ -16,6 +16,8 @@ from jax.sharding import Mesh
 import manymesh as mm
 from stages import assert_same, reference
 
+pytestmark = pytest.mark.once
+
 WIDTH, ROWS, LAYERS = 16, 24, 6
 
 

@@ -32,6 +32,7 @@ from ._runtime._stacks import Stacks
 from ._runtime._transport import LocalTransport
 from ._runtime._watch import observer_of
 from ._shown import Shown
+from ._types import PyTree
 from .schedules import Costs
 
 
@@ -110,7 +111,7 @@ class Compiled(Shown):
         made, reused = self._compilations
         return f"Compiled({self.name}: {outline(self.program, self._lowered.plan)}; {made} compiled, {reused} reused)"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the step."""
         return self.call_flat(self._flatten(args, kwargs))
 
@@ -131,7 +132,7 @@ class Compiled(Shown):
                 )
         return leaves
 
-    def call_flat(self, leaves: list[Any], observer: Observer | None = None) -> Any:
+    def call_flat(self, leaves: list[Any], observer: Observer | None = None) -> PyTree:
         """Runs the step on the flat list of its arguments' leaves; an observer is told what is done."""
         for i, x in enumerate(leaves):
             if type(x) is _compat.ConcreteArray:  # almost every leaf, and isinstance(x, jax.Array) is slow
@@ -186,7 +187,7 @@ class Compiled(Shown):
         return f"{'kwargs' if which.idx else 'args'}{jax.tree_util.keystr(tuple(rest))}"
 
     @property
-    def arguments(self) -> Any:
+    def arguments(self) -> PyTree:
         """Shape, dtype and sharding of each argument at its home, in the structure ``(args, kwargs)``."""
         shardings = jax.tree.leaves(self.input_shardings)
         described = [
@@ -207,7 +208,7 @@ class Compiled(Shown):
             hardware=hardware, times=times,
         )  # fmt: skip
 
-    def durations(self, *args: Any, repeats: int = 3, **kwargs: Any) -> Durations:
+    def durations(self, *args: PyTree, repeats: int = 3, **kwargs: PyTree) -> Durations:
         """Times every fragment and every transfer: the step runs several times, one instruction at a time.
 
         Args:
@@ -237,7 +238,7 @@ class Compiled(Shown):
             if executable is not None
         }
 
-    def measure(self, *args: Any, loop: int = 0, **kwargs: Any) -> Costs:
+    def measure(self, *args: PyTree, loop: int = 0, **kwargs: PyTree) -> Costs:
         """Times every task of a microbatch loop: the step runs once, one task at a time.
 
         Args:

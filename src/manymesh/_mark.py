@@ -30,6 +30,7 @@ from ._implicit import Matcher
 from ._key import Keys
 from ._scope import Scope, carrying, current_scope, enter_scope
 from ._task import Task, check_name
+from ._types import PyTree
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -193,7 +194,7 @@ def task(
 _TRACED = object()
 
 
-def call_marked(record: Recording, described: Task, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def call_marked(record: Recording, described: Task, fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> PyTree:
     """Traces ``fun(*args, **kwargs)`` as one equation that stands for the task."""
     if manual := _compat.manual_axes():
         raise TaskError(
@@ -208,7 +209,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
     traced = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
     out_tree: list[Any] = []
 
-    def body(*values: Any) -> list[Any]:
+    def body(*values: PyTree) -> list[Any]:
         full = list(leaves)
         for i, v in zip(traced, values, strict=True):
             full[i] = v if described.mesh is None else _at_border(v)
@@ -233,7 +234,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
     return jax.tree.unflatten(tree, [next(outs) if s is _TRACED else s for s in static])
 
 
-def _at_border(value: Any) -> Any:
+def _at_border(value: PyTree) -> PyTree:
     """What enters a task comes on no mesh; so does its cotangent, which leaves the task, on its way back."""
     return border_p.bind(value) if jax.numpy.issubdtype(value.dtype, np.inexact) else value
 
@@ -275,8 +276,14 @@ def _check_constraints(described: Task, body: Any) -> None:
 
 
 def _call_nested(
-    record: Recording, described: Task, outer: Scope, scope: Scope, fun: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+    record: Recording,
+    described: Task,
+    outer: Scope,
+    scope: Scope,
+    fun: Callable[..., Any],
+    args: PyTree,
+    kwargs: PyTree,
+) -> PyTree:
     if outer.task is not None:
         check_nested(described, outer.task)
     with enter_scope(scope if described.mesh is not None else outer):
@@ -295,7 +302,7 @@ def check_nested(inner: Task, outer: Task, pattern: str | None = None) -> None:
     )
 
 
-def is_dynamic(leaf: Any) -> bool:
+def is_dynamic(leaf: PyTree) -> bool:
     """Whether a leaf is traced when it enters a task: arrays are, Python objects are not."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
@@ -413,7 +420,7 @@ def _batch_box(params: dict[str, Any], dim: int) -> dict[str, Any]:
 box_constraint_p = _compat.linear_identity("manymesh_box", lambda x, **_: x, _batch_box)
 
 
-def carry_box_names(value: Any, names: tuple[Any, ...], rules: tuple[Any, ...], where: object) -> Any:
+def carry_box_names(value: PyTree, names: tuple[Any, ...], rules: tuple[Any, ...], where: object) -> PyTree:
     """Notes the names that a box gives to a value in a recording; elsewhere the value as it is.
 
     Args:
@@ -428,7 +435,7 @@ def carry_box_names(value: Any, names: tuple[Any, ...], rules: tuple[Any, ...], 
     return box_constraint_p.bind(value, names=tuple(names), rules=tuple(rules), where=label)
 
 
-def with_sharding_constraint(x: Any, spec: Any) -> Any:
+def with_sharding_constraint(x: Any, spec: Any) -> PyTree:
     """Constrains the sharding of values, in logical names.
 
     Args:
@@ -473,7 +480,7 @@ def _is_names(spec: Any) -> bool:
     )  # fmt: skip
 
 
-def _constrain(value: Any, spec: Any) -> Any:
+def _constrain(value: PyTree, spec: Any) -> PyTree:
     names = tuple(spec.spec) if isinstance(spec, NamedSharding) else tuple(spec)
     scope = current_scope()
     if scope is None or (scope.task is not None and scope.task.mesh is None):

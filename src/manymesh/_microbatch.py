@@ -21,6 +21,7 @@ from ._errors import MicrobatchError, ScheduleError
 from ._mark import Recording, current_recording, with_sharding_constraint
 from ._means import is_mean
 from ._single import check_single
+from ._types import PyTree
 
 Reduction = Literal["sum", "mean", "max", "concat", "stack", "last"]
 REDUCTIONS = get_args(Reduction)
@@ -149,7 +150,7 @@ def microbatch(
 
     @_compat.boundary
     @functools.wraps(fun)
-    def over_microbatches(*args: P.args, **kwargs: P.kwargs) -> Any:
+    def over_microbatches(*args: P.args, **kwargs: P.kwargs) -> PyTree:
         count = _count(name, args, argnums, dim, size, num_microbatches)
         _check_position(name, "rng_argnum", rng_argnum, "random keys", len(args))
         _check_position(name, "state_argnum", state_argnum, "state", len(args))
@@ -312,7 +313,7 @@ class _Call:
     rng_argnum: int | None
     state_argnum: int | None
 
-    def reference(self) -> Any:
+    def reference(self) -> PyTree:
         """The definition: a Python loop, reduced in microbatch order."""
         outs = []
         args = list(self.args)
@@ -343,7 +344,7 @@ class _Call:
         result = jax.tree.unflatten(jax.tree.structure(outs[0]), reduced)
         return result if self.state_argnum is None else (result, state)
 
-    def _state_of(self, out: Any, structure: Any) -> tuple[Any, Any]:
+    def _state_of(self, out: PyTree, structure: Any) -> tuple[Any, Any]:
         """What ``fun`` returned as result and next state."""
         if not isinstance(out, tuple) or len(out) != 2 or jax.tree.structure(out[1]) != structure:
             raise MicrobatchError(
@@ -352,13 +353,13 @@ class _Call:
             )
         return out
 
-    def _constrained(self, n: int, piece: Any) -> Any:
+    def _constrained(self, n: int, piece: PyTree) -> PyTree:
         """A piece of the n-th batch argument with the sharding that the caller asked for."""
         if self.arg_shardings is None:
             return piece
         return with_sharding_constraint(piece, self.arg_shardings if len(self.argnums) == 1 else self.arg_shardings[n])
 
-    def _piece(self, x: Any, i: int) -> Any:
+    def _piece(self, x: Any, i: int) -> PyTree:
         length = np.shape(x)[self.dim] // self.count
         index = [slice(None)] * np.ndim(x)
         index[self.dim] = slice(i * length, (i + 1) * length)
@@ -371,7 +372,7 @@ class _Call:
         record.loops[mark] = spec
         out_tree: list[Any] = []
 
-        def loop(*values: Any) -> list[Any]:
+        def loop(*values: PyTree) -> list[Any]:
             args, kwargs = _join(values, static, treedef)
             leaves = self._scan(record, spec.name, args, kwargs, out_tree)
             return leaves
@@ -394,7 +395,7 @@ class _Call:
         structure = None if self.state_argnum is None else jax.tree.structure(args[self.state_argnum])
 
         @jax.jit
-        def one(pieces: Any, key: Any, state: list[Any]) -> Any:
+        def one(pieces: PyTree, key: Any, state: list[Any]) -> PyTree:
             """The result, and the next values of the parts of the state that change, by position."""
             full = list(args)
             for n, (k, piece) in enumerate(zip(self.argnums, pieces, strict=True)):
@@ -422,7 +423,7 @@ class _Call:
         left = shape if structure is None else (shape, args[self.state_argnum])
         out_tree.append((jax.tree.structure(left), [*words.per_leaf, *("last" for _ in changing)]))
 
-        def body(carry: Any, xs: Any) -> tuple[Any, list[Any]]:
+        def body(carry: PyTree, xs: PyTree) -> tuple[Any, list[Any]]:
             summed, moving = carry
             found, moved = one(*xs, [moving.get(i, x) for i, x in enumerate(state)])
             out = jax.tree.leaves(found)
@@ -451,7 +452,7 @@ class _Call:
         final = [moving.get(i, x) for i, x in enumerate(state)]
         return [_dtype_as_reference(w, r, a) for w, r, a in zip(words.per_leaf, finished, avals, strict=True)] + final
 
-    def _finish(self, word: str, value: Any, total: Any) -> Any:
+    def _finish(self, word: str, value: PyTree, total: PyTree) -> PyTree:
         if word == "mean":
             return value / self.count
         if word == "weighted":
@@ -460,7 +461,7 @@ class _Call:
             return value.reshape((-1, *value.shape[2:]))
         return value
 
-    def _stack(self, x: Any) -> Any:
+    def _stack(self, x: Any) -> PyTree:
         """``x`` with a leading dimension of microbatches."""
         d = self.dim % x.ndim
         shape = (*x.shape[:d], self.count, x.shape[d] // self.count, *x.shape[d + 1 :])
@@ -476,7 +477,7 @@ _ACCUMULATE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _first(stacked: Any) -> jax.ShapeDtypeStruct:
+def _first(stacked: PyTree) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype, weak_type=jax.typeof(stacked).weak_type)
 
 
@@ -500,7 +501,7 @@ def _limits(dtype: Any) -> Any:
     return about(dtype)
 
 
-def _in_bytes(word: str, value: Any) -> Any:
+def _in_bytes(word: str, value: PyTree) -> Any:
     dtype = _carried_dtype(word, value.dtype)
     return value if dtype == value.dtype else value.astype(dtype)
 
@@ -515,7 +516,7 @@ def _least(dtype: Any) -> Any:
     return _limits(dtype).min if np.isnan(infinite.astype(np.float32)) else infinite
 
 
-def _dtype_as_reference(word: str, value: Any, aval: Any) -> Any:
+def _dtype_as_reference(word: str, value: PyTree, aval: Any) -> Any:
     """A reduced value, whose dtype is that of the reference, as weak as there."""
     if word == "float0" or not aval.weak_type and _carried_dtype(word, aval.dtype) == aval.dtype:
         return value
@@ -545,7 +546,7 @@ class _Words:
     count: int | None = None
 
 
-def _words(reduce: Any, out: Any) -> _Words:
+def _words(reduce: Any, out: PyTree) -> _Words:
     """The reduction of each leaf of a result."""
     leaves = jax.tree.leaves(out)
     if isinstance(reduce, WeightedMean):
@@ -581,7 +582,7 @@ def _dtype_of(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
 
 
-def _find_count(count: Any, out: Any) -> int:
+def _find_count(count: Any, out: PyTree) -> int:
     with_path = jax.tree_util.tree_leaves_with_path(out)
     if callable(count):
         numbered = jax.tree.unflatten(jax.tree.structure(out), list(range(len(with_path))))
@@ -611,7 +612,7 @@ def _key_name(key: Any) -> str:
     return str(key)
 
 
-def _split(tree: Any) -> tuple[list[Any], list[Any], Any]:
+def _split(tree: PyTree) -> tuple[list[Any], list[Any], Any]:
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in leaves]
     dynamic = [x for x, a in zip(leaves, is_array, strict=True) if a]
@@ -619,7 +620,7 @@ def _split(tree: Any) -> tuple[list[Any], list[Any], Any]:
     return dynamic, static, treedef
 
 
-def _join(values: Sequence[Any], static: list[Any], treedef: Any) -> Any:
+def _join(values: Sequence[Any], static: list[Any], treedef: Any) -> PyTree:
     it = iter(values)
     return jax.tree.unflatten(treedef, [next(it) if s is _HOLE else s for s in static])
 

@@ -23,6 +23,7 @@ from ._plan._number import variables_of
 from ._program import Program, Reduction, nbytes
 from ._runtime._describe import Row, rows
 from ._shown import Shown
+from ._types import PyTree
 
 if TYPE_CHECKING:  # imported when a report is printed
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -128,7 +129,7 @@ class Report(Shown):
         yield from _view.off(self.off)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: PyTree) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

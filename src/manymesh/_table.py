@@ -15,6 +15,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from . import meta
 from ._errors import ArgumentError
 from ._shown import rich_html
+from ._types import PyTree
 from .meta._named import axes_of, is_named_node, value_of
 from .meta._tasks import TasksLike
 
@@ -123,7 +124,7 @@ class ParameterTable:
 
 
 def tabulate(
-    tree: Any,
+    tree: PyTree,
     boxed: Any = None,
     *,
     shardings: Any = None,
@@ -176,7 +177,7 @@ def tabulate(
     return ParameterTable(tuple(rows), title)
 
 
-def _leaves(tree: Any) -> list[tuple[Any, Any]]:
+def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named_node)
     return [(path, leaf) for path, leaf in found if hasattr(value_of(leaf), "shape")]
 
@@ -189,12 +190,12 @@ def _same_length(word: str, found: list[Any], leaves: list[Any]) -> list[Any]:
     return found
 
 
-def _names(leaf: Any) -> tuple[Any, ...] | None:
+def _names(leaf: PyTree) -> tuple[Any, ...] | None:
     names = axes_of(leaf).names if is_named_node(leaf) else ()
     return tuple(names) or None
 
 
-def _row(path: str, value: Any, names: tuple[Any, ...] | None, sharding: Any) -> ParameterRow:
+def _row(path: str, value: PyTree, names: tuple[Any, ...] | None, sharding: Any) -> ParameterRow:
     shape = tuple(value.shape)
     spec: PartitionSpec | None = None
     devices: tuple[int, ...] = ()

@@ -13,6 +13,8 @@ import pytest
 from manymesh._cli import COMMANDS, _selftests, main
 from views.steps import made_up, predicted
 
+pytestmark = pytest.mark.once
+
 SCRIPT = """
 import jax, jax.numpy as jnp, manymesh as mm
 

@@ -15,6 +15,8 @@ import manymesh as mm
 from manymesh._plan._instructions import Run
 from manymesh._runtime._observe import Observer
 
+pytestmark = pytest.mark.once
+
 WIDTH, COUNT = 16, 4
 
 

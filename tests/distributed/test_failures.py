@@ -13,6 +13,8 @@ import pytest
 from manymesh._distributed._launch import run_processes
 from manymesh._distributed._watch import ENDED_WITH_OTHERS
 
+pytestmark = pytest.mark.once
+
 SCRIPT = Path(__file__).with_name("failing.py")
 # The value that process 0 waits for when process 1 fails between two calls may be that of either.
 WAITS = (

@@ -19,6 +19,8 @@ from manymesh._cli import main
 from manymesh._distributed import _launch
 from manymesh._distributed._restarts import SOON, Ending, Restarts
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Process 1 ends as the word of its attempt says; without a word all is well.

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+pytestmark = pytest.mark.once
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "train_transformer.py"
 
@@ -28,10 +30,10 @@ sys.exit(demo.main(sys.argv[1:]))
 
 
 def run(*command):
-    """Python in a process of its own, which sets up its own devices."""
+    """Python in a process of its own, which sets up its own devices, and compiles as the tests do."""
     env = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     env |= {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"]),
         "PYTHONPATH": os.pathsep.join((str(EXAMPLES), str(EXAMPLES.parent / "src"))),
         "COLUMNS": "120",
     }

@@ -21,6 +21,8 @@ from manymesh._runtime._observe import Observer
 from manymesh.flax import TrainStep, parallelize_step, shard_axes, task
 from stages import assert_same, reference
 
+pytestmark = pytest.mark.once
+
 INTO, HIDDEN = 12, 40  # shapes that occur nowhere else
 RULES = (("hidden", "model"), ("embed", None), ("batch", None))
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))

@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 USE = """
 import flax.linen as nn, flax.serialization, flax.nnx as nnx, jax, jax.numpy as jnp
 x = jnp.ones((2, 3))

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide.ipynb"
 
 

@@ -8,10 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import pytest
 
 import manymesh as mm
 from flax import nnx
 from nnx_models import decoder, in_stages, loss_of
+
+pytestmark = pytest.mark.once
 
 RULES = [("hidden", "model"), ("heads", "model"), ("embed", None), ("vocabulary", None)]
 TOKENS = np.asarray(jax.random.randint(jax.random.key(1), (8, 9), 0, 32))

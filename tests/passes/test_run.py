@@ -16,6 +16,8 @@ from manymesh._passes._run import ALL, PASSES, PROVIDERS, Fact, Pass, run_passes
 from manymesh._program._check import check
 from stages import front, loss, parameters, rows
 
+pytestmark = pytest.mark.once
+
 TESTS = Path(__file__).parents[1]
 SOURCE = """
     tasks: one 0, two 1

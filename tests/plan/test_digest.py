@@ -7,11 +7,14 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from manymesh._plan._digest import SECTIONS, digest, lines
 from stages import dense, loss, parameters, rows
+
+pytestmark = pytest.mark.once
 
 SCRIPT = """
 import json, jax, jax.numpy as jnp, optax, manymesh as mm

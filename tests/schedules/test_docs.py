@@ -6,6 +6,10 @@ import doctest
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.once
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
 
 

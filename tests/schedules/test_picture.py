@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from manymesh.schedules import Order, get, picture, simulate
 from schedules.strategies import NAMED, orders, times
 
+pytestmark = pytest.mark.once
+
 
 @given(orders(), st.data())
 def test_it_fits(order: Order, data: st.DataObject) -> None:

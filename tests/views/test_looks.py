@@ -28,6 +28,8 @@ from manymesh.errors import ArgumentError
 sys.path.insert(0, str(Path(__file__).parents[1]))  # when run as a script
 from views.steps import made_up, predicted, two_stages
 
+pytestmark = pytest.mark.once
+
 GOLDEN = Path(__file__).parent / "golden"
 
 

@@ -17,6 +17,7 @@ from .._implicit import registered
 from .._runtime._exchange import everywhere
 from .._runtime._fetch import fetch
 from .._runtime._processes import committed_sharding
+from .._types import PyTree
 from ._step import Step
 
 
@@ -49,7 +50,7 @@ def flatten(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argume
     return Arguments(leaves, treedef, tuple(static), dyn_args, dyn_kwargs)
 
 
-def as_tuple(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: PyTree) -> tuple[Any, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, (int, str)) else tuple(value)
@@ -174,7 +175,7 @@ def keystr(path: Any) -> str:
     return f" {head}{jax.tree_util.keystr(tuple(rest))}"
 
 
-def gathered(tree: Any) -> Any:
+def gathered(tree: PyTree) -> Any:
     """For the reference mode: arrays of different submeshes come to one device, those of all processes to each.
 
     Host values are in every process already, so that one process alone can call the reference mode with them.

@@ -14,6 +14,7 @@ from .._compiled import Compiled
 from .._errors import ArgumentError
 from .._mark import current_recording, transforms_ignored
 from .._shown import Shown
+from .._types import PyTree
 from ._arguments import (
     Arguments,
     as_tuple,
@@ -132,7 +133,7 @@ class Jitted(Shown, Generic[P, R]):
         return result
 
     @_compat.boundary
-    def prepare(self, *args: Any, **kwargs: Any) -> Compiled:
+    def prepare(self, *args: PyTree, **kwargs: PyTree) -> Compiled:
         """Compiles for arguments, arrays or `jax.ShapeDtypeStruct`, so that calls with such arguments find it done."""
         return self._compiled_for(flatten(self._step, args, kwargs))
 
@@ -177,17 +178,17 @@ class Jitted(Shown, Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     @_compat.boundary
-    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+    def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced:
         """Traces the step for arguments, arrays or `jax.ShapeDtypeStruct`."""
         return trace(self._step, flatten(self._step, args, kwargs))
 
     @_compat.boundary
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> Lowered:
         """Traces the step and splits it over its submeshes."""
         return self.trace(*args, **kwargs).lower()
 
     @_compat.boundary
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Shapes and dtypes of the result; nothing is compiled."""
         return self.trace(*args, **kwargs).out_info
 

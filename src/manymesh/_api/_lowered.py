@@ -35,6 +35,7 @@ from .._runtime._stacks import collapsed
 from .._shown import Shown
 from .._task import mesh_devices
 from .._topology import PlannedDevice, auto_mesh, require_devices
+from .._types import PyTree
 from ._floats import explain_float
 from ._names import names_of_values
 from ._step import Step
@@ -145,7 +146,7 @@ class Lowered(Shown):
         return replace(layout, donation=donation_pairs(program, layout, self.plan.donatable))
 
     @functools.cached_property
-    def arguments(self) -> Any:
+    def arguments(self) -> PyTree:
         """Shape, dtype and sharding of each argument at its home, in the structure ``(args, kwargs)``.
 
         Found without compiling. What `manymesh.checkpoint.argument_of` gives is a part of it.

@@ -11,6 +11,7 @@ from .. import _compat
 from .._compat import Var
 from .._program._fragments import Program
 from .._program._stacked import Stacked, positions
+from .._types import PyTree
 from ._arguments import keystr
 
 
@@ -62,6 +63,6 @@ def _of_blocks(names: Sequence[str], stacked: Sequence[Stacked]) -> list[str]:
     return found
 
 
-def _paths(tree: Any) -> list[Any]:
+def _paths(tree: PyTree) -> list[Any]:
     numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]

@@ -14,6 +14,7 @@ from .._errors import ArgumentError, MeshError
 from .._mark import ignore_transforms, transforms_ignored
 from .._task import mesh_devices
 from .._topology import resolve_devices
+from .._types import PyTree
 from ._jit import Jitted, jit
 
 
@@ -94,7 +95,7 @@ class Parallelized:
         self._jitted = jitted
         self.compiled = jitted.prepare(*arguments)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the function."""
         return self._jitted(*args, **kwargs)
 
@@ -105,7 +106,7 @@ class _Batches:
     def __init__(self, get: Callable[[], Any], seen: list[Any], shardings: Any, compiled: Compiled) -> None:
         self._get, self._seen, self._shardings, self._compiled = get, seen, shardings, compiled
 
-    def __call__(self) -> Any:
+    def __call__(self) -> PyTree:
         batch = self._seen.pop() if self._seen else self._get()
         if transforms_ignored():
             return batch

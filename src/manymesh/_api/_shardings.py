@@ -13,6 +13,7 @@ from .._errors import ArgumentError, MeshError
 from .._program import Program
 from .._task import Task, mesh_devices
 from .._topology import auto_mesh
+from .._types import PyTree
 
 
 def mesh_of(x: Any) -> Mesh | None:
@@ -67,7 +68,7 @@ def check_submeshes(label: str, shardings: dict[int, Any], paths: list[str], tas
             )
 
 
-def expand(label: str, prefix: Any, tree: Any) -> dict[int, Any]:
+def expand(label: str, prefix: Any, tree: PyTree) -> dict[int, Any]:
     """position of a leaf -> its sharding, from a pytree prefix."""
     is_leaf = lambda s: s is None or isinstance(s, jax.sharding.Sharding)  # noqa: E731
     try:

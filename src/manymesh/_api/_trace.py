@@ -11,6 +11,7 @@ from .._collector import collector_paused
 from .._errors import AxisError
 from .._implicit import Matcher, registered
 from .._mark import Recording, recording
+from .._types import PyTree
 from ._arguments import Arguments, abstract
 from ._boxes import carried, is_foreign_box, with_parameter
 from ._moves import read_moves
@@ -26,7 +27,7 @@ def trace(step: Step, given: Arguments) -> Traced:
     avals = [abstract(step.name, path, x, given) for path, x in paths]
     out_tree: list[Any] = []
 
-    def flat_fun(*leaves: Any) -> list[Any]:
+    def flat_fun(*leaves: PyTree) -> list[Any]:
         args, kwargs = jax.tree.unflatten(given.treedef, leaves)
         if record.implicit:
             args, kwargs = jax.tree.map(carried, (args, kwargs), is_leaf=is_foreign_box)

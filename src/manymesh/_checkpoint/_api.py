@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from .._errors import ArgumentError, CheckpointError
+from .._types import PyTree
 from ._format import read_metadata
 from ._read import read
 from ._write import prepare
@@ -15,7 +16,7 @@ from ._write import prepare
 T = TypeVar("T")
 
 
-def save(path: str | os.PathLike[str], tree: Any, *, metadata: Any = None) -> None:
+def save(path: str | os.PathLike[str], tree: PyTree, *, metadata: Any = None) -> None:
     """Saves a pytree, and returns when it is on disk.
 
     It is written under another name and renamed when it is complete: a directory with this name is a whole checkpoint, or
@@ -43,14 +44,14 @@ def save(path: str | os.PathLike[str], tree: Any, *, metadata: Any = None) -> No
 
 
 @overload
-def restore(path: str | os.PathLike[str]) -> Any: ...
+def restore(path: str | os.PathLike[str]) -> PyTree: ...
 @overload
 def restore(
     path: str | os.PathLike[str], like: T, *, stacked: Mapping[str, str] | None = None, cast: bool = False
 ) -> T: ...
 def restore(
-    path: str | os.PathLike[str], like: Any = None, *, stacked: Mapping[str, str] | None = None, cast: bool = False
-) -> Any:
+    path: str | os.PathLike[str], like: PyTree = None, *, stacked: Mapping[str, str] | None = None, cast: bool = False
+) -> PyTree:
     """Restores a pytree, each array where `like` says, whatever it was sharded over when it was saved.
 
     This process reads the parts of arrays that its devices get, and nothing else. Checkpoints of Orbax are read too.

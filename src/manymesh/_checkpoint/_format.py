@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import CheckpointError, CheckpointNotFoundError
+from .._types import PyTree
 from ._leaves import Leaf, Name, is_empty, text
 
 ASIDE = ".orbax-checkpoint-tmp"  # part of the name of what is not finished
@@ -179,7 +180,7 @@ def write_descriptions(
     )
 
 
-def write_json(file: Path, content: Any) -> None:
+def write_json(file: Path, content: PyTree) -> None:
     """Writes a file that is on disk when this returns."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "w", encoding="utf-8") as stream:
@@ -196,7 +197,7 @@ def _entry(name: Name, in_sequence: tuple[bool, ...], kind: str, empty: bool) ->
     return {str(name): {"key_metadata": keys, "value_metadata": {"value_type": kind, "skip_deserialize": empty}}}
 
 
-def _kind_of_empty(value: Any) -> str:
+def _kind_of_empty(value: PyTree) -> str:
     if value is None:
         return "None"
     if isinstance(value, dict):

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
+from .._types import PyTree
+
 Name: TypeAlias = tuple[str, ...]
 T = TypeVar("T")
 
@@ -52,7 +54,7 @@ def bare(name: Name) -> Name:
     return name[:-1] if len(name) > 1 and name[-1] == "value" else name
 
 
-def leaves_of(tree: Any, *, with_empty: bool = False) -> tuple[list[Leaf], Any]:
+def leaves_of(tree: PyTree, *, with_empty: bool = False) -> tuple[list[Leaf], Any]:
     """The leaves of a tree with their names, and its structure.
 
     Args:
@@ -67,17 +69,17 @@ def leaves_of(tree: Any, *, with_empty: bool = False) -> tuple[list[Leaf], Any]:
     ], structure
 
 
-def is_empty(value: Any) -> bool:
+def is_empty(value: PyTree) -> bool:
     """Whether a node of a tree holds nothing: None, or a container without elements."""
     return value is None or (isinstance(value, (dict, list, tuple)) and not value)
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: PyTree) -> bool:
     """Whether a checkpoint holds a leaf: arrays and numbers, of JAX, NumPy or Python."""
     return isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, *NUMBERS))
 
 
-def is_key(value: Any) -> bool:
+def is_key(value: PyTree) -> bool:
     """Whether an array consists of typed random keys."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and is_key_dtype(dtype)

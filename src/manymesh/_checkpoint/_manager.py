@@ -14,6 +14,7 @@ from typing import Any, TypeVar, overload
 import jax
 
 from .._errors import ArgumentError, CheckpointError, CheckpointNotFoundError
+from .._types import PyTree
 from ._api import as_path
 from ._format import ASIDE, ITEM, read_metadata, steps_in
 from ._read import read
@@ -62,7 +63,7 @@ class Manager:
         self._error: BaseException | None = None
         self._clean = False  # whether what earlier runs left unfinished has been removed
 
-    def save(self, step: int, state: Any, *, metadata: Any = None, force: bool = False) -> bool:
+    def save(self, step: int, state: PyTree, *, metadata: Any = None, force: bool = False) -> bool:
         """Saves the state after a step.
 
         Waits for the save before this one, and until the arrays are computed and on the host; the next step may be given
@@ -98,7 +99,7 @@ class Manager:
         return step % self._interval == 0
 
     @overload
-    def restore(self, step: int | None = None) -> Any: ...
+    def restore(self, step: int | None = None) -> PyTree: ...
     @overload
     def restore(
         self, step: int | None = None, *, like: T, stacked: Mapping[str, str] | None = None, cast: bool = False
@@ -107,10 +108,10 @@ class Manager:
         self,
         step: int | None = None,
         *,
-        like: Any = None,
+        like: PyTree = None,
         stacked: Mapping[str, str] | None = None,
         cast: bool = False,
-    ) -> Any:
+    ) -> PyTree:
         """Restores the state after a step.
 
         Args:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from .._errors import CheckpointError
+from .._types import PyTree
 from ._format import Record, Saved, find_saved
 from ._leaves import NUMBERS, Leaf, is_key_dtype, leaves_of
 from ._match import Source, match, read_stackings
@@ -89,7 +90,7 @@ class Reading:
         return count * dtype_of(self.store).itemsize
 
 
-def read(path: Path, like: Any, stacked: Mapping[str, str] | None, cast: bool) -> Any:
+def read(path: Path, like: PyTree, stacked: Mapping[str, str] | None, cast: bool) -> Any:
     """Restores a tree. See `manymesh.checkpoint.restore`."""
     saved = find_saved(path)
     if like is None:
@@ -139,7 +140,7 @@ def read_as_saved(saved: Saved) -> Any:
     return _with_lists(root.get("", {}), (), in_sequences)
 
 
-def _with_lists(node: Any, name: tuple[str, ...], in_sequences: set[tuple[str, ...]]) -> Any:
+def _with_lists(node: PyTree, name: tuple[str, ...], in_sequences: set[tuple[str, ...]]) -> Any:
     if not isinstance(node, dict):
         return node
     children = {word: _with_lists(child, (*name, word), in_sequences) for word, child in node.items()}

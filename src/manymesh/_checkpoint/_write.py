@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import CheckpointError
+from .._types import PyTree
 from ._format import ASIDE, write_descriptions, write_json
 from ._leaves import Leaf, leaves_of, text
 from ._processes import Processes
@@ -132,7 +133,7 @@ class Writing:
         return self.directory / "manymesh" / f"process_{process}.json"
 
 
-def prepare(path: Path, item: str | None, tree: Any, metadata: Any, *, keep: bool) -> Writing:
+def prepare(path: Path, item: str | None, tree: PyTree, metadata: Any, *, keep: bool) -> Writing:
     """Brings a tree to the host, as far as this process writes it.
 
     Args:

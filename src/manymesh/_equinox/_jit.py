@@ -16,6 +16,7 @@ from .._api._lowered import Lowered
 from .._api._traced import Traced
 from .._errors import ArgumentError
 from .._mark import current_recording
+from .._types import PyTree
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,12 +37,12 @@ class _Static:
         return (), (self.leaves, tuple(map(type, self.leaves)), self.structure)
 
     @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> _Static:
+    def tree_unflatten(cls, aux: Any, children: PyTree) -> _Static:
         """The same again."""
         return cls(aux[0], aux[2])
 
 
-def _split(tree: Any) -> tuple[Any, _Static]:
+def _split(tree: PyTree) -> tuple[Any, _Static]:
     arrays, rest = eqx.partition(tree, _is_array)
     leaves, structure = jax.tree.flatten(rest)
     return arrays, _Static(tuple(leaves), structure)
@@ -51,7 +52,7 @@ def _is_array(x: Any) -> bool:
     return bool(eqx.is_array(x) or isinstance(x, (np.ndarray, np.generic, jax.ShapeDtypeStruct)))
 
 
-def _join(arrays: Any, static: _Static) -> Any:
+def _join(arrays: PyTree, static: _Static) -> PyTree:
     return eqx.combine(arrays, jax.tree.unflatten(static.structure, static.leaves))
 
 
@@ -94,7 +95,7 @@ class Jitted(Generic[P, R]):
         """Traces the step and splits it over its submeshes."""
         return self.trace(*args, **kwargs).lower()
 
-    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> PyTree:
         """The result with shapes and dtypes for arrays; nothing is compiled."""
         return _join(*self.trace(*args, **kwargs).out_info)
 

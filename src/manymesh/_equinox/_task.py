@@ -12,6 +12,7 @@ import equinox as eqx
 from .._errors import TaskError
 from .._mark import task as plain_task
 from .._task import Task
+from .._types import PyTree
 from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
 
 T = TypeVar("T")
@@ -63,7 +64,7 @@ def task(
     return _wrap(model, described, tuple(methods))  # type: ignore[no-any-return]  # one kind in, the same kind out
 
 
-def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
+def _wrap(model: PyTree, described: Task, methods: tuple[str, ...]) -> Any:
     if inspect.isclass(model) and issubclass(model, eqx.Module):
         return _wrap_class(model, described, methods)
     if isinstance(model, functools.partial) and inspect.isclass(model.func):
@@ -97,7 +98,7 @@ def _lift(method: Any, described: Task) -> Callable[..., Any]:
     fun: Callable[..., Any] = getattr(method, "method", method)
 
     @functools.wraps(fun)
-    def call(module: eqx.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(module: eqx.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         named = described.named(plain_name(type(module).__name__))
         return plain_task(fun, task=named)(module, *args, **kwargs)
 

@@ -11,6 +11,7 @@ import jax
 
 from .. import meta
 from .._errors import MetadataError
+from .._types import PyTree
 
 
 def shard_axes(*names: Any, init: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -40,7 +41,7 @@ def shard_axes(*names: Any, init: Callable[..., Any] | None = None) -> Callable[
     boxed = meta.with_partitioning(init or _default_init, names)
 
     @functools.wraps(boxed)
-    def make(key: Any, shape: Any, *args: Any, **kwargs: Any) -> Any:
+    def make(key: Any, shape: Any, *args: PyTree, **kwargs: PyTree) -> Any:
         if len(names) < len(shape):
             raise _wrong_number(names, shape)
         box = boxed(key, shape, *args, **kwargs)
@@ -49,7 +50,7 @@ def shard_axes(*names: Any, init: Callable[..., Any] | None = None) -> Callable[
     return make
 
 
-def _default_init(key: Any, shape: Any, *args: Any, **kwargs: Any) -> Any:
+def _default_init(key: Any, shape: Any, *args: PyTree, **kwargs: PyTree) -> Any:
     init = nn.initializers.lecun_normal() if len(shape) > 1 else nn.initializers.zeros
     return init(key, shape, *args, **kwargs)
 
@@ -77,7 +78,7 @@ class Flat(meta.AxisMetadata[Any]):
         """The flat value, unconstrained: the names do not fit it."""
         return self._box.value
 
-    def replace_boxed(self, val: Any) -> Any:
+    def replace_boxed(self, val: PyTree) -> PyTree:
         """The names around the value in its final shape."""
         if len(self._box.names) > len(getattr(val, "shape", self._box.names)):
             raise _wrong_number(self._box.names, val.shape)

@@ -8,12 +8,13 @@ import flax.core.meta
 import flax.linen
 
 from .. import meta
+from .._types import PyTree
 from ..meta._axes import Axes
 from ..meta._box import content_of
 from ..meta._named import axes_of_box
 
 
-def to_flax(tree: Any) -> Any:
+def to_flax(tree: PyTree) -> Any:
     """Replaces the boxes of ManyMesh in a tree by Flax's.
 
     Args:
@@ -30,7 +31,7 @@ def to_flax(tree: Any) -> Any:
       'flax.core.meta'
     """
 
-    def convert(box: Any) -> Any:
+    def convert(box: PyTree) -> PyTree:
         inner = to_flax(content_of(box))
         if not isinstance(box, meta.Partitioned):
             return box.replace_boxed(inner)
@@ -41,7 +42,7 @@ def to_flax(tree: Any) -> Any:
     return meta.map_axis_meta(convert, tree)
 
 
-def from_flax(tree: Any) -> Any:
+def from_flax(tree: PyTree) -> Any:
     """Replaces Flax's boxes in a tree by those of ManyMesh.
 
     Args:
@@ -54,7 +55,7 @@ def from_flax(tree: Any) -> Any:
       {'w': Partitioned(0.0, names=('model',))}
     """
 
-    def convert(box: Any) -> Any:
+    def convert(box: PyTree) -> PyTree:
         inner = from_flax(content_of(box))
         # Ours are virtual subclasses of Flax's: only exact types tell them apart.
         if type(box) not in (flax.core.meta.Partitioned, flax.linen.LogicallyPartitioned):

@@ -19,6 +19,7 @@ from .._mark import Recording, ignore_transforms, recording, transforms_ignored
 from .._microbatch import microbatch
 from .._runtime._exchange import joined
 from .._task import mesh_devices
+from .._types import PyTree
 from ._task import task
 
 
@@ -32,7 +33,7 @@ class TrainStep:
       compiled: the `manymesh.Compiled` step, with ``report()``, ``memory_analysis()`` and shardings.
     """
 
-    def __init__(self, fun: Callable[[Any, Any], Any], state: Any, batch: Any, strict: bool) -> None:
+    def __init__(self, fun: Callable[[Any, Any], Any], state: PyTree, batch: PyTree, strict: bool) -> None:
         self._jitted = jit(fun, donate_argnums=0, strict=strict)
         self._shapes = _shapes((state, batch))
         self.compiled: Compiled = self._jitted.lower(state, batch).compile()
@@ -50,7 +51,7 @@ class TrainStep:
         """The sharding of every leaf of the batch, in its structure."""
         return self.compiled.input_shardings[0][1]
 
-    def __call__(self, state: Any, batch: Any) -> tuple[jax.Array, Any]:
+    def __call__(self, state: PyTree, batch: PyTree) -> tuple[jax.Array, Any]:
         """Runs one step."""
         if not isinstance(state, TrainState):
             raise ArgumentError(
@@ -67,8 +68,8 @@ def parallelize_step(
     model: nn.Module,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
-    global_batch: Any = None,
-    local_batch: Any = None,
+    global_batch: PyTree = None,
+    local_batch: PyTree = None,
     *,
     loss_fn: Callable[..., jax.Array] | None = None,
     inputs: Callable[[Any], Any] | None = None,
@@ -150,7 +151,7 @@ def parallelize_step(
     return (step, state, mesh) if local_batch is None else (step, state, mesh, _make_prepare(step, local_batch))
 
 
-def _check_model(model: Any, optimizer: Any) -> None:
+def _check_model(model: PyTree, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
         found = f"the class {model.__name__}; write {model.__name__}(...)" if isinstance(model, type) else repr(model)
         raise ArgumentError(f"parallelize_step: the model has to be a Linen module, found {found}")
@@ -161,7 +162,7 @@ def _check_model(model: Any, optimizer: Any) -> None:
 
 
 def _make_init(
-    model: nn.Module, optimizer: optax.GradientTransformation, keys: dict[str, jax.Array], args: Any
+    model: nn.Module, optimizer: optax.GradientTransformation, keys: dict[str, jax.Array], args: PyTree
 ) -> Callable[[], TrainState]:
     """The initial state, from keys and the shapes of the model's arguments."""
 
@@ -178,7 +179,7 @@ def _make_update(
 ) -> Callable[[TrainState, Any], tuple[jax.Array, TrainState]]:
     """One step of training, with another key in every step."""
 
-    def train_step(state: TrainState, batch: Any) -> tuple[jax.Array, TrainState]:
+    def train_step(state: TrainState, batch: PyTree) -> tuple[jax.Array, TrainState]:
         key = None if run_key is None else jax.random.fold_in(run_key, state.step)
         loss, grads = loss_and_grad(state.params, batch, key)
         return loss, state.apply_gradients(grads=grads)
@@ -191,7 +192,7 @@ def _make_loss(
 ) -> Callable[..., Any]:
     """``loss(params, batch, key)``; the key is None for a model without random streams."""
 
-    def loss_of(params: Any, batch: Any, key: jax.Array | None) -> Any:
+    def loss_of(params: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
         streams = None if key is None else {name: jax.random.fold_in(key, i) for i, name in enumerate(rngs)}
         if loss_fn is None:
             return model.apply({"params": params}, *pick(batch), rngs=streams)
@@ -210,7 +211,7 @@ def _without_tasks(init: Callable[[], TrainState]) -> Callable[[], TrainState]:
     return plain_init
 
 
-def _abstract_batch(global_batch: Any, local_batch: Any) -> Any:
+def _abstract_batch(global_batch: PyTree, local_batch: PyTree) -> Any:
     if (global_batch is None) == (local_batch is None):
         raise ArgumentError("parallelize_step takes either global_batch or local_batch, found " + (
             "neither" if global_batch is None else "both"
@@ -219,7 +220,7 @@ def _abstract_batch(global_batch: Any, local_batch: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.numpy.result_type(x)), given)
 
 
-def _placed(model: nn.Module, mesh: Mesh, keys: Any, pick: Callable[[Any], Any], batch: Any) -> nn.Module:
+def _placed(model: nn.Module, mesh: Mesh, keys: Any, pick: Callable[[Any], Any], batch: PyTree) -> nn.Module:
     """The model, as one task on the mesh if there is no task in it."""
     record = Recording()
     with recording(record):
@@ -227,11 +228,11 @@ def _placed(model: nn.Module, mesh: Mesh, keys: Any, pick: Callable[[Any], Any],
     return model if record.tasks or registered() else task(model, mesh=mesh)
 
 
-def _zeros(tree: Any) -> Any:
+def _zeros(tree: PyTree) -> Any:
     return jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), tree)
 
 
-def _only_params(variables: Any) -> Any:
+def _only_params(variables: PyTree) -> Any:
     others = sorted(set(variables) - {"params"})
     if others:
         raise ArgumentError(
@@ -241,7 +242,7 @@ def _only_params(variables: Any) -> Any:
     return variables["params"]
 
 
-def _check_loss(loss_of: Callable[..., Any], params: Any, batch: Any, key: Any) -> None:
+def _check_loss(loss_of: Callable[..., Any], params: PyTree, batch: PyTree, key: Any) -> None:
     out = jax.eval_shape(loss_of, params, batch, key)
     if not isinstance(out, jax.ShapeDtypeStruct) or out.shape != ():
         raise ArgumentError(
@@ -273,7 +274,7 @@ def _of_all(local: Any, processes: int) -> Any:
     return local if processes == 1 else jax.tree.map(of_all, local)
 
 
-def _make_prepare(step: TrainStep, local_batch: Any) -> Callable[[Any], Any]:
+def _make_prepare(step: TrainStep, local_batch: PyTree) -> Callable[[Any], Any]:
     shapes, processes = _shapes(local_batch), jax.process_count()
 
     def prepare_batch(local: Any) -> Any:
@@ -290,13 +291,13 @@ def _make_prepare(step: TrainStep, local_batch: Any) -> Callable[[Any], Any]:
     return prepare_batch
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: PyTree) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     kinds = tuple((jax.numpy.shape(x), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x))) for x in leaves)
     return kinds, treedef
 
 
-def _text(tree: Any) -> str:
+def _text(tree: PyTree) -> str:
     """``(float32[8,4], int32[8])``: the structure of a tree of arrays, with their dtypes and shapes."""
 
     def describe(x: Any) -> str:

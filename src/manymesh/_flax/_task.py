@@ -28,6 +28,7 @@ from .._errors import TaskError
 from .._mark import call_marked, current_recording, ignore_transforms
 from .._scope import enter_scope
 from .._task import Task
+from .._types import PyTree
 from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ def task(
     return _wrap(model, described, tuple(methods))  # type: ignore[no-any-return]  # one kind in, the same kind out
 
 
-def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
+def _wrap(model: PyTree, described: Task, methods: tuple[str, ...]) -> Any:
     if inspect.isclass(model) and issubclass(model, nn.Module):
         return _wrap_class(model, described, methods)
     if isinstance(model, functools.partial):
@@ -113,7 +114,7 @@ def _wrap_function(fun: Callable[..., Any], described: Task, methods: tuple[str,
     lifted = _lift(fun, described)
 
     @functools.wraps(fun)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
         if args and isinstance(args[0], nn.Module):
             return lifted(*args, **kwargs)
         made = fun(*args, **kwargs)
@@ -131,7 +132,7 @@ def _lift(method: Callable[..., Any], described: Task) -> Callable[..., Any]:
     """An unbound method that is a task inside a recording and itself outside."""
 
     @functools.wraps(method)  # also copies the attributes by which Flax knows compact and wrapped methods
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(module: nn.Module, *args: PyTree, **kwargs: PyTree) -> PyTree:
         if current_recording() is None or module.scope is None:
             return method(module, *args, **kwargs)
         named = described.named(module.name or plain_name(type(module).__name__))
@@ -144,8 +145,10 @@ def _lift(method: Callable[..., Any], described: Task) -> Callable[..., Any]:
 def _mark_scopes(described: Task, initializing: bool, fun: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a function of scopes, by making their variables and random keys its arguments."""
 
-    def mark(make_scopes: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        def body(variables: Any, rngs: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def mark(
+        make_scopes: Any, repack: Any, variables: PyTree, rngs: Any, *args: PyTree, **kwargs: PyTree
+    ) -> tuple[Any, Any]:
+        def body(variables: PyTree, rngs: Any, args: PyTree, kwargs: PyTree) -> tuple[Any, Any]:
             with _task_rules(described):
                 with _unconstrained() if initializing else contextlib.nullcontext():
                     scopes = make_scopes(_readable(variables, mutable), rngs)
@@ -163,21 +166,21 @@ def _mark_scopes(described: Task, initializing: bool, fun: Callable[..., Any]) -
     packed: Callable[..., Any] = lift.pack(mark, (True,), (True,), (True,), enable_kwargs=True)
     mutable: list[Any] = []
 
-    def call(scopes: list[Scope], *args: Any, **kwargs: Any) -> Any:
+    def call(scopes: list[Scope], *args: PyTree, **kwargs: PyTree) -> PyTree:
         mutable[:] = [scope.mutable for scope in scopes]
         return packed(scopes, *args, **kwargs)
 
     return call
 
 
-def _readable(variables: Any, mutable: list[Any]) -> Any:
+def _readable(variables: PyTree, mutable: list[Any]) -> Any:
     """The variables with Flax's boxes replaced by ours where they can only be read.
 
     Our boxes know the task: its rules, its axes, and what to do where it has none. Collections that can be
     written keep Flax's boxes, for they come out again.
     """
 
-    def convert(name: str, collection: Any) -> Any:
+    def convert(name: str, collection: Any) -> PyTree:
         if any(in_filter(m, name) for m in mutable):
             return collection
         return jax.tree.map(_our_box, collection, is_leaf=_is_box)
@@ -192,7 +195,7 @@ def _is_box(x: Any) -> bool:
     return isinstance(x, flax_meta.Partitioned)
 
 
-def _constrained(x: Any) -> Any:
+def _constrained(x: Any) -> PyTree:
     return x.replace_boxed(_our_box(x).unbox()) if _is_box(x) else x
 
 
@@ -212,14 +215,14 @@ class _TaskScope(Scope):
     read the box before it has that shape. Scopes that Flax's own lifted transformations make inside a task are plain.
     """
 
-    def param(self, name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def hidden(*args: Any, **kwargs: Any) -> Any:
+    def param(self, name: str, init_fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> Any:
+        def hidden(*args: PyTree, **kwargs: PyTree) -> Any:
             with _unconstrained():
                 return init_fn(*args, **kwargs)
 
         return super().param(name, hidden, *args, **kwargs)
 
-    def push(self, *args: Any, **kwargs: Any) -> Scope:
+    def push(self, *args: PyTree, **kwargs: PyTree) -> Scope:
         scope = super().push(*args, **kwargs)
         scope.__class__ = _TaskScope
         return scope

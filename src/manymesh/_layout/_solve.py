@@ -25,6 +25,7 @@ from .. import _compat
 from .._compat import Propagated, Var
 from .._key import Keys
 from .._program import Fragment, Program
+from .._types import PyTree
 from ._constraints import Constraints
 from ._groups import Groups
 from ._layout import Decision, Layout
@@ -285,7 +286,7 @@ def says_more(jaxpr: Any) -> bool:
     )
 
 
-def _shards(value: Any) -> bool:
+def _shards(value: PyTree) -> bool:
     """Whether a parameter of an equation is, or holds, a sharding over devices."""
     if isinstance(value, tuple | list):
         return any(_shards(x) for x in value)
@@ -297,7 +298,7 @@ def _shards(value: Any) -> bool:
 def fragment_function(f: Fragment) -> Callable[..., Any]:
     """A fragment as a function of flat arrays, under its name."""
 
-    def fragment(*args: Any) -> Any:
+    def fragment(*args: PyTree) -> Any:
         return jax.core.eval_jaxpr(f.jaxpr, [], *args)
 
     fragment.__name__ = fragment.__qualname__ = f.name

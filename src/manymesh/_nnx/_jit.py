@@ -14,6 +14,7 @@ from .._api._jit import jit as plain_jit
 from .._api._lowered import Lowered
 from .._api._traced import Traced
 from .._mark import carry_box_names, current_recording
+from .._types import PyTree
 from ..meta._axes import Axes
 from ..meta._rules import Rules
 from ._lift import PureResult, call_lifted, call_split, constrained, merge_result, pure
@@ -54,7 +55,7 @@ class Jitted(Generic[P, R]):
         """Traces the step and splits it over its submeshes; the modules stay as they are."""
         return self.trace(*args, **kwargs).lower()
 
-    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> PyTree:
         """Shapes and dtypes of the result; nothing is compiled."""
         return merge_result(self.trace(*args, **kwargs).out_info[1])
 
@@ -156,7 +157,7 @@ def _carried(fun: Callable[..., PureResult]) -> Callable[..., PureResult]:
     """Lets the names of variables travel to tasks that only names of scopes will make."""
 
     @functools.wraps(fun)
-    def carried(*args: Any, **kwargs: Any) -> PureResult:
+    def carried(*args: PyTree, **kwargs: PyTree) -> PureResult:
         record = current_recording()
         if record is None or not record.implicit:
             return fun(*args, **kwargs)
@@ -171,5 +172,5 @@ def _carried(fun: Callable[..., PureResult]) -> Callable[..., PureResult]:
     return carried
 
 
-def _carry(value: Any, axes: Axes, rules: Rules) -> Any:
+def _carry(value: PyTree, axes: Axes, rules: Rules) -> Any:
     return carry_box_names(value, axes.names, rules, "nnx.Variable")

@@ -17,6 +17,7 @@ import jax
 from flax.linen import get_logical_axis_rules
 
 from .. import meta
+from .._types import PyTree
 from ..meta._axes import Axes
 from ..meta._named import axes_of_variable
 from ..meta._rules import Rules, as_rules
@@ -39,7 +40,7 @@ def is_split(x: object) -> bool:
     return isinstance(x, nnx.NodeStates)
 
 
-def has_nodes(tree: Any) -> bool:
+def has_nodes(tree: PyTree) -> bool:
     """Whether there is a module or a variable in a tree."""
     return any(map(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
 
@@ -53,7 +54,7 @@ def pure(fun: Callable[..., Any], tell: Callable[[bool], None] | None = None) ->
     """
 
     @functools.wraps(fun)
-    def pure_fun(*args: Any, **kwargs: Any) -> PureResult:
+    def pure_fun(*args: PyTree, **kwargs: PyTree) -> PureResult:
         args, kwargs = nnx.from_tree((args, kwargs), ctxtag=_TAG, is_inner=True)
         nodes = jax.tree.map(lambda x: x if is_node(x) else None, (args, kwargs), is_leaf=is_node)
         before, structure = jax.tree.flatten(nnx.to_tree(nodes)) if tell is not None else ([], None)
@@ -67,7 +68,7 @@ def pure(fun: Callable[..., Any], tell: Callable[[bool], None] | None = None) ->
     return pure_fun
 
 
-def call_lifted(run: Callable[..., PureResult], args: Any, kwargs: Any) -> Any:
+def call_lifted(run: Callable[..., PureResult], args: PyTree, kwargs: PyTree) -> Any:
     """Calls a function of arrays with modules.
 
     Args:
@@ -84,20 +85,20 @@ def call_lifted(run: Callable[..., PureResult], args: Any, kwargs: Any) -> Any:
     return out
 
 
-def call_split(run: Callable[..., R], args: Any, kwargs: Any) -> R:
+def call_split(run: Callable[..., R], args: PyTree, kwargs: PyTree) -> R:
     """Calls a function of arrays with modules, which stay as they are, and returns what it returns."""
     with nnx.update_context(_TAG):
         pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=_TAG)
         return run(*pure_args, **pure_kwargs)
 
 
-def merge_result(out: Any) -> Any:
+def merge_result(out: PyTree) -> Any:
     """The result in a pure result, with modules of its own."""
     with nnx.update_context(_TAG):
         return nnx.from_tree(out, ctxtag=_TAG, is_inner=False)
 
 
-def constrained(tree: Any, constrain: Callable[[Any, Axes, Rules], Any]) -> Any:
+def constrained(tree: PyTree, constrain: Callable[[Any, Axes, Rules], Any]) -> Any:
     """A pure tree with the values of variables that name their axes constrained.
 
     Args:
@@ -105,7 +106,7 @@ def constrained(tree: Any, constrain: Callable[[Any, Axes, Rules], Any]) -> Any:
       constrain: from a value, the metadata of its variable and the rules for its names to the value.
     """
 
-    def on_leaf(x: Any) -> Any:
+    def on_leaf(x: Any) -> PyTree:
         if not isinstance(x, nnx.Variable):
             return x
         axes = axes_of_variable(x)

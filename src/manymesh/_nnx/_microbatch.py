@@ -11,6 +11,7 @@ import jax
 from .._errors import MicrobatchError
 from .._mark import current_recording
 from .._microbatch import microbatch as plain_microbatch
+from .._types import PyTree
 from ._lift import PureResult, call_lifted, has_nodes, is_split, pure
 
 P = ParamSpec("P")
@@ -92,7 +93,7 @@ class _Loop:
         self._fun = fun
         self._loop = loop
 
-    def __call__(self, *args: Any, **kwargs: Any) -> PureResult:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PureResult:
         parts, structure = jax.tree.flatten((args, kwargs), is_leaf=is_split)
         state, state_structure = jax.tree.flatten([x for x in parts if is_split(x)])
         # Modules are taken out of the arguments; None keeps their places.
@@ -100,7 +101,7 @@ class _Loop:
         left: list[Any] = []
 
         @functools.wraps(self._fun)
-        def one(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        def one(*args: PyTree, **kwargs: PyTree) -> tuple[Any, list[Any]]:
             *args, state = args  # type: ignore[assignment]  # the last argument is ours
             modules = iter(jax.tree.unflatten(state_structure, state))
             plain = iter(jax.tree.leaves((tuple(args), kwargs)))

@@ -17,6 +17,7 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 
+from .._types import PyTree
 from .._wrapping import plain_name
 
 
@@ -61,7 +62,7 @@ def _name_methods(cls: type) -> None:
 
 def _named(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: PyTree, **kwargs: PyTree) -> PyTree:
         calls = _calls.get()
         if calls is None:
             return method(self, *args, **kwargs)

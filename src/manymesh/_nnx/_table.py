@@ -9,11 +9,12 @@ import jax
 
 from .._table import ParameterTable
 from .._table import tabulate as plain_tabulate
+from .._types import PyTree
 from ..meta._tasks import TasksLike
 
 
 def tabulate(
-    model: Any, *, shardings: Any = None, tasks: TasksLike | None = None, title: str | None = None
+    model: PyTree, *, shardings: Any = None, tasks: TasksLike | None = None, title: str | None = None
 ) -> ParameterTable:
     """Lists the variables of a module with their names, shardings and sizes.
 

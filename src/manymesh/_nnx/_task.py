@@ -17,6 +17,7 @@ import jax
 from .._errors import TaskError
 from .._mark import call_marked, current_recording
 from .._task import Task
+from .._types import PyTree
 from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
 from ..meta._axes import Axes
 from ..meta._constrain import constrain
@@ -79,7 +80,7 @@ def task(
     return _wrap(model, described, tuple(methods))  # type: ignore[no-any-return]  # one kind in, the same kind out
 
 
-def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
+def _wrap(model: PyTree, described: Task, methods: tuple[str, ...]) -> Any:
     if inspect.isclass(model) and issubclass(model, nnx.Module):
         return _wrap_class(model, described, methods)
     if isinstance(model, functools.partial) and inspect.isclass(model.func):
@@ -111,7 +112,7 @@ def _lift(fun: Callable[..., Any], described: Task) -> Callable[..., Any]:
     """A function of modules that is a task inside a recording and itself outside."""
 
     @functools.wraps(fun)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
         if current_recording() is None:
             return fun(*args, **kwargs)
         default = getattr(fun, "__name__", "task")
@@ -126,7 +127,7 @@ def _marked(fun: Callable[..., Any], described: Task) -> Callable[..., PureResul
     untouched: list[bool] = []
     pure_fun = pure(fun, untouched.append)
 
-    def run(*args: Any, **kwargs: Any) -> PureResult:
+    def run(*args: PyTree, **kwargs: PyTree) -> PureResult:
         leaves, structure = jax.tree.flatten((args, kwargs))
         seen: list[tuple[Any, list[int | None]]] = []
 
@@ -153,5 +154,5 @@ def _marked(fun: Callable[..., Any], described: Task) -> Callable[..., PureResul
     return run
 
 
-def _constrain(value: Any, axes: Axes, rules: Rules) -> Any:
+def _constrain(value: PyTree, axes: Axes, rules: Rules) -> PyTree:
     return constrain(value, axes.names, None, "nnx.task", rules)

@@ -13,12 +13,13 @@ from .._distributed._agree import agree
 from .._distributed._world import Waiting, World, world
 from .._errors import ProcessError
 from .._plan._digest import describe
+from .._types import PyTree
 from ._exchange import everywhere
 from ._processes import committed_sharding
 from ._pull import puller
 
 
-def fetch(tree: Any, process: int | None = None) -> Any:
+def fetch(tree: PyTree, process: int | None = None) -> PyTree:
     """The values of a tree of arrays, in every process.
 
     In a run of several processes an array is in the memory of those that own its devices. Every process has to call

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from .._errors import MetadataError
+from .._types import PyTree
 from ._box import AxisMetadata, content_of
 from ._partitioned import Partitioned, on_subclass
 
@@ -73,7 +74,7 @@ def when_imported(callbacks: dict[str, Callable[[ModuleType], None]]) -> None:
         sys.meta_path.insert(0, finder)
 
 
-def register_serialization(serialization: Any, cls: type) -> None:
+def register_serialization(serialization: PyTree, cls: type) -> None:
     """Teaches ``flax.serialization`` a class of boxes: the state is the value alone, as for Flax's own boxes.
 
     Metadata are code, not state: they come from the target. Bytes written from Flax's boxes can be read into ours and
@@ -84,10 +85,10 @@ def register_serialization(serialization: Any, cls: type) -> None:
       cls: the exact class.
     """
 
-    def to_state(box: Any) -> dict[str, Any]:
+    def to_state(box: PyTree) -> dict[str, Any]:
         return {"value": serialization.to_state_dict(content_of(box))}
 
-    def from_state(box: Any, state: dict[str, Any]) -> Any:
+    def from_state(box: PyTree, state: dict[str, Any]) -> PyTree:
         if not isinstance(state, dict) or set(state) != {"value"}:
             found = sorted(state) if isinstance(state, dict) else type(state).__name__
             raise MetadataError(
@@ -99,12 +100,12 @@ def register_serialization(serialization: Any, cls: type) -> None:
     serialization.register_serialization_state(cls, to_state, from_state, override=True)
 
 
-def _tell_core(module: Any) -> None:
+def _tell_core(module: PyTree) -> None:
     module.AxisMetadata.register(AxisMetadata)
     module.Partitioned.register(Partitioned)  # for nn.tabulate, which prints names of these only
 
 
-def _tell_serialization(module: Any) -> None:
+def _tell_serialization(module: PyTree) -> None:
     on_subclass(functools.partial(register_serialization, module))
 
 

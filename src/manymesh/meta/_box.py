@@ -17,6 +17,7 @@ import jax
 
 from .._errors import MetadataError
 from .._scope import names_may_be_known
+from .._types import PyTree
 from ._axes import PARTITION_NAME as PARTITION_NAME
 from ._axes import Axes, axis_name, check_names, with_axis, without_axis
 from ._constrain import constrain, is_active
@@ -57,7 +58,7 @@ class AxisMetadata(Generic[A], metaclass=abc.ABCMeta):
         """The value in this box, which may itself be a box or a pytree of boxes."""
 
     @abc.abstractmethod
-    def replace_boxed(self, val: Any) -> AxisMetadata[Any]:
+    def replace_boxed(self, val: PyTree) -> AxisMetadata[Any]:
         """This metadata around another value.
 
         Args:
@@ -91,7 +92,7 @@ _new: Callable[[type], Any] = object.__new__
 _FOREIGN = ("value", "names", "mesh", "get_partition_spec")
 
 
-def is_axis_metadata(val: Any) -> bool:
+def is_axis_metadata(val: PyTree) -> bool:
     """Whether a value is a box: an `AxisMetadata`, or anything with the methods of one, such as Flax's boxes.
 
     Example:
@@ -102,7 +103,7 @@ def is_axis_metadata(val: Any) -> bool:
     return KINDS[type(val)] == BOX
 
 
-def content_of(box: Any) -> Any:
+def content_of(box: PyTree) -> PyTree:
     """What is in a box, without any constraint where the box can be asked so."""
     if type(box) in COMPACT:
         return box._value
@@ -111,7 +112,7 @@ def content_of(box: Any) -> Any:
     return box.unbox()
 
 
-def map_axis_meta(fn: Callable[[Any], Any], tree: Any) -> Any:
+def map_axis_meta(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
     """Replaces every outermost box in a tree by what a function gives for it.
 
     Args:
@@ -126,7 +127,7 @@ def map_axis_meta(fn: Callable[[Any], Any], tree: Any) -> Any:
     return walk(tree, fn)
 
 
-def add_axis(tree: Any, index: int, params: Mapping[Any, Any] | None = None) -> Any:
+def add_axis(tree: PyTree, index: int, params: Mapping[Any, Any] | None = None) -> PyTree:
     """Tells every box in a tree that its value has one more axis.
 
     Args:
@@ -148,7 +149,7 @@ def add_axis(tree: Any, index: int, params: Mapping[Any, Any] | None = None) -> 
     return _rename(tree, "add_axis", with_axis, index, params)
 
 
-def remove_axis(tree: Any, index: int, params: Mapping[Any, Any] | None = None) -> Any:
+def remove_axis(tree: PyTree, index: int, params: Mapping[Any, Any] | None = None) -> PyTree:
     """Tells every box in a tree that its value has one axis fewer; the inverse of `add_axis`.
 
     Args:
@@ -170,16 +171,16 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any] | None = None) 
 
 
 def _rename(
-    tree: Any,
+    tree: PyTree,
     method: str,
     rename: Callable[[Axes, int, Any, int | None, object], Axes],
     index: int,
     params: Mapping[Any, Any] | None,
-) -> Any:
+) -> PyTree:
     given = {} if params is None else params
     memo: dict[tuple[int, int | None], Axes] = {}
 
-    def on_box(box: Any) -> Any:
+    def on_box(box: PyTree) -> PyTree:
         if type(box) not in COMPACT:
             return getattr(box, method)(index, given)
         axes, rank = box._axes, rank_of(box._value)
@@ -207,7 +208,9 @@ def _rename(
         raise
 
 
-def _rename_compact(tree: Any, token: object, renamed: Callable[[Axes], Axes], on_box: Callable[[Any], Any]) -> Any:
+def _rename_compact(
+    tree: PyTree, token: object, renamed: Callable[[Axes], Axes], on_box: Callable[[Any], Any]
+) -> PyTree:
     """Renames every box of a tree. As `walk`, with the work on a box written out: a call would double the time.
 
     Equal metadata are one object, renamed once: it remembers the result beside the token of this walk.
@@ -244,7 +247,7 @@ def _rename_compact(tree: Any, token: object, renamed: Callable[[Axes], Axes], o
     return root
 
 
-def unbox(tree: Any, apply_constraint: bool = True) -> Any:
+def unbox(tree: PyTree, apply_constraint: bool = True) -> PyTree:
     """Replaces every box in a tree, also a box in a box, by its value.
 
     Args:
@@ -271,7 +274,7 @@ def unbox(tree: Any, apply_constraint: bool = True) -> Any:
     return walk(tree, _unbox_idle)
 
 
-def _unbox_idle(box: Any) -> Any:
+def _unbox_idle(box: PyTree) -> PyTree:
     """Unboxes where nothing around asks for a constraint."""
     if type(box) in COMPACT and box._axes.mesh is None:
         value = box._value
@@ -279,7 +282,7 @@ def _unbox_idle(box: Any) -> Any:
     return walk(_open(box), _unbox_idle)
 
 
-def _open(box: Any) -> Any:
+def _open(box: PyTree) -> PyTree:
     """What is in a box, constrained. Flax's boxes as ours, because their own method is for Auto axes under jit only."""
     if isinstance(box, AxisMetadata) or not all(hasattr(box, name) for name in _FOREIGN):
         return box.unbox()
@@ -292,7 +295,7 @@ def _open(box: Any) -> Any:
     return constrain(box.value, check_names(box.names, name), box.mesh, name, rules)
 
 
-def replace_boxed(tree: Any, updates: Any) -> Any:
+def replace_boxed(tree: PyTree, updates: PyTree) -> PyTree:
     """Puts new values into the boxes of a tree.
 
     Args:
@@ -314,7 +317,7 @@ def replace_boxed(tree: Any, updates: Any) -> Any:
     return walk_pair(tree, updates, _replace_one, "replace_boxed")
 
 
-def _replace_one(box: Any, value: Any) -> Any:
+def _replace_one(box: PyTree, value: PyTree) -> PyTree:
     cls = type(box)
     if cls in COMPACT:
         inner = box._value

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .. import _compat
 from .._errors import AxisError, MetadataError
 from .._scope import Carrier, Scope, current_carrier, current_scope, names_may_be_known
+from .._types import PyTree
 from ._axes import AnyMesh, Names
 from ._paths import describe, nearest
 from ._rules import Rules, parts_of, resolve
@@ -31,12 +32,12 @@ def is_active(mesh: AnyMesh | None = None) -> bool:
     return mesh is not None or names_may_be_known() or not jax.sharding.get_abstract_mesh().empty
 
 
-def is_constrainable(value: Any) -> bool:
+def is_constrainable(value: PyTree) -> bool:
     """Whether a value has a sharding to constrain: an array or a tracer, not a description of one."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
-def constrain(value: Any, names: Names, mesh: AnyMesh | None, where: object, rules: Rules = ()) -> Any:
+def constrain(value: PyTree, names: Names, mesh: AnyMesh | None, where: object, rules: Rules = ()) -> PyTree:
     """Constrains the arrays of a value.
 
     Args:
@@ -61,7 +62,7 @@ def constrain(value: Any, names: Names, mesh: AnyMesh | None, where: object, rul
     return constrain_to_axes(value, axes, mesh, where)
 
 
-def constrain_to_axes(value: Any, axes: Names, mesh: AnyMesh | None, where: object) -> Any:
+def constrain_to_axes(value: PyTree, axes: Names, mesh: AnyMesh | None, where: object) -> PyTree:
     """Constrains the arrays of a value outside every task; ``axes`` are device axes."""
     ambient = jax.sharding.get_abstract_mesh()
     if mesh is None and ambient.empty:
@@ -69,7 +70,7 @@ def constrain_to_axes(value: Any, axes: Names, mesh: AnyMesh | None, where: obje
     return jax.tree.map(lambda leaf: _on_mesh(leaf, axes, mesh, ambient, where), value)
 
 
-def check_rank(value: Any, names: Names, where: object) -> None:
+def check_rank(value: PyTree, names: Names, where: object) -> None:
     """Raises if there are more names than dimensions."""
     if len(names) > value.ndim:
         raise MetadataError(
@@ -78,14 +79,14 @@ def check_rank(value: Any, names: Names, where: object) -> None:
         )
 
 
-def _carried(value: Any, names: Names, carrier: Carrier, where: object, rules: Rules) -> Any:
+def _carried(value: PyTree, names: Names, carrier: Carrier, where: object, rules: Rules) -> PyTree:
     if not is_constrainable(value):
         return value
     check_rank(value, names, where)
     return carrier(value, names, rules, where)
 
 
-def _in_task(value: Any, names: Names, scope: Scope, where: object, rules: Rules) -> Any:
+def _in_task(value: PyTree, names: Names, scope: Scope, where: object, rules: Rules) -> PyTree:
     if scope.mesh is None or not is_constrainable(value):
         return value
     if len(names) - value.ndim > _compat.vmapped():  # vmap may have taken the axis that the first name is for
@@ -115,7 +116,7 @@ def _translate(names: Names, rules: Rules, known: set[str], axes: tuple[str, ...
     return tuple(result)
 
 
-def _on_mesh(value: Any, axes: Names, mesh: AnyMesh | None, ambient: AbstractMesh, where: object) -> Any:
+def _on_mesh(value: PyTree, axes: Names, mesh: AnyMesh | None, ambient: AbstractMesh, where: object) -> PyTree:
     if not is_constrainable(value):
         return value
     check_rank(value, axes, where)
@@ -145,7 +146,7 @@ def check_axes(axes: Names, mesh: AnyMesh, where: object) -> None:
         seen.add(part)
 
 
-def _concrete(value: Any, mesh: AnyMesh | None, ambient: AbstractMesh) -> Mesh | None:
+def _concrete(value: PyTree, mesh: AnyMesh | None, ambient: AbstractMesh) -> Mesh | None:
     """Devices for an eager constraint; None while tracing, where the surrounding mesh has them."""
     if isinstance(value, jax.core.Tracer):
         return None
@@ -158,7 +159,7 @@ def _concrete(value: Any, mesh: AnyMesh | None, ambient: AbstractMesh) -> Mesh |
     return found if not found.empty and found.abstract_mesh == ambient else None
 
 
-def _apply(value: Any, axes: Names, mesh: AnyMesh, concrete: Mesh | None) -> Any:
+def _apply(value: PyTree, axes: Names, mesh: AnyMesh, concrete: Mesh | None) -> PyTree:
     types: Mapping[str, AxisType] = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     entries = (*axes, *(None,) * (value.ndim - len(axes)))
     if concrete is not None and {AxisType.Auto, AxisType.Explicit} <= set(types.values()):
@@ -176,7 +177,7 @@ def _apply(value: Any, axes: Names, mesh: AnyMesh, concrete: Mesh | None) -> Any
     return jax.lax.with_sharding_constraint(value, _target(PartitionSpec(*auto), concrete))
 
 
-def _reshard(value: Any, entries: Names, types: Mapping[str, AxisType], concrete: Mesh | None) -> Any:
+def _reshard(value: PyTree, entries: Names, types: Mapping[str, AxisType], concrete: Mesh | None) -> PyTree:
     explicit = tuple(_keep(entry, types, AxisType.Explicit) for entry in entries)
     current = getattr(jax.typeof(value).sharding, "spec", ())
     return jax.sharding.reshard(value, _target(PartitionSpec(*_settle(explicit, current)), concrete))

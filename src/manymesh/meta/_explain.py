@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from .._errors import AxisError, MetadataError
+from .._types import PyTree
 from ._axes import AnyMesh, Axes, Names
 from ._check import indivisible, indivisible_text, shard_count, too_many_text
 from ._fit import fit_names
@@ -24,7 +25,7 @@ _METADATA_KINDS = {"too-many-names", "repeated-name"}
 
 @_compat.boundary
 def explain(
-    tree: Any,
+    tree: PyTree,
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
     *,
@@ -114,7 +115,7 @@ def _explain_leaf(
     axes: Axes,
     fitted: Names | None,
     shape: tuple[int, ...] | None,
-    value: Any,
+    value: PyTree,
     rules: Rules,
     mesh: AnyMesh,
     large_bytes: int,
@@ -151,7 +152,7 @@ def _explain_leaf(
     return report, findings
 
 
-def _resolve(place: str, axes: Axes, names: Names, rules: Rules, find: Any) -> Resolution:
+def _resolve(place: str, axes: Axes, names: Names, rules: Rules, find: PyTree) -> Resolution:
     if not axes.logical:
         return Resolution(names, (None,) * len(names), (), ())
     try:
@@ -178,7 +179,7 @@ def _resolve(place: str, axes: Axes, names: Names, rules: Rules, find: Any) -> R
     return resolution
 
 
-def _known_axes(place: str, resolution: Resolution, rules: Rules, mesh: AnyMesh, find: Any) -> Names:
+def _known_axes(place: str, resolution: Resolution, rules: Rules, mesh: AnyMesh, find: PyTree) -> Names:
     """The device axes without those that the mesh does not have and those that stand twice."""
     seen: set[str] = set()
     result: list[Any] = []
@@ -214,7 +215,7 @@ def _report(
     device_axes: Names,
     resolution: Resolution,
     shape: tuple[int, ...] | None,
-    value: Any,
+    value: PyTree,
     rules: Rules,
     mesh: AnyMesh,
 ) -> LeafReport:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .. import _compat
 from .._errors import AxisError, MetadataError
 from .._scope import names_may_be_known
+from .._types import PyTree
 from ._axes import AnyMesh, check_names, make_axes
 from ._box import is_axis_metadata
 from ._check import check_divides
@@ -74,7 +75,7 @@ class LogicallyPartitioned(Partitioned[A]):
     def _rules_of(self, updates: dict[str, Any]) -> Any:
         return as_rules(updates.pop("rules", self._axes.rules))
 
-    def _constrained(self) -> Any:
+    def _constrained(self) -> PyTree:
         axes = self._axes
         rules = get_logical_axis_rules() if axes.rules is None else axes.rules
         if not rules and not names_may_be_known():
@@ -96,7 +97,7 @@ class LogicallyPartitioned(Partitioned[A]):
         return {**super().to_nnx_metadata(), "sharding_rules": self._axes.rules}
 
     @classmethod
-    def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> Any:
+    def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> PyTree:
         """A box from the value and the metadata of a Flax NNX ``Variable``; what a box does not have is left out."""
         names = metadata.get("out_sharding", metadata.get("sharding"))
         rules = metadata.get("sharding_rules")
@@ -136,12 +137,12 @@ def with_logical_partitioning(
 
 @_compat.boundary
 def with_logical_constraint(
-    x: Any,
+    x: PyTree,
     logical_axis_resources: Any,
     rules: RulesLike | None = None,
     mesh: AnyMesh | None = None,
     fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
-) -> Any:
+) -> PyTree:
     """Constrains the sharding of arrays, in logical names.
 
     Args:
@@ -182,7 +183,7 @@ def with_logical_constraint(
     )
 
 
-def _constrain_names(x: Any, names: Any, rules: Rules, mesh: AnyMesh | None, fallback: RulesFallback) -> Any:
+def _constrain_names(x: PyTree, names: Any, rules: Rules, mesh: AnyMesh | None, fallback: RulesFallback) -> PyTree:
     where = "with_logical_constraint"
     names = check_names(names, where)
     if names_may_be_known():
@@ -212,7 +213,7 @@ def _is_logical_spec(spec: Any) -> bool:
 
 
 @_compat.boundary
-def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
+def logical_to_mesh(tree: PyTree, rules: RulesLike | None = None) -> PyTree:
     """Maps a tree of specs in logical names, or of boxes, to specs in device axes.
 
     Args:
@@ -232,7 +233,7 @@ def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
     surrounding, given = get_logical_axis_rules(), as_rules(rules)
     memo: dict[PartitionSpec, PartitionSpec] = {}
 
-    def on_leaf(leaf: Any) -> Any:
+    def on_leaf(leaf: PyTree) -> PyTree:
         if isinstance(leaf, PartitionSpec):
             found = memo.get(leaf)
             if found is None:
@@ -240,7 +241,7 @@ def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
             return found
         return PartitionSpec() if hasattr(leaf, "shape") else _refuse(tree, leaf, "logical_to_mesh")
 
-    def on_box(node: Any) -> Any:
+    def on_box(node: PyTree) -> PyTree:
         axes = axes_of(node)
         return spec_of(axes, axes.names, given, surrounding)
 
@@ -248,7 +249,9 @@ def logical_to_mesh(tree: Any, rules: RulesLike | None = None) -> Any:
 
 
 @_compat.boundary
-def logical_to_mesh_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None = None, *, strict: bool = False) -> Any:
+def logical_to_mesh_sharding(
+    tree: PyTree, mesh: AnyMesh, rules: RulesLike | None = None, *, strict: bool = False
+) -> PyTree:
     """Maps a tree of specs in logical names, or of boxes, to shardings.
 
     Args:
@@ -276,7 +279,7 @@ def logical_to_mesh_sharding(tree: Any, mesh: AnyMesh, rules: RulesLike | None =
     return shard_tree(tree, mesh, given, lambda leaf: _refuse(tree, leaf, "logical_to_mesh_sharding"))
 
 
-def _refuse(tree: Any, leaf: Any, where: str) -> NoReturn:
+def _refuse(tree: PyTree, leaf: PyTree, where: str) -> NoReturn:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_axis_metadata)
     path = next((format_path(path) for path, other in leaves if other is leaf), "tree")
     raise MetadataError(f"{where}: {path} is {leaf!r}; expected a PartitionSpec, a box or an array")

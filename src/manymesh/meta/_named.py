@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from .._types import PyTree
 from ._axes import Axes, Names, check_names, make_axes
 from ._box import COMPACT, content_of, is_axis_metadata
 from ._fit import Named
@@ -22,7 +23,7 @@ from ._walk import is_variable
 REPLICATED = make_axes(())
 
 
-def axes_of_box(box: Any) -> Axes:
+def axes_of_box(box: PyTree) -> Axes:
     """The metadata of a box; replication for a box that says nothing about sharding.
 
     A box inside a box has its say only if the outer one has none.
@@ -42,7 +43,7 @@ def axes_of_box(box: Any) -> Axes:
     return axes_of_box(inner) if is_axis_metadata(inner) else REPLICATED
 
 
-def axes_of_variable(variable: Any) -> Axes:
+def axes_of_variable(variable: PyTree) -> Axes:
     """The metadata of a variable of Flax NNX; its names may be logical, where rules know them, or device axes."""
     return _axes_of_metadata(variable.get_metadata(), type(variable).__name__)
 
@@ -55,7 +56,7 @@ def _axes_of_metadata(metadata: Mapping[str, Any], where: str) -> Axes:
     return make_axes(names, None, as_rules(metadata.get("sharding_rules")), logical=True, lenient=True)
 
 
-def value_of(node: Any) -> Any:
+def value_of(node: PyTree) -> PyTree:
     """The value that the names of a node describe; None for a bare spec, which describes none."""
     if is_axis_metadata(node):
         inner = content_of(node)
@@ -100,7 +101,7 @@ class Part:
         return Named(self.path, self.axes.names, self.shape)
 
 
-def parts_in(path: tuple[Any, ...], node: Any) -> list[Part]:
+def parts_in(path: tuple[Any, ...], node: PyTree) -> list[Part]:
     """The parts of a leaf."""
     axes, value = axes_of(node), value_of(node)
     if is_axis_metadata(node) and not hasattr(value, "shape"):
@@ -110,7 +111,7 @@ def parts_in(path: tuple[Any, ...], node: Any) -> list[Part]:
     return [Part(path, (), axes, value)]
 
 
-def put_in(node: Any, parts: list[Any]) -> Any:
+def put_in(node: PyTree, parts: list[Any]) -> PyTree:
     """A leaf with other values for its parts: one for all of them, where they are equal."""
     if all(part == parts[0] for part in parts):
         return node.replace(parts[0]) if is_variable(node) else parts[0]
@@ -120,18 +121,18 @@ def put_in(node: Any, parts: list[Any]) -> Any:
     return node.replace_boxed(jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(inner), parts))
 
 
-def shape_of(node: Any) -> tuple[int, ...] | None:
+def shape_of(node: PyTree) -> tuple[int, ...] | None:
     """The shape of the value of a node; None if it has none."""
     shape = getattr(value_of(node), "shape", None)
     return None if shape is None else tuple(shape)
 
 
-def is_named_node(node: Any) -> bool:
+def is_named_node(node: PyTree) -> bool:
     """Whether a node has names: a box, a variable of Flax NNX, or a `PartitionSpec` in logical names."""
     return is_axis_metadata(node) or isinstance(node, PartitionSpec) or is_variable(node)
 
 
-def axes_of(node: Any) -> Axes:
+def axes_of(node: PyTree) -> Axes:
     """The metadata of any leaf; replication for a plain one."""
     if is_axis_metadata(node):
         return axes_of_box(node)
@@ -140,7 +141,7 @@ def axes_of(node: Any) -> Axes:
     return axes_of_variable(node) if is_variable(node) else REPLICATED
 
 
-def leaves_of(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
+def leaves_of(tree: PyTree) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
     """The leaves of a tree with their paths, boxes and variables as leaves, and its structure."""
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named_node)
 

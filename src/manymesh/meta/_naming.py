@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from .._errors import MetadataError
+from .._types import PyTree
 from ._axes import check_names
 from ._box import is_axis_metadata
 from ._logical import LogicallyPartitioned
@@ -28,7 +29,7 @@ FIELD_KEY = "names"
 Path = tuple[Any, ...]
 
 
-def box(tree: Any, names: Any = None, *, logical: bool = True) -> Any:
+def box(tree: PyTree, names: Any = None, *, logical: bool = True) -> PyTree:
     """Puts the arrays of a tree into boxes.
 
     Args:
@@ -65,7 +66,7 @@ def box(tree: Any, names: Any = None, *, logical: bool = True) -> Any:
     return _from_tree(tree, names, kind, ())
 
 
-def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+def _children(node: PyTree) -> tuple[list[tuple[Any, Any]], Any]:
     """The children of a node with their keys, and its structure; a leaf has itself under no key."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return [(path[0] if path else None, child) for path, child in pairs], structure
@@ -75,13 +76,13 @@ def _is_leaf(children: list[tuple[Any, Any]]) -> bool:
     return len(children) == 1 and children[0][0] is None
 
 
-def _boxed(leaf: Any, names: Any, kind: Any, path: Path) -> Any:
+def _boxed(leaf: PyTree, names: Any, kind: Any, path: Path) -> PyTree:
     if names is None or not hasattr(leaf, "shape"):
         return leaf
     return kind(leaf, check_names(names, format_path(path)))
 
 
-def _from_fields(node: Any, names: Any, kind: Any, path: Path) -> Any:
+def _from_fields(node: PyTree, names: Any, kind: Any, path: Path) -> PyTree:
     if is_axis_metadata(node) or is_variable(node):
         return node
     children, structure = _children(node)
@@ -95,7 +96,7 @@ def _from_fields(node: Any, names: Any, kind: Any, path: Path) -> Any:
     )
 
 
-def _from_tree(node: Any, names: Any, kind: Any, path: Path) -> Any:
+def _from_tree(node: PyTree, names: Any, kind: Any, path: Path) -> PyTree:
     if names is None or names is node or is_axis_metadata(node) or is_variable(node):
         return node
     children, structure = _children(node)
@@ -147,7 +148,7 @@ def _is_names(names: Any) -> bool:
     )
 
 
-def _describe(node: Any, children: list[tuple[Any, Any]]) -> str:
+def _describe(node: PyTree, children: list[tuple[Any, Any]]) -> str:
     if _is_leaf(children):
         return f"a leaf of type {type(node).__name__}"
     keys = [_word(key) for key, _ in children]

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey
 
+from .._types import PyTree
 from ._axes import AnyMesh, Axes, axis_name, check_names, make_axes, with_axis, without_axis
 from ._box import COMPACT, AxisMetadata
 from ._constrain import check_axes, constrain, is_active
@@ -61,7 +62,7 @@ class Partitioned(AxisMetadata[A]):
         self._value = value
         self._axes = make_axes(check_names(names, type(self).__name__), mesh)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: PyTree) -> None:
         super().__init_subclass__(**kwargs)
         _register(cls)
         for hook in _subclass_hooks:
@@ -92,17 +93,17 @@ class Partitioned(AxisMetadata[A]):
             return cast(A, self._constrained())
         return cast(A, self._value)
 
-    def _constrained(self) -> Any:
+    def _constrained(self) -> PyTree:
         return constrain(self._value, self._axes.names, self._axes.mesh, self)
 
     def _fields(self) -> dict[str, Any]:
         return {"value": self._value, "names": self._axes.names, "mesh": self._axes.mesh}
 
-    def replace_boxed(self, val: Any) -> Any:
+    def replace_boxed(self, val: PyTree) -> PyTree:
         """These names around another value."""
         return self._with(val, self._axes)
 
-    def replace(self: Self, **updates: Any) -> Self:
+    def replace(self: Self, **updates: PyTree) -> Self:
         """A box with some of ``value``, ``names`` and ``mesh`` replaced.
 
         Raises:
@@ -163,12 +164,12 @@ class Partitioned(AxisMetadata[A]):
         return {"value": self._value, "out_sharding": self._axes.names, "mesh": self._axes.mesh}
 
     @classmethod
-    def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> Any:
+    def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> PyTree:
         """A box from the value and the metadata of a Flax NNX ``Variable``; what a box does not have is left out."""
         names = metadata.get("out_sharding", metadata.get("sharding"))
         return cls(metadata["value"], () if names is None else names, metadata.get("mesh"))
 
-    def _with(self: Self, value: Any, axes: Axes) -> Self:
+    def _with(self: Self, value: PyTree, axes: Axes) -> Self:
         new = object.__new__(type(self))
         for name, state in own_state(self):
             object.__setattr__(new, name, state)
@@ -212,7 +213,7 @@ def on_subclass(hook: Callable[[type], None]) -> None:
     _subclass_hooks.append(hook)
 
 
-def own_state(box: Any) -> tuple[tuple[str, Any], ...]:
+def own_state(box: PyTree) -> tuple[tuple[str, Any], ...]:
     """The attributes that a subclass keeps besides value and metadata, by name."""
     if type(box) in COMPACT:
         return ()
@@ -229,13 +230,13 @@ def own_state(box: Any) -> tuple[tuple[str, Any], ...]:
 def register_compact(cls: type) -> None:
     """Registers a class whose instances have a value and metadata and nothing else."""
 
-    def flatten(box: Any) -> tuple[tuple[Any], Axes]:
+    def flatten(box: PyTree) -> tuple[tuple[Any], Axes]:
         return (box._value,), box._axes
 
-    def flatten_with_keys(box: Any) -> tuple[tuple[tuple[Any, Any]], Axes]:
+    def flatten_with_keys(box: PyTree) -> tuple[tuple[tuple[Any, Any]], Axes]:
         return ((_KEY, box._value),), box._axes
 
-    def unflatten(axes: Axes, children: Any) -> Any:
+    def unflatten(axes: Axes, children: PyTree) -> PyTree:
         box: Any = object.__new__(cls)
         (box._value,) = children
         box._axes = axes
@@ -250,13 +251,13 @@ def _register(cls: type) -> None:
         register_compact(cls)
         return
 
-    def flatten(box: Any) -> tuple[tuple[Any], Any]:
+    def flatten(box: PyTree) -> tuple[tuple[Any], Any]:
         return (box._value,), (box._axes, own_state(box))
 
-    def flatten_with_keys(box: Any) -> tuple[tuple[tuple[Any, Any]], Any]:
+    def flatten_with_keys(box: PyTree) -> tuple[tuple[tuple[Any, Any]], Any]:
         return ((_KEY, box._value),), (box._axes, own_state(box))
 
-    def unflatten(aux: Any, children: Any) -> Any:
+    def unflatten(aux: Any, children: PyTree) -> PyTree:
         box: Any = object.__new__(cls)
         for name, state in aux[1]:
             object.__setattr__(box, name, state)

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
 from .._errors import AxisError
+from .._types import PyTree
 from ._axes import AnyMesh, Axes, Names
 from ._box import COMPACT
 from ._check import check_divides, too_many_text
@@ -37,7 +38,7 @@ class _Suspect(Exception):
 
 
 @_compat.boundary
-def get_partition_spec(tree: Any) -> Any:
+def get_partition_spec(tree: PyTree) -> PyTree:
     """The specs of a tree of boxes.
 
     Args:
@@ -59,7 +60,7 @@ def get_partition_spec(tree: Any) -> Any:
     """
     replicated = PartitionSpec()
 
-    def on_box(box: Any) -> Any:
+    def on_box(box: PyTree) -> PyTree:
         if type(box) in COMPACT:
             axes = box._axes
             try:
@@ -75,10 +76,10 @@ def get_partition_spec(tree: Any) -> Any:
         _check_suspect(box, axes)
         return _in_own_names(axes, axes.names)
 
-    def on_leaf(leaf: Any) -> Any:
+    def on_leaf(leaf: PyTree) -> PyTree:
         return replicated if hasattr(leaf, "shape") else None
 
-    def on_variable(variable: Any) -> Any:
+    def on_variable(variable: PyTree) -> PyTree:
         axes = axes_of_variable(variable)
         _check_suspect(variable, axes)
         return variable.replace(_in_own_names(axes, axes.names))
@@ -100,13 +101,13 @@ def _in_own_names(axes: Axes, names: Names) -> PartitionSpec:
 
 @_compat.boundary
 def get_sharding(
-    tree: Any,
+    tree: PyTree,
     mesh: AnyMesh | None = None,
     rules: RulesLike | None = None,
     *,
     tasks: TasksLike | None = None,
     strict: bool = False,
-) -> Any:
+) -> PyTree:
     """The shardings of a tree of boxes on a mesh.
 
     Args:
@@ -146,7 +147,7 @@ def get_sharding(
     return shard_tree(tree, mesh, given)
 
 
-def _shard_in_tasks(tree: Any, placing: Tasks, rules: Rules | None) -> Any:
+def _shard_in_tasks(tree: PyTree, placing: Tasks, rules: Rules | None) -> PyTree:
     """`get_sharding` where leaves are on the submeshes of their tasks."""
     surrounding = get_logical_axis_rules()
     leaves, structure = leaves_of(tree)
@@ -174,8 +175,8 @@ def _shard_in_tasks(tree: Any, placing: Tasks, rules: Rules | None) -> Any:
 
 
 def shard_tree(
-    tree: Any, mesh: AnyMesh, rules: Rules | None, on_other: Callable[[Any], Any] = lambda leaf: None
-) -> Any:
+    tree: PyTree, mesh: AnyMesh, rules: Rules | None, on_other: Callable[[Any], Any] = lambda leaf: None
+) -> PyTree:
     """`get_sharding` without its strictness; ``on_other`` takes leaves that are no array, spec or box."""
     surrounding = get_logical_axis_rules()
     by_identity: dict[tuple[int, Any], NamedSharding] = {}
@@ -198,7 +199,7 @@ def shard_tree(
             return replicated
         return sharding_of(axes, names, shape, path)
 
-    def on_box(box: Any) -> NamedSharding:
+    def on_box(box: PyTree) -> NamedSharding:
         if type(box) in COMPACT:
             value = box._value
             if KINDS[type(value)] == LEAF:  # the common case, without a call
@@ -207,7 +208,7 @@ def shard_tree(
                     return found
         return of_node(axes_of_box(box), box)
 
-    def of_node(axes: Axes, node: Any) -> NamedSharding:
+    def of_node(axes: Axes, node: PyTree) -> NamedSharding:
         shape = shape_of(node)
         found = by_identity.get((id(axes), shape))
         if found is None:
@@ -221,7 +222,7 @@ def shard_tree(
                 check_divides("", part.shape or (), found.spec if part.shape is not None else (), mesh)
         return found
 
-    def on_leaf(leaf: Any) -> Any:
+    def on_leaf(leaf: PyTree) -> PyTree:
         if isinstance(leaf, PartitionSpec):
             found = by_spec.get(leaf)
             if found is None:
@@ -242,12 +243,12 @@ def shard_tree(
     return _slowly(tree, of_fitted)
 
 
-def _check_suspect(node: Any, axes: Axes) -> None:
+def _check_suspect(node: PyTree, axes: Axes) -> None:
     if any(part.shape is not None and is_suspect(axes.names, part.shape) for part in parts_in((), node)):
         raise _Suspect
 
 
-def _slowly(tree: Any, convert: Callable[[str, Axes, Names | None, tuple[int, ...] | None], Any]) -> Any:
+def _slowly(tree: PyTree, convert: Callable[[str, Axes, Names | None, tuple[int, ...] | None], Any]) -> PyTree:
     """Converts leaf by leaf with paths and with names fitted to shapes; None for names that cannot be fitted."""
     leaves, structure = leaves_of(tree)
     parts = [parts_in(path, node) for path, node in leaves]

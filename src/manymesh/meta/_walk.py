@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from .._errors import MetadataError
+from .._types import PyTree
 
 LEAF, BOX, NONE, OTHER, TUPLE, DICT, LIST = range(7)  # what can be copied and filled last
 
@@ -43,7 +44,7 @@ def _is_box_type(cls: type) -> bool:
     return all(callable(getattr(cls, method, None)) for method in _BOX_METHODS)
 
 
-def is_variable(node: Any) -> bool:
+def is_variable(node: PyTree) -> bool:
     """Whether a node is a Flax NNX variable, which keeps names in its metadata and its value as its only child."""
     return all(callable(getattr(type(node), method, None)) for method in _VARIABLE_METHODS)
 
@@ -64,22 +65,22 @@ KINDS = _Kinds({dict: DICT, list: LIST, tuple: TUPLE, type(None): NONE})
 """What to do with a node of a type: one of the constants above. Read it as ``KINDS[type(node)]``."""
 
 
-def identity(leaf: Any) -> Any:
+def identity(leaf: PyTree) -> PyTree:
     """Leaves a leaf as it is."""
     return leaf
 
 
-def open_node(node: Any) -> tuple[list[Any], Any]:
+def open_node(node: PyTree) -> tuple[list[Any], Any]:
     """The children of a pytree node and its structure; a leaf is its own only child."""
     return jax.tree_util.tree_flatten(node, is_leaf=lambda x: x is not node)
 
 
 def walk(
-    tree: Any,
+    tree: PyTree,
     on_box: Callable[[Any], Any],
     on_leaf: Callable[[Any], Any] = identity,
     on_variable: Callable[[Any], Any] | None = None,
-) -> Any:
+) -> PyTree:
     """Maps the boxes and the other leaves of a tree.
 
     Args:
@@ -116,11 +117,11 @@ def walk(
 
 def _walk_other(
     kind: int,
-    tree: Any,
+    tree: PyTree,
     on_box: Callable[[Any], Any],
     on_leaf: Callable[[Any], Any],
     on_variable: Callable[[Any], Any] | None,
-) -> Any:
+) -> PyTree:
     if kind == LEAF:
         return on_leaf(tree)
     if kind == BOX:
@@ -145,7 +146,7 @@ class _Mismatch(Exception):
         self.path, self.expected, self.found = path, expected, found
 
 
-def walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any], what: str) -> Any:
+def walk_pair(tree: PyTree, other: PyTree, on_box: Callable[[Any, Any], Any], what: str) -> PyTree:
     """Maps the boxes of a tree together with what stands at their places in another tree.
 
     Args:
@@ -175,7 +176,7 @@ def walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any], what: st
 
 
 # A path is None at the root, else a pair of the path of the parent and the key in it.
-def _walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any], path: Any) -> Any:
+def _walk_pair(tree: PyTree, other: PyTree, on_box: Callable[[Any, Any], Any], path: Any) -> PyTree:
     kind = KINDS[type(tree)]
     if kind == BOX:
         return on_box(tree, other)
@@ -196,7 +197,7 @@ def _walk_pair(tree: Any, other: Any, on_box: Callable[[Any, Any], Any], path: A
     return structure.unflatten(_walk_containers(children, others, on_box, path))
 
 
-def _walk_containers(tree: Any, other: Any, on_box: Callable[[Any, Any], Any], path: Any) -> Any:
+def _walk_containers(tree: PyTree, other: PyTree, on_box: Callable[[Any, Any], Any], path: Any) -> PyTree:
     """Two dictionaries or two lists; as in `walk`."""
     root = tree.copy()
     pending = [(root, other, path)]
@@ -221,11 +222,11 @@ def _walk_containers(tree: Any, other: Any, on_box: Callable[[Any, Any], Any], p
     return root
 
 
-def _children(node: Any) -> str:
+def _children(node: PyTree) -> str:
     return f"the keys {list(node)}" if type(node) is dict else f"{type(node).__name__} with {len(node)} children"
 
 
-def _node(node: Any, children: list[Any]) -> str:
+def _node(node: PyTree, children: list[Any]) -> str:
     if len(children) == 1 and children[0] is node:
         return f"a leaf of type {type(node).__name__}"
     return f"{type(node).__name__} with {len(children)} children"
