@@ -13,6 +13,8 @@ import manymesh as mm
 from manymesh._runtime import _compile
 from stages import assert_agrees, assert_same, back, front, loss, microbatched, parameters, reference, rows
 
+pytestmark = pytest.mark.once
+
 
 def test_requests_run_side_by_side():
     """Two that take their time meet, and each gets its own result."""

@@ -14,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import manymesh as mm
 from stages import assert_agrees, assert_same, reference
 
+pytestmark = pytest.mark.once
+
 WIDTH, ROWS = 16, 24
 
 

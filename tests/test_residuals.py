@@ -17,6 +17,8 @@ from manymesh._passes import _residuals
 from manymesh._program._calls import inlined
 from stages import WIDTH, assert_agrees, rows
 
+pytestmark = pytest.mark.once
+
 ROWS = 8
 ACTIVATION = ROWS * WIDTH * 4  # bytes
 

@@ -13,6 +13,8 @@ from manymesh import schedules
 from manymesh.schedules import Action, Custom, Interleaved1F1B
 from stages import assert_agrees, microbatched, rows
 
+pytestmark = pytest.mark.once
+
 TABLE = [(1, 4), (2, 4), (3, 5), (4, 8), (8, 16)]
 ANYWHERE = ("gpipe", "1f1b", "eager-1f1b", "wavefront", "zero-bubble-h1", "zero-bubble-h2")
 WIDTH = 4

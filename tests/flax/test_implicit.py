@@ -14,6 +14,8 @@ import manymesh as mm
 from manymesh.flax import parallelize_step, shard_axes
 from stages import assert_agrees, assert_same, reference
 
+pytestmark = pytest.mark.once
+
 WIDTH, ROWS = 16, 24
 
 

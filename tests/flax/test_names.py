@@ -11,6 +11,8 @@ import manymesh as mm
 from linen_models import MODELS, on_device_0, plain, rows
 from stages import assert_same
 
+pytestmark = pytest.mark.once
+
 each_model = pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 
 

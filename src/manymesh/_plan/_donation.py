@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
+import numpy as np
 from jax.sharding import Mesh
 
 from .._task import mesh_devices
@@ -11,12 +14,13 @@ from ._instructions import Instruction, Run, Send
 
 
 def donatable_inputs(
-    instructions: Sequence[Instruction], lent: Iterable[int], aliases: Mapping[int, int]
+    instructions: Sequence[Instruction], num_slots: int, lent: Iterable[int], aliases: Mapping[int, int]
 ) -> dict[int, tuple[int, ...]]:
     """Inputs of fragments whose buffers nobody needs after any run.
 
     Args:
       instructions: those of the plan.
+      num_slots: how many slots they use.
       lent: slots whose buffers belong to somebody else: arguments that were not donated, and constants.
       aliases: slots that may hold one buffer with another.
 
@@ -24,24 +28,36 @@ def donatable_inputs(
       fragment -> positions of its inputs that die in every run, that the call owns, and that alias nothing. They may
       be more than the results can take over.
     """
-    kept = {*lent, *aliases}
-    possible: dict[int, Sequence[int]] = {}
-    for ins in instructions:
-        if isinstance(ins, Run):
-            slots = ins.inputs
-            candidates = possible.get(ins.fragment)
-            if candidates is None:
-                candidates = range(len(slots))
-            if candidates:
-                dying = set(ins.free)
-                once = len(set(slots)) == len(slots)
-                candidates = [
-                    k
-                    for k in candidates
-                    if slots[k] in dying and slots[k] not in kept and (once or slots.count(slots[k]) == 1)
-                ]
-            possible[ins.fragment] = candidates
-    return {fragment: tuple(positions) for fragment, positions in possible.items()}
+    runs: dict[int, list[int]] = defaultdict(list)  # fragment -> positions of its runs
+    freed_by = np.full(num_slots, -1)
+    for n, instruction in enumerate(instructions):
+        if isinstance(instruction, Run):
+            runs[instruction.fragment].append(n)
+            freed_by[list(instruction.free)] = n
+    freed_by[[*lent, *aliases]] = -1
+    return {
+        fragment: _dying([cast(Run, instructions[n]).inputs for n in numbers], freed_by, np.array(numbers))
+        for fragment, numbers in runs.items()
+    }
+
+
+def _dying(
+    inputs: list[tuple[int, ...]], freed_by: np.ndarray[Any, Any], numbers: np.ndarray[Any, Any]
+) -> tuple[int, ...]:
+    """The positions whose slot each of the runs frees, and reads once.
+
+    Args:
+      inputs: slots that each run of a fragment reads.
+      freed_by: for each slot, which instruction frees it.
+      numbers: which instructions the runs are.
+    """
+    slots = np.array(inputs, int).reshape(len(inputs), -1)
+    dying = (freed_by[slots] == numbers[:, None]).all(axis=0)
+    ordered = np.sort(slots, axis=1)
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        for k in np.flatnonzero(dying):
+            dying[k] = ((slots == slots[:, k : k + 1]).sum(axis=1) == 1).all()
+    return tuple(np.flatnonzero(dying).tolist())
 
 
 def slots_of_others(submeshes: Sequence[Mesh], instructions: Sequence[Instruction]) -> list[int]:

@@ -227,7 +227,7 @@ class _Emitter:
         ports = tuple(Ports(self._numbers(f.invars), self._numbers(f.outvars)) for f in program.fragments)
         return Plan(
             instructions, slots.count, inputs, outputs, tuple(value_of(v) for v in self.variables), ports, aliases,
-            donatable_inputs(instructions, lent, aliases),
+            donatable_inputs(instructions, slots.count, lent, aliases),
         )  # fmt: skip
 
     def _numbers(self, variables: Iterable[Var]) -> tuple[int, ...]:
@@ -240,7 +240,9 @@ class _Emitter:
         k, s = m or 0, f.submesh
         ins, outs = draft.reads[k], draft.makes[k]
         self.code.append((Run, (ins, outs), f.index, s, m, ins, outs))
-        results = self._results(f, m, draft.results) if draft.results and m is not None else {}
+        results = (
+            self._results(f, m, draft) if m is not None and (draft.copied or (draft.final and m == draft.last)) else {}
+        )
         for target in dict.fromkeys((*draft.sends, *results)) if results else draft.sends:
             numbers: tuple[int, ...] = ()
             given: tuple[int, ...] = ()
@@ -265,8 +267,10 @@ class _Emitter:
             target: _Crossing(self._numbers(values), columns(values, s, count), columns(values, target, count))
             for target, values in self._leaving(f.outvars, s).items()
         }
-        results = [v for v in f.outvars if v in self.finals or v in self.copies]
-        return _Draft(columns(f.invars, s, count), columns(f.outvars, s, count), sends, results)
+        final = [v for v in f.outvars if v in self.finals]
+        copied = [v for v in f.outvars if v in self.copies]
+        last = None if count is None else count - 1
+        return _Draft(columns(f.invars, s, count), columns(f.outvars, s, count), sends, final, copied, last)
 
     def _leaving(self, variables: Iterable[Var], source: int) -> dict[int, list[Var]]:
         """Submesh -> those of the variables that go there from a submesh."""
@@ -277,13 +281,11 @@ class _Emitter:
                     sends[e.target].append(v)
         return sends
 
-    def _results(self, f: Fragment, m: int, made: Iterable[Var]) -> dict[int, list[Var]]:
+    def _results(self, f: Fragment, m: int, draft: _Draft) -> dict[int, list[Var]]:
         """What leaves a loop with this run, by submesh."""
-        last = m == self.program.loops[f.loop or 0].num_microbatches - 1
-        results: list[Var] = []
-        for v in made:
-            results += self.finals.get(v, ()) if last else ()
-            results += [outer[m] for outer in self.copies.get(v, ())]
+        results = [outer[m] for v in draft.copied for outer in self.copies[v]]
+        if m == draft.last:
+            results += [final for v in draft.final for final in self.finals[v]]
         return self._leaving(results, f.submesh)
 
     def _with_frees(self, kept: Sequence[int]) -> tuple[Instruction, ...]:
@@ -320,7 +322,9 @@ class _Draft:
     reads: list[tuple[int, ...]]
     makes: list[tuple[int, ...]]
     sends: dict[int, _Crossing]
-    results: list[Var]  # what has another name outside its loop
+    final: list[Var]  # what has another name outside its loop, after the last microbatch
+    copied: list[Var]  # what has one after each
+    last: int | None  # the last microbatch
 
 
 @dataclass(eq=False, slots=True)
