@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from .. import _compat
@@ -132,6 +132,7 @@ class _Clusterer:
     def _join_readers(self) -> None:
         """An unmarked equation that one cluster alone reads becomes part of it; never a cycle."""
         readers: dict[tuple[Var, int], set[Cluster]] = defaultdict(set)
+        read_at: dict[Var, set[int]] = defaultdict(set)
         elsewhere = self._read_by_loops() if self.scope is None else set()
         for n in reversed(self.nodes):
             for s in self.placement.node[n]:
@@ -143,8 +144,7 @@ class _Clusterer:
                     and not any(v in elsewhere for v in n.outputs)
                 ):
                     found = set().union(*(readers[v, s] for v in n.outputs))
-                    remote = any(t != s for v in n.outputs for t in self._remote_readers(v, s, readers))
-                    if len(found) == 1 and not remote:
+                    if len(found) == 1 and not any(self._goes_elsewhere(v, s, read_at[v]) for v in n.outputs):
                         (r,) = found
                         if (
                             r.submesh == s
@@ -159,13 +159,17 @@ class _Clusterer:
                             self.of[n, s] = r
                 for v in n.inputs:
                     readers[v, s].add(c)
+                    read_at[v].add(s)
 
-    def _remote_readers(self, v: Var, s: int, readers: Mapping[tuple[Var, int], set[Cluster]]) -> list[int]:
-        """Submeshes that get the value from here."""
-        if self.placement.home.get(v) != s:
-            return []
-        made_at = self.placement.node[self.producer[v]]
-        return [t for t in range(len(self.placement.submeshes)) if t != s and t not in made_at and readers.get((v, t))]
+    def _goes_elsewhere(self, v: Var, s: int, read_at: set[int]) -> bool:
+        """Whether another submesh gets the value from here.
+
+        Args:
+          v: the value.
+          s: where it is.
+          read_at: submeshes on which something reads it.
+        """
+        return self.placement.home.get(v) == s and not read_at <= {s, *self.placement.node[self.producer[v]]}
 
     def _read_by_loops(self) -> set[Var]:
         return {v for n in self.flat.nodes if n.loop is not None for v in n.inputs} | self.index.enters_loop.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -130,8 +131,13 @@ class Loop:
 def nbytes(aval: AbstractValue) -> int:
     """Bytes of a value; a typed random key counts as its raw words."""
     dtype, shape = getattr(aval, "dtype"), getattr(aval, "shape")  # noqa: B009 (the base class declares neither)
-    width: int = 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else int(np.dtype(dtype).itemsize)
-    return int(math.prod(shape)) * width
+    return int(math.prod(shape)) * _width(dtype)
+
+
+@functools.cache
+def _width(dtype: jax.typing.DTypeLike) -> int:
+    """Bytes of an element."""
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else int(np.dtype(dtype).itemsize)
 
 
 def nodes_where(nodes: Iterable[Node], changed: Mapping[Node, Iterable[Node]]) -> tuple[Node, ...]:
