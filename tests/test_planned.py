@@ -77,10 +77,9 @@ def test_48_stages_on_8_submeshes(schedule):
 SCRIPT = """
 import pathlib
 import re
-import resource, sys, time
+import resource, sys
 import jax, jax.numpy as jnp, manymesh as mm
 from manymesh.schedules import check, issue_order, simulate
-start = time.process_time()
 meshes = mm.submeshes(jax.make_mesh((64, 8), ("stage", "data"), devices=mm.planned_devices(512)), "stage")
 block = lambda w, x: x + jnp.tanh(x @ w[0]) @ w[1]
 tasks = [mm.task(block, f"s{i}", mesh=m) for i, m in enumerate(meshes)]
@@ -101,17 +100,15 @@ if status.exists():
     peak = 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1])
 else:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-print(time.process_time() - start, peak)
+print(peak)
 """
 
 
-def test_64_stages_and_512_microbatches_are_planned_in_seconds():
-    """Traced, split, scheduled, checked, simulated and laid out as instructions, in 10 s and 2 GB."""
+def test_64_stages_and_512_microbatches_take_little_memory():
+    """Traced, split, scheduled, checked, simulated and laid out as instructions, in 2 GB; seconds: benchmarks/planning.py."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    seconds, memory = map(float, done.stdout.split())
-    assert seconds < 10
-    assert memory < 2e9
+    assert float(done.stdout) < 2e9
 
 
 def test_a_plan_cannot_run():
