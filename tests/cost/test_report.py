@@ -193,7 +193,7 @@ def test_a_large_plan_is_told_in_a_page_in_seconds():
     start = time.process_time()
     report = made.report(Hardware.tpu_v5p())
     text = str(report)
-    assert time.process_time() - start < 10  # a second on an idle machine
+    assert time.process_time() - start < 60  # a second on an idle machine; what is quadratic takes minutes
     assert len(text.splitlines()) < 160 and len(repr(report)) < 300
     assert "62 x stage_1 ... stage_62" in text
     assert "126 x 0 -> 1 ... 63 -> 62" in text
