@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/tutorials/processes.md"
-BLOCKS = re.compile(r"^```(?P<language>py|sh)\n(?P<code>.*?)^```\n(?:^```text\n(?P<text>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+BLOCKS = re.compile(
+    r"^```(?P<language>py|sh)\n(?P<code>.*?)^```\n(?:^```text\n(?P<text>.*?)^```\n)?", re.MULTILINE | re.DOTALL
+)
 
 
 def printed(command: str, monkeypatch: pytest.MonkeyPatch) -> str:

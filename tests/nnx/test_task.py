@@ -179,7 +179,7 @@ def test_patterns_know_modules_by_their_paths_in_functions_that_are_transformed(
 def test_patterns_know_modules_that_a_step_calls_by_their_paths_in_its_arguments() -> None:
     step = mm.nnx.jit(lambda model, x: model.head(model.blocks[1](x)))
     with mm.register_task("blocks/1", devices=[1]), mm.register_task("head", devices=[2]):
-        assert fragments(step, Outer(nnx.Rngs(0)), X) == [("blocks/1", 1), ("head", 2)]
+        assert fragments(step, Outer(nnx.Rngs(0)), X) == [("blocks/1", 0), ("head", 1)]
 
 
 def test_names_of_variables_travel_to_tasks_of_patterns() -> None:
@@ -200,6 +200,35 @@ def test_names_of_variables_travel_to_tasks_of_patterns() -> None:
             False,
         ]  # bias and kernel come out as they came
     assert tuple(model.kernel.get_value().sharding.spec) == (None, "model")
+
+
+class Held(nnx.Module):
+    def __init__(self, layers: Any) -> None:
+        self.layers = layers
+
+    def total(self) -> Any:
+        return jnp.sum(self.layers.kernel[...])
+
+
+def test_a_stack_whose_new_dimension_has_no_name_says_how_to_name_it() -> None:
+    """NNX counts the names of a variable from its first dimension, which is that of the layers."""
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "hidden"))
+
+    def stack(**options: Any) -> Any:
+        with nnx.use_eager_sharding(False):
+            layers = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs, kernel_init=init), **options)(
+                nnx.Rngs(0).split(3)
+            )
+        return mm.nnx.task(
+            Held(layers), mesh=mesh, logical_axes=[("embed", "model"), ("hidden", None)], methods=["total"]
+        )
+
+    read = mm.nnx.jit(lambda stack: stack.total())
+    assert read.eval_shape(stack(transform_metadata={nnx.PARTITION_NAME: None})).shape == ()
+    with pytest.raises(mm.errors.AxisError, match=r"dimension 0 \('embed'\)") as caught:
+        read(stack())
+    assert any("transform_metadata={nnx.PARTITION_NAME: 'layers'}" in note for note in caught.value.__notes__)
 
 
 def test_a_method_that_calls_the_one_it_overrides_opens_one_scope() -> None:

@@ -31,7 +31,9 @@ class Jitted(Generic[P, R]):
         self.fun = fun
         out_shardings = options.pop("out_shardings")
         wanted = None if out_shardings is None else (None, out_shardings)
-        self._jitted: PlainJitted[..., PureResult] = plain_jit(_carried(pure(rooted(fun))), out_shardings=wanted, **options)
+        self._jitted: PlainJitted[..., PureResult] = plain_jit(
+            _carried(pure(rooted(fun))), out_shardings=wanted, **options
+        )
 
     def __repr__(self) -> str:
         return repr(self._jitted).replace("mm.jit", "nnx.jit", 1)
