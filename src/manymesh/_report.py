@@ -17,6 +17,7 @@ from ._cost._lines import EdgeLine, Figures, FragmentLine, LoopLine, Off, Predic
 from ._cost._memory import Memory as Memory
 from ._cost._memory import memory
 from ._cost._tasks import TaskLine, tasks_of
+from ._errors import ArgumentError
 from ._hardware import Hardware
 from ._plan._instructions import Plan, Run
 from ._plan._number import variables_of
@@ -156,6 +157,11 @@ def make_report(
       times: measured durations, to predict from instead.
     """
     program, plan = found.program, found.plan
+    if not isinstance(hardware, Hardware | None):
+        raise ArgumentError(
+            f"report: hardware has to be a manymesh.inspect.Hardware, found {type(hardware).__name__} {hardware!r}; "
+            f"{', '.join(f'Hardware.{name}()' for name in Hardware.ready())} are ready, and Hardware.measure() is this machine"
+        )
     if hardware is None:
         devices = [d for mesh in program.submeshes for d in mesh.devices.flat[:1]]
         hardware = next((h for d in devices if (h := Hardware.of(d)) is not None), None)

@@ -134,6 +134,8 @@ def test_the_time_of_a_step_is_for_a_hardware():
     assert nobody.seconds is None and nobody.by == "FLOPs" and 0 < nobody.bubble_fraction < 1
     assert "name a hardware for seconds" in str(made.report())
     assert "s by x: bubble" in str(made.report(fast))
+    with pytest.raises(mm.errors.ArgumentError, match=r"found str 'h100'; Hardware.*\.h100\(\).* are ready"):
+        made.report("h100")
 
 
 def test_a_fragment_says_what_its_time_goes_for():
