@@ -23,7 +23,7 @@ from ._plan._instructions import Plan, Run
 from ._plan._number import variables_of
 from ._program import Program, Reduction, nbytes
 from ._runtime._describe import Row, rows
-from ._shown import Shown
+from ._shown import Shown, rich_html
 
 if TYPE_CHECKING:  # imported when a report is printed
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -106,6 +106,9 @@ class Report(Shown):
 
     def __str__(self) -> str:
         return _view.as_text(self._parts())
+
+    def _repr_html_(self) -> str:
+        return rich_html(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from self._parts()

@@ -179,11 +179,12 @@ def test_a_report_is_plain_data():
 
 
 def test_a_report_is_shown_by_rich_and_told_in_a_line():
-    """A page in a terminal, as narrow as it is; one line as ``repr``."""
+    """A page in a terminal, as narrow as it is, and in a notebook; one line as ``repr``."""
     report = lowered().report()
     out = io.StringIO()
     Console(file=out, width=100).print(report)
     assert "front -> back" in out.getvalue()
+    assert report._repr_html_().startswith("<pre") and "front -&gt; back" in report._repr_html_()
     assert "\n" not in repr(report) and f"at most {report.peak_bytes} bytes" in repr(report)
     assert isinstance(report, Report)
 

@@ -73,7 +73,7 @@ def _named(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         calls = _calls.get()
         if calls is None:
             return method(self, *args, **kwargs)
-        with _carrying((self,)) if not calls else contextlib.nullcontext([]) as seen:
+        with _carrying(() if calls else (self,)) as seen:
             token = _calls.set((*calls, _Call(self)))
             try:
                 with jax.named_scope(_scope(self, name, calls)):
