@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ def known(name: str) -> bool:
 
 
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+import notebooks  # noqa: E402  # beside this file
 
 project = "ManyMesh"
 author = "The ManyMesh authors"
@@ -65,8 +68,24 @@ def _returns_as_prose(self: GoogleDocstring, preprocess_types: bool = False) -> 
     return [("", "", self._dedent(self._consume_to_next_section()))]
 
 
+def _with_notebook(_: Any, name: str, text: list[str]) -> None:
+    """A tutorial says below its heading where it is as a notebook."""
+    if name in notebooks.TUTORIALS:
+        file = "../" * name.count("/") + notebooks.file_of(name)
+        link = f'<p><a href="{file}" download>This page as a notebook</a>, with its outputs.</p>'
+        heading, newline, rest = text[0].partition("\n")
+        text[0] = f"{heading}{newline}\n```{{raw}} html\n{link}\n```\n{rest}"
+
+
+def _write_notebooks(app: Any, error: Exception | None) -> None:
+    if error is None and app.builder.format == "html":
+        notebooks.write(Path(app.outdir))
+
+
 def setup(app: Any) -> None:
     app.connect("source-read", _without_empty_patterns)
+    app.connect("source-read", _with_notebook)
+    app.connect("build-finished", _write_notebooks)
     app.connect("autodoc-process-signature", _without_constructors)
     GoogleDocstring._consume_returns_section = _returns_as_prose  # type: ignore[method-assign]  # it has no setting
 

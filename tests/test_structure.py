@@ -344,9 +344,14 @@ def check_asserts(source: str, module: str) -> list[str]:
 
 
 def public_names(tree: ast.Module) -> set[str]:
-    """What a face offers: names imported as themselves (`x as x`) and public definitions of its own."""
+    """What a face offers: names imported as themselves (`x as x`) and public definitions of its own.
+
+    Also names that it imports for type checkers alone and loads on first use; modules of this kind are not in `__all__`.
+    """
     names: set[str] = set()
-    for node in tree.body:
+    blocks = [n for n in tree.body if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    late = [n for block in blocks for n in block.body if isinstance(n, ast.ImportFrom) and n.module]
+    for node in [*tree.body, *late]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.name for alias in node.names if alias.asname == alias.name}
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -490,6 +495,12 @@ BAD = [
     (check_face, "manymesh.flax", "def task(): ...\n__all__ = []", "not in __all__: task"),
     (check_face, "manymesh.errors", "from ._a import b\n__all__ = ['b']", "not exported (`import x as x`): b"),
     (check_face, "manymesh.errors", "from ._a import b as b, c as c\n__all__ = ['c', 'b']", "not sorted"),
+    (
+        check_face,
+        "manymesh.__init__",
+        "if _TYPE_CHECKING:\n    from ._a import b as b\n__all__ = []",
+        "not in __all__: b",
+    ),
     (check_face, "manymesh.errors", "from ._a import b as b\n__all__ = ['b', 'b']", "repeats"),
 ]
 
@@ -512,6 +523,11 @@ GOOD = [
     (check_lazy_imports, "manymesh._api", "import json\ndef f():\n    from rich.table import Table"),
     (check_asserts, "manymesh._api", "assert x, 'x is missing'"),
     (check_face, "manymesh.__init__", "from ._a import B as B, c as c\n_d = 1\n__all__ = ['B', '__version__', 'c']"),
+    (
+        check_face,
+        "manymesh.__init__",
+        "if _TYPE_CHECKING:\n    from . import a as a\n    from ._b import c as c\n__all__ = ['c']",
+    ),
 ]
 
 

@@ -16,12 +16,6 @@ from . import distributed as distributed
 from . import errors as errors
 from . import meta as meta
 from . import schedules as schedules
-from ._api._jit import Jitted as Jitted
-from ._api._jit import jit as jit
-from ._api._lowered import Lowered as Lowered
-from ._api._parallelize import parallelize as parallelize
-from ._api._traced import Traced as Traced
-from ._compiled import Compiled as Compiled
 from ._implicit import clear_tasks as clear_tasks
 from ._implicit import register_task as register_task
 from ._mark import ignore_transforms as ignore_transforms
@@ -29,10 +23,7 @@ from ._mark import task as task
 from ._mark import with_sharding_constraint as with_sharding_constraint
 from ._microbatch import WeightedMean as WeightedMean
 from ._microbatch import microbatch as microbatch
-from ._program._fragments import Program as Program
 from ._publish import publish as _publish
-from ._report import Report as Report
-from ._runtime._fetch import fetch as fetch
 from ._task import Task as Task
 from ._topology import planned_devices as planned_devices
 from ._topology import submeshes as submeshes
@@ -64,8 +55,10 @@ __all__ = [
     "with_sharding_constraint",
 ]
 
-# Loaded when first asked for: each needs packages that not everybody has, or that take their time.
+# Loaded when first asked for. Modules: each needs packages that not everybody has, or that take their time.
 _LAZY = ("checkpoint", "equinox", "flax", "inspect", "nnx")
+# Names: of the parts that compile and run steps, which take longer to load than all others together.
+_LAZY_NAMES = ("Compiled", "Jitted", "Lowered", "Program", "Report", "Traced", "fetch", "jit", "parallelize")
 
 __version__: str
 
@@ -75,6 +68,15 @@ if _TYPE_CHECKING:
     from . import flax as flax
     from . import inspect as inspect
     from . import nnx as nnx
+    from ._api import Compiled as Compiled
+    from ._api import Jitted as Jitted
+    from ._api import Lowered as Lowered
+    from ._api import Program as Program
+    from ._api import Report as Report
+    from ._api import Traced as Traced
+    from ._api import fetch as fetch
+    from ._api import jit as jit
+    from ._api import parallelize as parallelize
 
 
 if not _TYPE_CHECKING:
@@ -82,6 +84,9 @@ if not _TYPE_CHECKING:
     def __getattr__(name: str) -> _Any:
         if name in _LAZY:
             return _importlib.import_module(f"{__name__}.{name}")
+        if name in _LAZY_NAMES:
+            globals()[name] = getattr(_importlib.import_module(f"{__name__}._api"), name)
+            return globals()[name]
         if name == "__version__":  # looking it up takes longer than importing a module
             return _importlib.import_module("importlib.metadata").version(__name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

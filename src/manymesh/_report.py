@@ -17,12 +17,13 @@ from ._cost._lines import EdgeLine, Figures, FragmentLine, LoopLine, Off, Predic
 from ._cost._memory import Memory as Memory
 from ._cost._memory import memory
 from ._cost._tasks import TaskLine, tasks_of
+from ._errors import ArgumentError
 from ._hardware import Hardware
 from ._plan._instructions import Plan, Run
 from ._plan._number import variables_of
 from ._program import Program, Reduction, nbytes
 from ._runtime._describe import Row, rows
-from ._shown import Shown
+from ._shown import Shown, rich_html
 from ._types import PyTree
 
 if TYPE_CHECKING:  # imported when a report is printed
@@ -107,6 +108,9 @@ class Report(Shown):
     def __str__(self) -> str:
         return _view.as_text(self._parts())
 
+    def _repr_html_(self) -> str:
+        return rich_html(self)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from self._parts()
 
@@ -157,6 +161,11 @@ def make_report(
       times: measured durations, to predict from instead.
     """
     program, plan = found.program, found.plan
+    if not isinstance(hardware, Hardware | None):
+        raise ArgumentError(
+            f"report: hardware has to be a manymesh.inspect.Hardware, found {type(hardware).__name__} {hardware!r}; "
+            f"{', '.join(f'Hardware.{name}()' for name in Hardware.ready())} are ready, and Hardware.measure() is this machine"
+        )
     if hardware is None:
         devices = [d for mesh in program.submeshes for d in mesh.devices.flat[:1]]
         hardware = next((h for d in devices if (h := Hardware.of(d)) is not None), None)

@@ -95,6 +95,13 @@ def test_every_example_in_the_help_is_understood(monkeypatch):
         ("nonsense", 2, r"argument command: invalid choice: 'nonsense'"),
         ("schedule --stages 0", 2, "--stages: expected a whole number of at least 1, found '0'"),
         ("schedule --forward 1,x", 2, "expected a number, or one for each stage as in 1,2,1; found '1,x'"),
+        (
+            "schedule --microbatches 8",
+            2,
+            "--microbatches (did you mean --num-microbatches?); see python -m manymesh schedule",
+        ),
+        ("doctor --jso now", 2, "--jso now (did you mean --json?); see python -m manymesh doctor --help"),
+        ("plan a.py:f b", 2, "unrecognized arguments: b; see python -m manymesh plan --help"),
         ("schedule 1f2b", 1, "unknown schedule '1f2b'; did you mean '1f1b'?"),
         ("schedule --forward 1,2 --stages 3", 1, "--forward has 2 numbers for 3 stages"),
         ("schedule 1f1b --compare", 1, "--compare shows all schedules"),

@@ -134,6 +134,8 @@ def test_the_time_of_a_step_is_for_a_hardware():
     assert nobody.seconds is None and nobody.by == "FLOPs" and 0 < nobody.bubble_fraction < 1
     assert "name a hardware for seconds" in str(made.report())
     assert "s by x: bubble" in str(made.report(fast))
+    with pytest.raises(mm.errors.ArgumentError, match=r"found str 'h100'; Hardware.*\.h100\(\).* are ready"):
+        made.report("h100")
 
 
 def test_a_fragment_says_what_its_time_goes_for():
@@ -177,11 +179,12 @@ def test_a_report_is_plain_data():
 
 
 def test_a_report_is_shown_by_rich_and_told_in_a_line():
-    """A page in a terminal, as narrow as it is; one line as ``repr``."""
+    """A page in a terminal, as narrow as it is, and in a notebook; one line as ``repr``."""
     report = lowered().report()
     out = io.StringIO()
     Console(file=out, width=100).print(report)
     assert "front -> back" in out.getvalue()
+    assert report._repr_html_().startswith("<pre") and "front -&gt; back" in report._repr_html_()
     assert "\n" not in repr(report) and f"at most {report.peak_bytes} bytes" in repr(report)
     assert isinstance(report, Report)
 

@@ -125,8 +125,7 @@ def _block(draw, i: int, count: int, submeshes, framework: str) -> Layer:
     parts = draw(st.lists(st.sampled_from(PARTS), max_size=2))
     if framework == "equinox" and wrap == "stacked":  # states are apart from modules, and would have to be stacked too
         parts = [part for part in parts if part != "batch_norm"]
-    # Equinox opens no scopes. NNX calls new modules inside its transformations, whose paths nobody knows.
-    named = framework == "linen" or (framework == "nnx" and (wrap == "plain" or works("nnx_scopes_in_transformations")))
+    named = framework in ("linen", "nnx")  # Equinox opens no scopes
     return Layer(
         submesh,
         i,

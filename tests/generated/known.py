@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 
 # One sentence each. Delete an entry with the change that mends it: from then on the construct is drawn.
-KNOWN_BROKEN: dict[str, str] = {
-    "nnx_scopes_in_transformations": "A module that is called in a function under `nnx.remat` or `nnx.scan` is a new one, so that "
-    "`register_task` knows it by the name of its class and not by its path",
-}
+KNOWN_BROKEN: dict[str, str] = {}
 
 
 def works(name: str) -> bool:

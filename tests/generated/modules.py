@@ -232,13 +232,18 @@ NNX_PARTS: dict[str, Any] = {
 }
 
 
+# The names of kernels are those of one layer; this makes room for the dimension of the layers.
+_UNNAMED = {"transform_metadata": {nnx.PARTITION_NAME: None}}
+_STACKED = functools.partial(nnx.vmap, **_UNNAMED)
+
+
 class NNXModel(nnx.Module):
     def __init__(self, program: Program, tasks: bool, rngs: nnx.Rngs) -> None:
         self.program = program
         for i, layer in enumerate(program.layers):
             block = _wrapped(program, i, NNXBlock, tasks)
             make = functools.partial(_made, block, layer)
-            setattr(self, f"t{i}", nnx.vmap(make)(rngs.split(BLOCKS)) if layer.wrap == "stacked" else make(rngs))
+            setattr(self, f"t{i}", _STACKED(make)(rngs.split(BLOCKS)) if layer.wrap == "stacked" else make(rngs))
 
     def __call__(self, x: Any, ids: Any) -> Any:
         for i, layer in enumerate(self.program.layers):
@@ -261,7 +266,7 @@ def _nnx_scanned(blocks: Any, x: Any, ids: Any) -> Any:
     def body(x: Any, block: Any) -> Any:
         return jnp.tanh(block(x, ids))
 
-    return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, blocks)
+    return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, **_UNNAMED)(x, blocks)
 
 
 def of_nnx(program: Program, schedule: str | None, tasks: bool, perturb: Any) -> Steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 from typing import Any
@@ -146,6 +147,41 @@ def test_patterns_know_modules_by_their_paths() -> None:
     assert homes == [[0], [1], [2]]
 
 
+class Transformed(nnx.Module):
+    """Calls what is below it in functions that NNX transforms, which get new modules."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks = nnx.List([Inner(rngs), Inner(rngs)])
+        self.stack = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs))(rngs.split(2))
+
+    def __call__(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = nnx.remat(lambda block, x: block(x))(block, x)
+        return nnx.scan(lambda x, one: one(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.stack)
+
+
+def test_patterns_know_modules_by_their_paths_in_functions_that_are_transformed() -> None:
+    model = Transformed(nnx.Rngs(0))
+    before, step = nnx.graphdef(model), mm.nnx.jit(nnx.value_and_grad(lambda model, x: jnp.sum(model(x))))
+    with mm.ignore_transforms():
+        loss, _ = step(model, X)
+    places = {"blocks/0": 0, "blocks/1/dense": 1, "stack": 2}
+    with contextlib.ExitStack() as stack:
+        for pattern, device in places.items():
+            stack.enter_context(mm.register_task(pattern, devices=[device]))
+        assert {name for f in step.lower(model, X).program.fragments for name in f.tasks} == set(places)
+        np.testing.assert_allclose(step(model, X)[0], loss, rtol=1e-5)
+    homes = [next(iter(k.devices())).id for k in (model.blocks[0].dense.kernel, model.blocks[1].dense.kernel)]
+    assert [*homes, next(iter(model.stack.kernel.devices())).id] == [0, 1, 2]
+    assert nnx.graphdef(model) == before  # nothing of it stays in the module, which would make steps compile again
+
+
+def test_patterns_know_modules_that_a_step_calls_by_their_paths_in_its_arguments() -> None:
+    step = mm.nnx.jit(lambda model, x: model.head(model.blocks[1](x)))
+    with mm.register_task("blocks/1", devices=[1]), mm.register_task("head", devices=[2]):
+        assert fragments(step, Outer(nnx.Rngs(0)), X) == [("blocks/1", 0), ("head", 1)]
+
+
 def test_names_of_variables_travel_to_tasks_of_patterns() -> None:
     """And a variable that the step leaves alone is no result of any task."""
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[2:4])
@@ -164,6 +200,35 @@ def test_names_of_variables_travel_to_tasks_of_patterns() -> None:
             False,
         ]  # bias and kernel come out as they came
     assert tuple(model.kernel.get_value().sharding.spec) == (None, "model")
+
+
+class Held(nnx.Module):
+    def __init__(self, layers: Any) -> None:
+        self.layers = layers
+
+    def total(self) -> Any:
+        return jnp.sum(self.layers.kernel[...])
+
+
+def test_a_stack_whose_new_dimension_has_no_name_says_how_to_name_it() -> None:
+    """NNX counts the names of a variable from its first dimension, which is that of the layers."""
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "hidden"))
+
+    def stack(**options: Any) -> Any:
+        with nnx.use_eager_sharding(False):
+            layers = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs, kernel_init=init), **options)(
+                nnx.Rngs(0).split(3)
+            )
+        return mm.nnx.task(
+            Held(layers), mesh=mesh, logical_axes=[("embed", "model"), ("hidden", None)], methods=["total"]
+        )
+
+    read = mm.nnx.jit(lambda stack: stack.total())
+    assert read.eval_shape(stack(transform_metadata={nnx.PARTITION_NAME: None})).shape == ()
+    with pytest.raises(mm.errors.AxisError, match=r"dimension 0 \('embed'\)") as caught:
+        read(stack())
+    assert any("transform_metadata={nnx.PARTITION_NAME: 'layers'}" in note for note in caught.value.__notes__)
 
 
 def test_a_method_that_calls_the_one_it_overrides_opens_one_scope() -> None:

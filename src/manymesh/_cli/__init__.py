@@ -6,10 +6,11 @@ Each command is a module with ``NAME``, ``HELP``, ``add_arguments(parser)`` and 
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 from .._errors import ManyMeshError
 from . import _doctor, _launch, _plan, _schedule, _trace
@@ -60,12 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = cast(Command, module)
         child = commands.add_parser(command.NAME, help=command.HELP)
         command.add_arguments(child)
-        child.set_defaults(run=command.run)
+        child.set_defaults(run=command.run, parser=child)
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help()
         return 2
     try:
-        args = parser.parse_args(argv)
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            _reject(args.parser, unknown)
     except SystemExit as exit:  # --help, or a word that makes no sense, which the parser has said
         return exit.code if isinstance(exit.code, int) else 2
     try:
@@ -81,3 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _reject(parser: Parser, words: Sequence[str]) -> NoReturn:
+    """Ends with the words that a command does not know, and the options that come near."""
+    options = [option for action in parser._actions for option in action.option_strings]
+    names = [word.partition("=")[0] for word in words if word.startswith("-")]
+    near = sorted(
+        {o for o in options for n in names if n.strip("-") in o or o in difflib.get_close_matches(n, options, 1)}
+    )
+    said = f" (did you mean {', '.join(near)}?)" if near else ""
+    parser.error(f"unrecognized arguments: {' '.join(words)}{said}")

@@ -18,6 +18,7 @@ from .._types import PyTree
 from ..meta._axes import Axes
 from ..meta._rules import Rules
 from ._lift import PureResult, call_lifted, call_split, constrained, merge_result, pure
+from ._names import rooted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +32,9 @@ class Jitted(Generic[P, R]):
         self.fun = fun
         out_shardings = options.pop("out_shardings")
         wanted = None if out_shardings is None else (None, out_shardings)
-        self._jitted: PlainJitted[..., PureResult] = plain_jit(_carried(pure(fun)), out_shardings=wanted, **options)
+        self._jitted: PlainJitted[..., PureResult] = plain_jit(
+            _carried(pure(rooted(fun))), out_shardings=wanted, **options
+        )
 
     def __repr__(self) -> str:
         return repr(self._jitted).replace("mm.jit", "nnx.jit", 1)

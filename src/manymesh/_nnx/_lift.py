@@ -17,6 +17,7 @@ import jax
 from flax.linen import get_logical_axis_rules
 
 from .. import meta
+from .._errors import AxisError
 from .._types import PyTree
 from ..meta._axes import Axes
 from ..meta._named import axes_of_variable
@@ -113,6 +114,15 @@ def constrained(tree: PyTree, constrain: Callable[[Any, Axes, Rules], Any]) -> A
         if not axes.names:
             return x
         rules = (axes.rules or ()) + (as_rules(get_logical_axis_rules()) or meta.get_logical_axis_rules())
-        return x.replace(constrain(x.get_value(), axes, rules))
+        value = x.get_value()
+        try:
+            return x.replace(constrain(value, axes, rules))
+        except AxisError as error:
+            if len(axes.names) < value.ndim:
+                error.add_note(
+                    f"the variable has {value.ndim} dimensions and names {axes.names}; if nnx.vmap stacked it, name the new "
+                    "dimension there and in nnx.scan: transform_metadata={nnx.PARTITION_NAME: 'layers'}"
+                )
+            raise
 
     return jax.tree.map(on_leaf, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
