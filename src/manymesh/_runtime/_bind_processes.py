@@ -67,8 +67,8 @@ def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: 
       The executor of this process.
     """
     program, plan = lowered.program, lowered.plan
-    carries = carrier()
     launches = Launches(ordered=jax.local_devices()[0].platform == "cpu")
+    carries = carrier().beside(launches)
     binder = _ProcessesBinder(lowered, owner, ProcessesTransport(carries), launches)
     issues = binder.issues()
     consts = {

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Sharding
 
 from .._distributed._world import World
+from ._launches import Launches
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ class Carrier(Protocol):
 
     def begin(self, call: int) -> None:
         """The next call begins; its number is the same in every process."""
+
+    def beside(self, launches: Launches) -> Carrier:
+        """The same, for a step whose launches may hold collectives."""
 
     def bind(self, number: int, pieces: Sequence[Piece]) -> Carry:
         """What carries pieces that cross together.

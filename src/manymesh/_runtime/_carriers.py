@@ -8,9 +8,10 @@ from .._distributed._transports import of_backend
 from .._distributed._world import World, several
 from ._carrier import Carrier
 from ._cross_host import CrossHostPuts
+from ._permute import Permutes
 from ._pull import Puller
 
-_KINDS: dict[str, Callable[[World], Carrier]] = {"pull": Puller, "device_put": CrossHostPuts}
+_KINDS: dict[str, Callable[[World], Carrier]] = {"pull": Puller, "device_put": CrossHostPuts, "ppermute": Permutes}
 _made: dict[str, Carrier] = {}
 
 

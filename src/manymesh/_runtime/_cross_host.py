@@ -18,7 +18,8 @@ from jax.sharding import SingleDeviceSharding
 
 from .. import _compat
 from .._distributed._world import World
-from ._carrier import Carry, Give, Piece, ends
+from ._carrier import Carrier, Carry, Give, Piece, ends
+from ._launches import Launches
 
 
 class CrossHostPuts:
@@ -32,6 +33,10 @@ class CrossHostPuts:
 
     def begin(self, call: int) -> None:
         """See `Carrier`. Nothing: calls follow each other."""
+
+    def beside(self, launches: Launches) -> Carrier:
+        """See `Carrier`. Nothing here is a collective."""
+        return self
 
     def bind(self, number: int, pieces: Sequence[Piece]) -> Carry:
         """See `Carrier`."""

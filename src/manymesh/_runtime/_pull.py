@@ -9,7 +9,8 @@ import jax
 from jax.experimental import transfer
 
 from .._distributed._world import World
-from ._carrier import Carry, Give, Piece, ends
+from ._carrier import Carrier, Carry, Give, Piece, ends
+from ._launches import Launches
 
 # Numbers of a transfer: 31 bits say which call, 21 what of it, 12 for whom.
 NUMBER_BITS, TARGET_BITS = 21, 12
@@ -35,6 +36,10 @@ class Puller:
     def begin(self, call: int) -> None:
         """See `Carrier`. Numbers count from here for another call."""
         self._call = call
+
+    def beside(self, launches: Launches) -> Carrier:
+        """See `Carrier`. Nothing here is a collective."""
+        return self
 
     def bind(self, number: int, pieces: Sequence[Piece]) -> Carry:
         """See `Carrier`."""
