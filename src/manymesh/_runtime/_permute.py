@@ -7,6 +7,7 @@ together alike, because permutes that are launched in another order at the other
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from ._carrier import Carrier, Carry, Give, Piece
 from ._launches import Launches
 
 _AXIS = "end"
+_PATIENCE = 7 * 24 * 3600.0  # seconds; see `Permutes._meet`
 _SPEC = PartitionSpec(_AXIS)
 Form = tuple[tuple[int, ...], Any]  # shape and dtype
 
@@ -30,16 +32,20 @@ class Permutes:
 
     in_order, whole = False, False
 
-    def __init__(self, world: World, launches: Launches | None = None, programs: dict[Any, Any] | None = None) -> None:
-        self.world, self._launches = world, launches
-        self._programs: dict[Any, Any] = {} if programs is None else programs
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._launches: Launches | None = None
+        self._programs: dict[Any, Any] = {}
+        self._met: set[str] = set()
 
     def begin(self, call: int) -> None:
         """See `Carrier`. Nothing: calls follow each other."""
 
     def beside(self, launches: Launches) -> Carrier:
         """See `Carrier`."""
-        return Permutes(self.world, launches, self._programs)
+        other = copy.copy(self)  # with the same programs and acquaintances
+        other._launches = launches
+        return other
 
     def bind(self, number: int, pieces: Sequence[Piece]) -> Carry:
         """See `Carrier`. Each pair of devices is made acquainted here, while nobody is in the midst of a step."""
@@ -90,9 +96,24 @@ class Permutes:
                 call = jax.jit(permuted).lower(*avals).compile()
             (own,) = (d for d in mesh.devices.flat if d.process_index == self.world.process)
             nothing = [jax.device_put(np.zeros(shape or (1,), dtype), own) for shape, dtype in forms]
+            self._meet(mesh)
             jax.block_until_ready(call(*(_compat.assemble(a, [x]) for a, x in zip(avals, nothing, strict=True))))
             self._programs[key] = call, nothing
         return self._programs[key]  # type: ignore[no-any-return]  # what was put in
+
+    def _meet(self, mesh: Mesh) -> None:
+        """Waits for the process of the other device: JAX gives the first collective of two devices on CPU half a minute.
+
+        Whoever dies meanwhile, or falls silent, is noticed by the watch.
+        """
+        name = "-".join(str(d.id) for d in mesh.devices.flat)
+        if name not in self._met:
+            for d in mesh.devices.flat:
+                if d.process_index == self.world.process:
+                    self.world.write(f"ppermute/{name}/{d.process_index}", "")
+            for d in mesh.devices.flat:
+                self.world.read(f"ppermute/{name}/{d.process_index}", _PATIENCE)
+            self._met.add(name)
 
 
 def _permuted(*values: jax.Array) -> tuple[jax.Array, ...]:
@@ -111,10 +132,12 @@ def _avals(mesh: Mesh, forms: Sequence[Form]) -> list[jax.ShapeDtypeStruct]:
 
 def _carried_as(dtype: Any) -> Any:
     """The dtype that a value crosses as: XLA packs those of less than a byte in arguments of programs, and arrays do not."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        return np.dtype(np.int8) if jnp.iinfo(dtype).bits < 8 else dtype
-    if jnp.issubdtype(dtype, jnp.floating):
-        return np.dtype(np.float32) if jnp.finfo(dtype).bits < 8 else dtype
+    kinds: tuple[tuple[Any, Callable[[Any], Any], Any], ...] = (
+        (jnp.integer, jnp.iinfo, np.int8), (jnp.floating, jnp.finfo, np.float32)
+    )  # fmt: skip
+    for kind, info, wider in kinds:
+        if jnp.issubdtype(dtype, kind) and info(dtype).bits < 8:
+            return np.dtype(wider)
     return dtype
 
 
