@@ -132,13 +132,9 @@ def _avals(mesh: Mesh, forms: Sequence[Form]) -> list[jax.ShapeDtypeStruct]:
 
 def _carried_as(dtype: Any) -> Any:
     """The dtype that a value crosses as: XLA packs those of less than a byte in arguments of programs, and arrays do not."""
-    kinds: tuple[tuple[Any, Callable[[Any], Any], Any], ...] = (
-        (jnp.integer, jnp.iinfo, np.int8), (jnp.floating, jnp.finfo, np.float32)
-    )  # fmt: skip
-    for kind, info, wider in kinds:
-        if jnp.issubdtype(dtype, kind) and info(dtype).bits < 8:
-            return np.dtype(wider)
-    return dtype
+    if dtype == np.bool_ or jax.dtypes.itemsize_bits(dtype) >= 8:
+        return dtype
+    return np.dtype(np.float32 if jnp.issubdtype(dtype, jnp.floating) else np.int8)
 
 
 def _packed(x: jax.Array, form: Form) -> jax.Array:
