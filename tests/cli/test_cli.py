@@ -231,7 +231,9 @@ def test_doctor(run, monkeypatch):
     code, out, _ = run("doctor")
     assert code == 0 and f"jax {jax.__version__}" in out and "8 x cpu" in out and out.endswith("all is well\n")
     assert "transport inside this process" in out and "a pipeline, against plain JAX" in out
-    assert "transport between processes pull, which suits the backend (cpu); between two processes" in " ".join(out.split())
+    assert "transport between processes pull, which suits the backend (cpu); between two processes" in " ".join(
+        out.split()
+    )
     monkeypatch.setenv("MANYMESH_TRANSPORT", "tcp")
     monkeypatch.setattr(_selftests.LocalTransport, "move", lambda self, batch: lambda *values: [v + 1 for v in values])
     code, out, _ = run("doctor", "--json")

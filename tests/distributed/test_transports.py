@@ -1,7 +1,8 @@
 """One contract for every transport between processes: what it carries, in which layouts, and how far it gets ahead."""
 
-import subprocess
-import sys
+import collections
+import queue
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import programs
@@ -9,8 +10,8 @@ import pytest
 from test_pool import GROUPS
 
 import manymesh as mm
-from manymesh._distributed._transports import NAMES, VARIABLE
-from manymesh._distributed._world import WINDOW
+from manymesh._distributed._transports import NAMES, VARIABLE, agree_on_transport, asked_for, of_backend
+from manymesh._distributed._world import WINDOW, World
 
 every_transport = pytest.mark.parametrize("transport", NAMES)
 OTHERS = [name for name in NAMES if name != "pull"]  # the other tests of this folder pull
@@ -86,9 +87,9 @@ def test_steps_run(pool, transport):
 
 
 @others
-def test_laws_hold_on_generated_programs(pool, transport):
+def test_laws_hold_on_generated_programs(pool, transport, request):
     """The laws of one process hold in two; a few programs, of which `test_pool.py` has more."""
-    for number in (1, 6):
+    for number in (6,) if request.config.getoption("--hypothesis-profile") == "brief" else (1, 6):
         pool.call("programs.under", transport, "generated", number)
 
 
@@ -111,24 +112,54 @@ def test_processes_without_a_part(trained_by_three, transport):
 
 # --- which one ------------------------------------------------------------------------------------------------------
 
-ASKS = """
-import os
-import manymesh as mm
-mm.distributed.initialize(transport="device_put" if os.environ["MANYMESH_PROCESS"] == "1" else None)
-"""
+
+class Beside(World):
+    """One of several processes that share a dictionary."""
+
+    def __init__(self, process, asked, shared):
+        super().__init__(process, len(asked), None, "127.0.0.1", 1, 1, asked[process])
+        self.shared = shared
+
+    def write(self, key, value):
+        self.shared[key].put(value)
+
+    def read(self, key, timeout=None, check=None):
+        value = self.shared[key].get(timeout=timeout)
+        self.shared[key].put(value)
+        return value
 
 
-def test_processes_that_ask_for_different_ones(tmp_path, monkeypatch):
-    """Each of them says so, and which differ; the argument goes before the variable, which `launch` hands on."""
+def _said(*asked):
+    """What each of several processes that ask for a transport is told, or None."""
+    shared = collections.defaultdict(queue.Queue)
+
+    def agree(process):
+        try:
+            agree_on_transport(Beside(process, asked, shared), 20)
+        except mm.errors.ProcessError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(agree, range(len(asked))))
+
+
+def test_all_ask_for_the_same_one():
+    """Else each process says so, and which differ."""
+    assert _said("pull", "pull", "pull") == [None] * 3
+    words = (
+        "the processes ask for different transports: process 0 for 'ppermute', process 2 for that of its backend; give all "
+        "of them the same transport= and MANYMESH_TRANSPORT"
+    )
+    assert _said("ppermute", "ppermute", None) == [f"distributed.initialize: {words}"] * 3
+
+
+def test_what_is_asked_for(monkeypatch):
+    """The argument goes before the variable; without either the backend decides, and this one has none of its own."""
     monkeypatch.setenv(VARIABLE, "ppermute")
-    (tmp_path / "script.py").write_text(ASKS)
-    command = [sys.executable, "-m", "manymesh", "launch", "-n", "2", "--timeout", "100", str(tmp_path / "script.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1, done.stdout
-    for process in (0, 1):
-        words = f"[{process}] manymesh.errors.ProcessError: distributed.initialize: the processes ask for"
-        assert words in done.stdout, done.stdout
-    assert "process 0 for 'ppermute', process 1 for 'device_put'" in done.stdout
+    assert (asked_for("device_put"), asked_for(None)) == ("device_put", "ppermute")
+    monkeypatch.setenv(VARIABLE, "")
+    assert (asked_for(None), of_backend()) == (None, "pull")
 
 
 def test_a_transport_that_there_is_not(monkeypatch):

@@ -261,7 +261,7 @@ def waiting_for(
         missing = launches.missing()
         run = next((r for r in missing if r is not None), None)
         if run is None:
-            return "a scalar result is waited for" if missing else ""
+            return "a value of another process is waited for" if missing else ""
         f = program.fragments[run.fragment]
         microbatch = "" if run.microbatch is None else f", microbatch {run.microbatch},"
         inputs = set(run.inputs)
