@@ -662,6 +662,11 @@ def start_coordination_service(address: str, processes: int, heartbeat_timeout: 
     return _jax.get_distributed_runtime_service(address, processes, heartbeat_timeout=heartbeat_timeout)
 
 
+def transfers_across_hosts() -> bool:
+    """Whether the backend itself moves arrays between processes, as JAX asks it."""
+    return bool(getattr(xla_bridge.get_backend(), "supports_cross_host_transfers", False))
+
+
 def key_words(x: Any) -> Any:
     """The plain array of words that a typed random key consists of, without a computation; other arrays as they are."""
     return getattr(x, "_base_array", x)

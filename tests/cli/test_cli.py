@@ -240,11 +240,17 @@ def test_doctor(run, monkeypatch):
     code, out, _ = run("doctor")
     assert code == 0 and f"jax {jax.__version__}" in out and "8 x cpu" in out and out.endswith("all is well\n")
     assert "transport inside this process" in out and "a pipeline, against plain JAX" in out
+    assert "transport between processes pull, which suits the backend (cpu); between two processes" in " ".join(
+        out.split()
+    )
+    monkeypatch.setenv("MANYMESH_TRANSPORT", "tcp")
     monkeypatch.setattr(_selftests.LocalTransport, "move", lambda self, batch: lambda *values: [v + 1 for v in values])
     code, out, _ = run("doctor", "--json")
     found = json.loads(out)
     assert code == 1 and found["healthy"] is False
-    assert [c["ok"] for c in found["checks"] if c["name"].startswith("transport")] == [False]
+    transports = [c for c in found["checks"] if c["name"].startswith("transport")]
+    assert [c["ok"] for c in transports] == [False, False]
+    assert "MANYMESH_TRANSPORT has to be one of 'pull', 'device_put', 'ppermute', found 'tcp'" in transports[1]["words"]
     assert found["versions"]["jax"] == jax.__version__ and found["devices"] == {"cpu cpu": 8}
 
 

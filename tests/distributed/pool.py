@@ -102,7 +102,11 @@ def main(folder: Path) -> None:
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
     import manymesh as mm
 
-    mm.distributed.initialize(stall_timeout=40)
+    # Asked for here, this transport is there later; `programs.under` chooses one for each function.
+    mm.distributed.initialize(stall_timeout=40, transport="device_put")
+    from manymesh._distributed._world import several
+
+    several().asked = "pull"
     import jax
 
     number = 0

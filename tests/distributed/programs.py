@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,10 +15,19 @@ from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from manymesh._distributed._world import world
+from manymesh._runtime._carriers import carrier
 from manymesh._runtime._exchange import Exchange, everywhere, processes_of, put
-from manymesh._runtime._pull import puller
 
 WIDTH = 8
+
+
+def under(transport, function, *args):
+    """What another of these functions returns, with a transport that was prepared when the pool started."""
+    world().asked = transport
+    try:
+        return globals()[function](*args)
+    finally:
+        world().asked = "pull"
 
 
 def mesh(*positions, names=("x",), shape=None):
@@ -83,10 +95,13 @@ def crossing(dtypes, shapes, sources, targets):
                 places = [NamedSharding(mesh(*devices), P(*axes[: len(shape)])) for devices, axes in (source, target)]
                 sent, arriving = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for s in places)
                 world().begin("a test")
-                puller().begin(world().doing.calls)
-                exchange = Exchange(number % 7, [sent], [arriving], puller())
-                given = [put(x, places[0])] if exchange.gives else []
+                carrier().begin(world().doing.calls)
+                lent = number % 2 == 0
+                exchange = Exchange(number % 7, [sent], [arriving], carrier(), [lent])
+                given = [put(values_of(dtype, shape), places[0])] if exchange.gives else []
                 (result,) = exchange(*given) or (None,)
+                if given and lent:
+                    given[0].delete()
                 number += 1
                 if result is not None and not _as_expected(result, x, places[1]):
                     wrong.append((dtype, shape, source, target))
@@ -101,6 +116,43 @@ def _as_expected(result, x, sharding):
         result, expected = jax.random.key_data(result), jax.random.key_data(expected)
     pairs = zip(result.addressable_shards, expected.addressable_shards, strict=True)
     return all(np.array_equal(np.asarray(a.data), np.asarray(b.data)) for a, b in pairs)
+
+
+def sent_ahead(count):
+    """How many values process 0 has sent before process 1 asks for the first one, and what arrived."""
+    me, here, there = jax.process_index(), *(NamedSharding(mesh(d), P()) for d in (0, 4))
+    sent, arriving = (jax.ShapeDtypeStruct((256,), np.float32, sharding=s) for s in (here, there))
+    carrier().begin(number := world().begin("a test"))
+    # A carrier of its own for each value, as in a step.
+    exchanges = [Exchange(k, [sent], [arriving], carrier()) for k in range(count)]
+    values, ahead = [], []
+    if me == 0:
+        values = [jax.device_put(np.full(256, k, np.float32), here) for k in range(count)]
+
+        def look():
+            time.sleep(0.5)
+            ahead.append(done[0])
+            world().write(f"sent_ahead/{number}", "go on")
+
+        done, looking = [0], threading.Thread(target=look)
+        looking.start()
+        for k, exchange in enumerate(exchanges):
+            exchange(values[k])
+            done[0] = k + 1
+        looking.join()
+        return ahead[0], []
+    world().read(f"sent_ahead/{number}")
+    return None, [int(exchange()[0][0]) for exchange in exchanges]
+
+
+def three(transports):
+    """What was asked for, and the losses of a pipeline over three processes by each transport; run in each of them."""
+    here, losses = world(), {}
+    asked = here.asked
+    for name in transports:
+        here.asked = name
+        losses[name], *_ = training([(0,), (1,), (2,)], 2, "1f1b", 2)
+    return asked, losses
 
 
 def fetching():

@@ -36,31 +36,6 @@ def test_schedules(pool, schedule):
         np.testing.assert_allclose(losses, expected[0], rtol=1e-6)
 
 
-WHOLE, ROWS, COLUMNS = (), ("x",), (None, "x")
-DTYPES = ("float32", "bool", "int4", "uint4", "int8", "float8_e4m3fn", "bfloat16", "float16", "complex64", "key")
-
-
-def test_every_dtype_crosses(pool):
-    """Scalars, empty arrays and others, from one process to the other and back."""
-    places = [((0,), WHOLE), ((4,), WHOLE)]
-    shapes = [(), (0,), (3,), (2, 4), (0, 4)]
-    assert pool.call("programs.crossing", DTYPES, shapes, places, places[::-1]) == [[], []]
-
-
-def test_every_layout_crosses(pool):
-    """Whole and in rows or columns, onto more, fewer and other devices, of one process or both."""
-    sources = [((0, 1), ROWS), ((0, 1), ROWS), ((0, 4), ROWS), ((0, 1, 4, 5), COLUMNS), ((0,), WHOLE), ((5, 4), ROWS)]
-    targets = [
-        ((4, 5), ROWS),
-        ((5, 0), ROWS),
-        ((5, 1), ROWS),
-        ((6, 7, 2, 3), COLUMNS),
-        ((1, 4, 5), WHOLE),
-        ((0, 1), ROWS),
-    ]
-    assert pool.call("programs.crossing", ("float32", "key"), [(8, 4)], sources, targets) == [[], []]
-
-
 def test_fetch(pool):
     """Values from wherever they are, in every process or in one."""
     (first, second, some), (first_1, _, some_1) = pool.call("programs.fetching")
@@ -134,12 +109,6 @@ def test_each_process_loads_its_part_of_the_batch(pool):
     for losses, steps in pool.call("programs.parts_of_a_batch"):
         np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
         assert steps == expected[1]
-
-
-def test_what_was_sent_can_be_donated(pool):
-    """A result of a call that is still on its way when the next call takes its buffer arrives as it was."""
-    for seen in pool.call("programs.sent_and_donated", 30):
-        assert seen == [[k + 1, k + 1] for k in range(30)]
 
 
 def test_the_example_of_the_readme(pool):

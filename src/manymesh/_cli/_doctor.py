@@ -36,7 +36,7 @@ _PACKAGES = (
 )  # fmt: skip
 _VARIABLES = (
     "JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION",
-    "CUDA_VISIBLE_DEVICES",
+    "CUDA_VISIBLE_DEVICES", "MANYMESH_TRANSPORT",
 )  # fmt: skip
 # Settings of JAX, with what they mean for us where they are not as usual.
 _SETTINGS = {

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import io
+import json
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +18,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from .._api._jit import jit
+from .._distributed._launch import run_processes
+from .._distributed._transports import VARIABLE, asked_for, of_backend
 from .._mark import ignore_transforms, task
 from .._microbatch import microbatch
 from .._plan._instructions import Tag
 from .._runtime._transport import Batch, LocalTransport
 from .._table import format_bytes
+from ._between import COUNTS, MARK
 
 _WORDS = 1 << 20  # float32 values that are sent to see how fast: 4 MiB
+_SECONDS = 90.0  # that two processes have to start, send and end
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,31 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+@_outcome("transport between processes")
+def transport_between_processes() -> tuple[bool | None, str]:
+    """Values from one local process to another, by the transport that would be chosen: right, and how fast."""
+    asked = asked_for(None)
+    name = asked or of_backend()
+    why = f"as {VARIABLE} says" if asked else f"which suits the backend ({jax.default_backend()})"
+    output = io.StringIO()
+    variables = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "JAX_PLATFORMS": "cpu", VARIABLE: name}
+    command = [sys.executable, "-m", "manymesh._cli._between"]
+    code = run_processes(command, 2, 1, output=output, more=variables, timeout=_SECONDS)
+    lines = output.getvalue().splitlines()
+    said = next((line.partition(MARK)[2] for line in lines if MARK in line), None)
+    if said is None:
+        last = next((line for line in reversed(lines) if line.startswith("[")), "they said nothing")
+        return False, f"{name}, {why}: two processes ended with exit code {code}: {last[:300]}"
+    found = json.loads(said)
+    wrong = [words for words in found if isinstance(words, str)]
+    if wrong or code:
+        return False, f"{name}, {why}: {'; '.join(wrong) or f'the processes ended with exit code {code}'}"
+    return True, (
+        f"{name}, {why}; between two processes on CPU {found[0] * 1e6:.0f} us for a number, "
+        f"{format_bytes(round(4 * COUNTS[1] / found[1]))}/s for {format_bytes(4 * COUNTS[1])}"
+    )
+
+
 @_outcome("a pipeline, against plain JAX")
 def pipeline() -> tuple[bool | None, str]:
     """Two tasks, differentiated and looped over microbatches, give what one device gives."""
@@ -120,5 +153,5 @@ def pipeline() -> tuple[bool | None, str]:
     return worst < 1e-5, f"gradients of two stages {where} differ by {worst:.1e} at most"
 
 
-CHECKS: tuple[Callable[[], Outcome], ...] = (layouts, local_transport, pipeline)
+CHECKS: tuple[Callable[[], Outcome], ...] = (layouts, local_transport, transport_between_processes, pipeline)
 """In the order in which they are run."""

@@ -16,6 +16,7 @@ import jax
 
 from .. import _compat
 from .._errors import ProcessError
+from ._transports import TransportName, agree_on_transport, asked_for, prepare
 from ._watch import ENDED_WITH_OTHERS, Watch, say
 from ._wires import Wires
 from ._world import Progress, World, enter, flood_of, world
@@ -36,6 +37,7 @@ def initialize(
     death_timeout: float = 2.0,
     stall_timeout: float = 30.0,
     start_timeout: float = 300.0,
+    transport: TransportName | None = None,
 ) -> None:
     """Makes this process one of those that run a script together; to be called first, before JAX looks for devices.
 
@@ -53,10 +55,12 @@ def initialize(
       death_timeout: seconds until the others end when one has ended too early; they notice a death at once.
       stall_timeout: seconds that a process may show no sign of life, or not come to what the others are in.
       start_timeout: seconds to wait for the others at the start.
+      transport: how arrays get from one process to another: ``"pull"``, ``"device_put"`` or ``"ppermute"``. By default the
+        environment variable ``MANYMESH_TRANSPORT`` says so, or else the backend. All processes have to say the same.
 
     Raises:
-      ProcessError: it is called twice, or after JAX has looked for devices; a number is missing or out of range; the
-        others did not come.
+      ProcessError: it is called twice, or after JAX has looked for devices; a number is missing or out of range; there is
+        no such transport, or the processes ask for different ones; the others did not come.
 
     Example:
       >>> import manymesh as mm
@@ -64,6 +68,7 @@ def initialize(
     """
     if world() is not None:
         raise ProcessError("distributed.initialize is called twice; call it once, at the beginning of the script")
+    asked = asked_for(transport)
     given = coordinator_address is not None or num_processes is not None or process_id is not None
     launched = not given and COORDINATOR in os.environ
     if launched:
@@ -98,7 +103,7 @@ def initialize(
             raise ProcessError(f"distributed.initialize: {_first_line(error)}; {_hint(coordinator_address)}") from error
         finally:
             timer.cancel()
-    _enter(death_timeout, stall_timeout, start_timeout)
+    _enter(death_timeout, stall_timeout, start_timeout, asked)
 
 
 def _widen_pool() -> None:
@@ -164,13 +169,14 @@ def _own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _enter(death_timeout: float, stall_timeout: float, start_timeout: float) -> None:
+def _enter(death_timeout: float, stall_timeout: float, start_timeout: float, asked: TransportName | None) -> None:
     """Connects to the neighbours and starts the watch."""
     me, count = _compat.process_numbers()
     if count == 1:
         return
     host = _own_address()
-    new = World(me, count, Wires(me, host), host, death_timeout, stall_timeout)
+    prepare(asked, host)
+    new = World(me, count, Wires(me, host), host, death_timeout, stall_timeout, asked)
     new.progress = {p: Progress() for p in new.others}
     try:
         if me == 0:
@@ -179,6 +185,7 @@ def _enter(death_timeout: float, stall_timeout: float, start_timeout: float) -> 
             raise ProcessError(
                 f"distributed.initialize: process {me} was told num_processes={count}, process 0 was told {said}"
             )
+        agree_on_transport(new, start_timeout)
         new.write(f"wire/{me}", new.wires.address)
         after = (me + 1) % count
         new.wires.connect(after, new.read(f"wire/{after}", start_timeout))

@@ -76,6 +76,7 @@ class World:
       wires: connections to others.
       host: address that this process listens on.
       death_timeout, stall_timeout: seconds; see `initialize`.
+      asked: name of the transport that was asked for; None where the backend decides.
     """
 
     process: int
@@ -84,6 +85,7 @@ class World:
     host: str
     death_timeout: float
     stall_timeout: float
+    asked: str | None = None
     doing: Doing = Doing(0, "", "")
     waiting: Waiting | None = None
     progress: dict[int, Progress] = field(default_factory=dict)

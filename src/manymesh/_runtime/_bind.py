@@ -15,7 +15,7 @@ from .._plan._instructions import Plan, Receive, Run, Send
 from .._plan._number import variables_of
 from .._program import Program
 from ._exchange import put
-from ._execute import Executor, Input, Issue, issue_of
+from ._execute import Executor, Input, Issue, issue_of, untold
 from ._ownership import Ownership
 from ._relayout import Relayouts, with_sharding
 from ._transport import Batch, Transport
@@ -151,10 +151,12 @@ class Binder:
                 if self.owner.owns(ins.submesh) and self.owner.owns(ins.target):
                     sent = sender  # the Receive stands right behind it
                 elif self.owner.owns(ins.submesh):
-                    issues.append(issue_of(self._send(self._batch(sender, crossings[k]), crossings[k]), sender))
+                    issues.append(issue_of(self._send(self.batch(sender, crossings[k]), crossings[k]), sender))
+                elif not self.owner.owns(ins.target) and (call := self.pass_by(sender)) is not None:
+                    issues.append(untold(call))
             elif self.owner.owns(ins.submesh):
                 assert sender is not None, "a Receive stands behind its Send"
-                batch = self._batch(sender, crossings[k])
+                batch = self.batch(sender, crossings[k])
                 if sent is not None:
                     issues.append(issue_of(self._move(batch, crossings[k]), sent, (k, ins)))
                     sent = None
@@ -166,18 +168,23 @@ class Binder:
         """What a run calls."""
         return call
 
+    def pass_by(self, sender: tuple[int, Send]) -> Callable[[], Sequence[jax.Array]] | None:
+        """What is called where values go from one submesh of others to another; None where that is nothing."""
+        return None
+
     def _prepared(self) -> dict[int, _Crossing]:
         """Position of each `Send` and `Receive` of ours -> how its values cross; changes of layout are compiled."""
         crossings = {}
         for k, ins in enumerate(self.plan.instructions):
             if isinstance(ins, Send) and self.owner.owns(ins.submesh):
-                crossings[k] = self._crossing(ins.submesh, ins.target, ins.variables)
+                crossings[k] = self.crossing(ins.submesh, ins.target, ins.variables)
             elif isinstance(ins, Receive) and self.owner.owns(ins.submesh):
-                crossings[k] = self._crossing(ins.source, ins.submesh, ins.variables)
+                crossings[k] = self.crossing(ins.source, ins.submesh, ins.variables)
         self.relayouts.prepare(self.wanted)
         return crossings
 
-    def _crossing(self, source: int, target: int, variables: tuple[int, ...]) -> _Crossing:
+    def crossing(self, source: int, target: int, variables: tuple[int, ...]) -> _Crossing:
+        """How values get from one submesh to another."""
         key = source, target, variables
         if key not in self.crossings:
             self.crossings[key] = self._new_crossing(source, target, variables)
@@ -205,7 +212,8 @@ class Binder:
         assert len(set(copied)) <= 1, "values between two submeshes are all copied, or none of them is"
         return _Crossing(tuple(sent), tuple(arriving), tuple(before), tuple(after), any(copied))
 
-    def _batch(self, sender: tuple[int, Send], crossing: _Crossing) -> Batch:
+    def batch(self, sender: tuple[int, Send], crossing: _Crossing) -> Batch:
+        """What a `Send` sends."""
         number, send = sender
         # What is changed before it leaves is a copy that nobody else has.
         lent = tuple(

@@ -12,10 +12,12 @@ from jax.sharding import NamedSharding, Sharding
 
 from .. import _compat
 from .._distributed._world import Waiting, World
-from .._plan._instructions import Plan, Run
+from .._plan._instructions import Plan, Run, Send
 from .._program import Program
 from ._bind import Binder
-from ._exchange import PullTransport, assembled, processes_of, put
+from ._carrier import Carrier
+from ._carriers import carrier
+from ._exchange import ProcessesTransport, assembled, processes_of, put
 from ._execute import Executor
 from ._launches import CountedRelayouts, Handle, Launches
 from ._lower import Lowered
@@ -31,7 +33,6 @@ from ._processes import (
     with_weak,
     witness_of,
 )
-from ._pull import Puller, puller
 from ._relayout import Relayouts
 
 
@@ -66,9 +67,9 @@ def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: 
       The executor of this process.
     """
     program, plan = lowered.program, lowered.plan
-    pull = puller()
     launches = Launches(ordered=jax.local_devices()[0].platform == "cpu")
-    binder = _ProcessesBinder(lowered, owner, PullTransport(pull), launches)
+    carries = carrier().beside(launches)
+    binder = _ProcessesBinder(lowered, owner, ProcessesTransport(carries), launches)
     issues = binder.issues()
     consts = {
         slot: put(program.consts[i], lowered.sharding(program.invars[i], s))
@@ -82,7 +83,7 @@ def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: 
             own = slot if owner.owns(s) else None
             places.append(Place(i - len(program.consts), _compat.abstract(v.aval), lowered.sharding(v, s), own))
     first = len(plan.instructions)
-    arrivals = Arrivals(places, first, binder.relayouts, pull)
+    arrivals = Arrivals(places, first, binder.relayouts, carries)
     for n, p in enumerate(places):
         # As it comes when the results of one call are the arguments of the next.
         v = program.invars[len(program.consts) + p.position]
@@ -92,14 +93,14 @@ def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: 
                 arrivals.crossing(n, home)
     final = [results.moved.get(o, s) for o, s in enumerate(results.made)]
     departures = Departures(
-        program, final, results.moved, results.kept, first + len(places), binder.relayouts, pull, results.made
+        program, final, results.moved, results.kept, first + len(places), binder.relayouts, carries, results.made
     )
     homes = [s for _, s in program.outputs]
     outputs = [k if k is None or owner.owns(s) else None for k, s in zip(plan.outputs, homes, strict=True)]
     _describe_submeshes(program, world)
     return ProcessesExecutor(
         plan.num_slots, consts, (), issues, outputs, results.literals, binder.relayouts,
-        arrivals, departures, launches, pull, name, program, plan,
+        arrivals, departures, launches, carries, name, program, plan,
     )  # fmt: skip
 
 
@@ -113,13 +114,21 @@ def _describe_submeshes(program: Program, world: World) -> None:
 
 
 class _ProcessesBinder(Binder):
-    def __init__(self, lowered: Lowered, owner: Ownership, transport: PullTransport, launches: Launches) -> None:
+    def __init__(self, lowered: Lowered, owner: Ownership, transport: ProcessesTransport, launches: Launches) -> None:
         super().__init__(lowered.program, lowered.plan, lowered, lowered.executables, owner, transport)
-        self._launches, self._donation = launches, lowered.layout.donation
+        self._launches, self._donation, self._processes = launches, lowered.layout.donation, transport
         self.relayouts = CountedRelayouts(launches)
         runs = [i for i in lowered.plan.instructions if isinstance(i, Run)]
         self._donated = frozenset(slot for run in runs for slot in self._uses_up(run))
         self._witnesses: dict[int, Handle] = {}
+
+    def pass_by(self, sender: tuple[int, Send]) -> Callable[[], Sequence[jax.Array]] | None:
+        """See `Binder`."""
+        if not self._processes.in_order:
+            return None
+        _, send = sender
+        crossing = self.crossing(send.submesh, send.target, send.variables)
+        return self._processes.passes_by(self.batch(sender, crossing)) if crossing.copies else None
 
     def _uses_up(self, run: Run) -> list[int]:
         """The slots of which a run takes the arrays away."""
@@ -143,12 +152,12 @@ class ProcessesExecutor(Executor):
 
     def __init__(
         self, num_slots: int, consts: Any, inputs: Any, issues: Any, outputs: Any, literals: Any, relayouts: Relayouts,
-        arrivals: Arrivals, departures: Departures, launches: Launches, pull: Puller, name: str, program: Program,
+        arrivals: Arrivals, departures: Departures, launches: Launches, carries: Carrier, name: str, program: Program,
         plan: Plan,
     ) -> None:  # fmt: skip
         super().__init__(num_slots, consts, inputs, issues, outputs, literals, relayouts)
-        self._arrivals, self._departures, self._launches, self._pull = arrivals, departures, launches, pull
-        self._world, self._program, self._plan = pull.world, program, plan
+        self._arrivals, self._departures, self._launches, self._carrier = arrivals, departures, launches, carries
+        self._world, self._program, self._plan = carries.world, program, plan
         # Two programs of one step are different things to be in.
         self._name, self._calls = f"{name} (program {self._world.doing.calls})", 0
         self._label = f"a call of {self._name}"
@@ -178,7 +187,7 @@ class ProcessesExecutor(Executor):
         self._calls += 1
         self._label = f"call {self._calls} of {self._name}"
         number = self._world.begin(self._label)
-        self._pull.begin(number)
+        self._carrier.begin(number)
         self._launches.dispatching = True
         self._world.waiting = self._waiting(number)
 
@@ -207,10 +216,12 @@ class ProcessesExecutor(Executor):
         aval = _compat.abstract(jax.typeof(x))
         if given.is_equivalent_to(sharding, len(aval.shape)):
             return assembled(with_weak(aval, sharding), _compat.pieces(_compat.key_words(x)))
-        if processes_of(given) == processes_of(sharding) == {self._world.process}:
-            return super().bring(x, sharding)
-        self._pull.begin(self._world.begin(f"moving an argument of {self._name}"))
-        moved = Crossing(0, aval, given, sharding, self._relayouts, self._pull, lent=True)(x)
+        if processes_of(given) == processes_of(sharding) and len(processes_of(given)) == 1:
+            if self._world.process in processes_of(given):
+                return super().bring(x, sharding)
+            return assembled(with_weak(aval, sharding), [])
+        self._carrier.begin(self._world.begin(f"moving an argument of {self._name}"))
+        moved = Crossing(0, aval, given, sharding, self._relayouts, self._carrier, lent=True)(x)
         return assembled(with_weak(aval, sharding), []) if moved is None else moved
 
     def prepare(self, aval: jax.ShapeDtypeStruct, source: Sharding, target: NamedSharding) -> None:

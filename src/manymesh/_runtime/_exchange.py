@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from .. import _compat
-from ._pull import Pulls
+from ._carrier import Carrier, Piece
 from ._transport import Batch, LocalTransport
 
 
@@ -136,8 +136,8 @@ class Exchange:
     Args:
       number: what tells it from all others of a call.
       sent, arriving: shape, dtype and sharding of each value as it leaves, and as it arrives.
-      pulls: sends and asks for pieces.
-      lent: whether somebody outside the call may donate or delete the values before they were asked for.
+      carrier: carries pieces between processes.
+      lent: whether somebody outside the call may donate or delete the values before they were taken.
     """
 
     def __init__(
@@ -145,51 +145,41 @@ class Exchange:
         number: int,
         sent: Sequence[jax.ShapeDtypeStruct],
         arriving: Sequence[jax.ShapeDtypeStruct],
-        pulls: Pulls,
+        carrier: Carrier,
         lent: Sequence[bool] | None = None,
     ) -> None:
-        self.number, self.pulls = number, pulls
         self.arriving: Any = arriving[0].sharding
         self.copies = [_Copy(a, b) for a, b in zip(sent, arriving, strict=True)]
         self.lent = list(lent) if lent is not None else [False] * len(self.copies)
-        me = jax.process_index()
+        self.me = me = jax.process_index()
         self.gives = any(me in processes_of(c.source) for c in self.copies)
         self.takes = any(me in processes_of(c.target) for c in self.copies)
-        self.sends: defaultdict[int, list[tuple[int, Any]]] = defaultdict(list)
-        self.receives: defaultdict[int, list[tuple[int, Any]]] = defaultdict(list)
-        self.wanted: defaultdict[int, list[jax.ShapeDtypeStruct]] = defaultdict(list)
         self.local: list[tuple[int, Any, Any]] = []
+        pieces: list[Piece] = []
         for k, c in enumerate(self.copies):
             if not c.empty:  # a transfer of nothing hangs
-                self._plan(k, c, me)
+                self._plan(k, c, pieces, carrier.whole)
+        self.here = [(p.value, p.taker) for p in pieces if p.target == me]
+        self.carry = carrier.bind(number, pieces)
+        # Whether this process has nothing to do.
+        self.idle = not (self.gives or self.takes or (carrier.in_order and pieces))
 
-    def _plan(self, k: int, c: _Copy, me: int) -> None:
-        if c.whole and processes_of(c.source) != processes_of(c.target):
+    def _plan(self, k: int, c: _Copy, pieces: list[Piece], whole: bool) -> None:
+        if whole and c.whole and processes_of(c.source) != processes_of(c.target):
             ((giver,), (taker,)) = processes_of(c.source), processes_of(c.target)
-            if giver == me:
-                self.sends[taker].append((k, None))
-            elif taker == me:
-                self.receives[giver].append((k, None))
-                self.wanted[giver].append(jax.ShapeDtypeStruct(c.inner.shape, c.inner.dtype, sharding=c.target))
+            pieces.append(Piece(k, None, None, giver, taker, c.inner.shape, c.inner.dtype, c.source, c.target))
             return
         for giving, taking in c.pairs:
-            if giving.process_index == taking.process_index == me:
+            source, target = giving.process_index, taking.process_index
+            if source != target:
+                leaving, arriving = SingleDeviceSharding(giving), SingleDeviceSharding(taking)
+                shape, dtype = c.piece.shape, c.piece.dtype
+                pieces.append(Piece(k, giving, taking, source, target, shape, dtype, leaving, arriving))
+            elif source == self.me:
                 self.local.append((k, giving, taking))
-            elif giving.process_index == me:
-                self.sends[taking.process_index].append((k, giving))
-            elif taking.process_index == me:
-                self.receives[giving.process_index].append((k, taking))
-                self.wanted[giving.process_index].append(
-                    jax.ShapeDtypeStruct(c.piece.shape, c.piece.dtype, sharding=SingleDeviceSharding(taking))
-                )
-
-    @property
-    def idle(self) -> bool:
-        """Whether this process has nothing to do."""
-        return not (self.gives or self.takes)
 
     def __call__(self, *values: jax.Array) -> list[jax.Array]:
-        """Sends and asks for pieces, and puts together what arrives; nothing waits for a value to be computed.
+        """Gives and takes pieces, and puts together what arrives; nothing waits for a value to be computed.
 
         Args:
           values: those that leave; none where they leave from other processes only.
@@ -200,27 +190,24 @@ class Exchange:
         words = [_compat.key_words(x) for x in values]
         split: dict[int, list[Any]] = {}
 
-        def piece(k: int, device: Any) -> Any:
+        def part(k: int, device: Any) -> Any:
             if k not in split:
                 split[k] = _compat.pieces(words[k])
-            x = split[k][self.copies[k].position[device]]
-            return jax.device_put(x, device, may_alias=False) if self.lent[k] else x
+            return split[k][self.copies[k].position[device]]
 
-        def whole(k: int) -> Any:
-            x = words[k]
-            return jax.device_put(x, x.sharding, may_alias=False) if self.lent[k] else x
+        def give(p: Piece) -> Any:
+            x = words[p.value] if p.giver is None else part(p.value, p.giver)
+            return jax.device_put(x, p.leaving, may_alias=False) if self.lent[p.value] else x
 
-        for target, items in sorted(self.sends.items()):
-            self.pulls.send(target, self.number, [whole(k) if d is None else piece(k, d) for k, d in items])
-        got: defaultdict[int, dict[Any, Any]] = defaultdict(dict)
-        for source, items in sorted(self.receives.items()):
-            arrived = self.pulls.receive(source, self.number, self.wanted[source])
-            for (k, d), x in zip(items, arrived, strict=True):
-                got[k][d] = x
+        arrived = self.carry(give)
         if not self.takes:
             return []
+        got: defaultdict[int, dict[Any, Any]] = defaultdict(dict)
+        for (k, d), x in zip(self.here, arrived, strict=True):
+            got[k][d] = x
         for k, giving, taking in self.local:
-            got[k][taking] = jax.device_put(piece(k, giving), taking)
+            x = part(k, giving)
+            got[k][taking] = jax.device_put(x, taking, may_alias=False if self.lent[k] else None)
         return [self._result(k, c, got[k]) for k, c in enumerate(self.copies)]
 
     def _result(self, k: int, c: _Copy, got: dict[Any, Any]) -> jax.Array:
@@ -235,11 +222,12 @@ class Exchange:
         return assembled(c.aval, [got[d] for d in c.order])
 
 
-class PullTransport:
-    """Moves batches between processes, and those inside one as `LocalTransport` does."""
+class ProcessesTransport:
+    """Moves batches between processes by a carrier, and those inside one as `LocalTransport` does."""
 
-    def __init__(self, pulls: Pulls) -> None:
-        self._pulls, self._local = pulls, LocalTransport()
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier, self._local = carrier, LocalTransport()
+        self.in_order = carrier.in_order
 
     def move(self, batch: Batch) -> Callable[..., Sequence[jax.Array]]:
         """See `Transport`. Each end may be a submesh of several processes."""
@@ -261,5 +249,10 @@ class PullTransport:
         """See `Transport`."""
         return self._exchange(batch)
 
+    def passes_by(self, batch: Batch) -> Callable[[], Sequence[jax.Array]] | None:
+        """The call for a batch between submeshes of other processes; None where there is nothing to do."""
+        exchange = self._exchange(batch)
+        return None if exchange.idle else exchange
+
     def _exchange(self, batch: Batch) -> Exchange:
-        return Exchange(batch.number, batch.sent, batch.arriving, self._pulls, batch.lent)
+        return Exchange(batch.number, batch.sent, batch.arriving, self._carrier, batch.lent)

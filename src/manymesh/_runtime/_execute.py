@@ -25,7 +25,7 @@ class Issue:
       read: takes all slots, gives the arrays that are read.
       outputs: slots filled; a slice where they follow each other.
       free: runs of slots that nobody reads any more, each with as many Nones.
-      told: the instructions, each with its position in the plan.
+      told: the instructions, each with its position in the plan; none where it belongs to other processes.
     """
 
     call: Callable[..., Sequence[jax.Array]]
@@ -148,6 +148,9 @@ class Executor:
     def _observed(self, slots: list[Any], observer: Observer) -> None:
         """The loop of a call, with somebody looking on."""
         for issue in self._issues:
+            if not issue.told:
+                issue.call()
+                continue
             inputs = issue.read(slots)
             (k, instruction), *rest = issue.told
             observer.begin(k, instruction, inputs)
@@ -179,6 +182,11 @@ def issue_of(call: Callable[..., Any], *told: tuple[int, Instruction]) -> Issue:
     fills = () if isinstance(last, Send) else last.outputs
     free = tuple(slot for _, instruction in told for slot in instruction.free)
     return Issue(call, _reader(reads), _run_or_tuple(fills), _runs(free), told)
+
+
+def untold(call: Callable[[], Any]) -> Issue:
+    """What this process does for an instruction of others, on no slots and told to nobody."""
+    return Issue(call, _reader(()), (), (), ())
 
 
 def _reader(slots: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:

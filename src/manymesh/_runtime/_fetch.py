@@ -14,9 +14,10 @@ from .._distributed._world import Waiting, World, world
 from .._errors import ProcessError
 from .._plan._digest import describe
 from .._types import PyTree
+from ._carrier import Piece
+from ._carriers import carrier
 from ._exchange import everywhere
 from ._processes import committed_sharding
-from ._pull import puller
 
 
 def fetch(tree: PyTree, process: int | None = None) -> PyTree:
@@ -53,7 +54,7 @@ def fetch(tree: PyTree, process: int | None = None) -> PyTree:
     shardings = [committed_sharding(x) for x in leaves]
     _agree(processes, structure, leaves, shardings)
     number = processes.begin("manymesh.fetch")
-    puller().begin(number)
+    carrier().begin(number)
     finished: list[bool] = []
     processes.waiting = Waiting(
         number, "manymesh.fetch", processes.others, lambda: bool(finished), lambda: "a value is waited for"
@@ -91,37 +92,34 @@ def _value(number: int, x: Any, sharding: Sharding | None, takers: Any) -> Any:
         return np.asarray(x) if sharding is None else np.zeros(x.shape, x.dtype)
     if sharding == everywhere():
         return np.asarray(x.addressable_shards[0].data)
-    sharding, pull, me = x.sharding, puller(), jax.process_index()
+    sharding, me = x.sharding, jax.process_index()
     owners: dict[Any, list[Any]] = {}
     for d, place in sharding.devices_indices_map(x.shape).items():
         key = tuple((s.indices(n)[0], s.indices(n)[1]) for s, n in zip(place, x.shape, strict=True))
         owners.setdefault(key, []).append(d)
     local = {shard.device: shard.data for shard in x.addressable_shards}
     first = {d.process_index: d for d in reversed(jax.devices())}
+    pieces, places = [], []
     for taker in takers:
-        if taker != me:
-            sent = [
-                local[givers[0]]
-                for givers in owners.values()
-                if givers[0].process_index == me and all(d.process_index != taker for d in givers)
-            ]
-            if sent:
-                pull.send(taker, number, [jax.device_put(p, p.sharding, may_alias=False) for p in sent])
+        for key, (giver, *others) in owners.items():
+            if all(d.process_index != taker for d in (giver, *others)):
+                shape = tuple(b - a for a, b in key)
+                ends = SingleDeviceSharding(giver), SingleDeviceSharding(first[taker])
+                pieces.append(Piece(0, giver, first[taker], giver.process_index, taker, shape, x.dtype, *ends))
+                places.append(key)
+    arrived = carrier().bind(number, pieces)(lambda p: jax.device_put(local[p.giver], p.giver, may_alias=False))
     if me not in takers:
         return None
     out = np.empty(x.shape, x.dtype)
-    wanted: dict[int, list[Any]] = {}
     for key, givers in owners.items():
         mine = next((d for d in givers if d.process_index == me), None)
         if mine is not None:
-            out[tuple(slice(a, b) for a, b in key)] = np.asarray(local[mine])
-        else:
-            wanted.setdefault(givers[0].process_index, []).append(key)
-    for giver, keys in sorted(wanted.items()):
-        shapes = [
-            jax.ShapeDtypeStruct(tuple(b - a for a, b in key), x.dtype, sharding=SingleDeviceSharding(first[me]))
-            for key in keys
-        ]
-        for key, piece in zip(keys, pull.receive(giver, number, shapes), strict=True):
-            out[tuple(slice(a, b) for a, b in key)] = np.asarray(piece)
+            out[_cut(key)] = np.asarray(local[mine])
+    here = [key for p, key in zip(pieces, places, strict=True) if p.target == me]
+    for key, piece in zip(here, arrived, strict=True):
+        out[_cut(key)] = np.asarray(piece)
     return out
+
+
+def _cut(key: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in key)

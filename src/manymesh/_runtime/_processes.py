@@ -16,9 +16,9 @@ from .._layout._transfers import Step, plan_transfer
 from .._plan._digest import describe
 from .._plan._instructions import Plan, Receive, Run
 from .._program import Program
+from ._carrier import Carrier
 from ._exchange import Exchange, assembled, everywhere, is_key, processes_of, put
 from ._launches import Launches
-from ._pull import Puller
 from ._relayout import Relayouts
 
 
@@ -30,7 +30,7 @@ class Crossing:
       aval: shape and dtype.
       source, target: shardings.
       relayouts: what changes layouts inside a submesh.
-      puller: moves what crosses between processes.
+      carrier: carries what crosses between processes.
       lent: whether somebody outside the call may donate or delete the value.
     """
 
@@ -41,7 +41,7 @@ class Crossing:
         source: Sharding,
         target: NamedSharding,
         relayouts: Relayouts,
-        puller: Puller,
+        carrier: Carrier,
         lent: bool,
     ) -> None:
         self.aval, self.source, self.target, self.relayouts = aval, source, target, relayouts
@@ -58,7 +58,7 @@ class Crossing:
                     for s in (at, step.sharding)
                 )
                 # A change of layout makes an array that nobody else has.
-                self.steps.append(Exchange(number, [given], [wanted], puller, [lent and at is source]))
+                self.steps.append(Exchange(number, [given], [wanted], carrier, [lent and at is source]))
             at = step.sharding
 
     def prepare(self) -> None:
@@ -110,8 +110,8 @@ class Arrivals:
     that were put somewhere are moved, by the same plan in every process.
     """
 
-    def __init__(self, places: Sequence[Place], first_number: int, relayouts: Relayouts, puller: Puller) -> None:
-        self.places, self.first, self.relayouts, self.puller = places, first_number, relayouts, puller
+    def __init__(self, places: Sequence[Place], first_number: int, relayouts: Relayouts, carrier: Carrier) -> None:
+        self.places, self.first, self.relayouts, self.carrier = places, first_number, relayouts, carrier
         self.accepted: list[Any] = [p.sharding for p in places]
         self.crossings: dict[tuple[int, Sharding], Crossing] = {}
         self.agreed: set[tuple[Any, ...]] = set()
@@ -148,7 +148,7 @@ class Arrivals:
         """The first time that arguments come so, all processes have to say the same: they move what the others expect."""
         key = tuple(shardings)
         if key not in self.agreed:
-            world = self.puller.world
+            world = self.carrier.world
             said = [f"argument {k}: {describe(s)}" for k, s in enumerate(shardings)]
             number = world.begin(f"the arguments of {name}")
             agree(world, f"the arguments of {name}", number, {"arguments": "\n".join(said)}, lambda _: said)
@@ -159,7 +159,7 @@ class Arrivals:
         key = n, given
         if key not in self.crossings:
             p = self.places[n]
-            made = Crossing(self.first + n, p.aval, given, p.sharding, self.relayouts, self.puller, lent=True)
+            made = Crossing(self.first + n, p.aval, given, p.sharding, self.relayouts, self.carrier, lent=True)
             made.prepare()
             self.crossings[key] = made
         return self.crossings[key]
@@ -177,8 +177,7 @@ class Arrivals:
             return assembled(
                 with_weak(p.aval, p.sharding), [jax.device_put(own, d, may_alias=False) for d in order]
             )  # fmt: skip
-        crossing = self.crossing(n, given)
-        return crossing(x) if crossing.here or crossing.there else None
+        return self.crossing(n, given)(x)
 
 
 def with_weak(aval: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
@@ -204,7 +203,7 @@ class Departures:
         kept: frozenset[int],
         first_number: int,
         relayouts: Relayouts,
-        puller: Puller,
+        carrier: Carrier,
         made: Sequence[NamedSharding | None],
     ) -> None:
         self.moves: list[tuple[int, Crossing]] = []
@@ -221,7 +220,7 @@ class Departures:
                 continue
             if o in moved and not source.is_equivalent_to(sharding, len(aval.shape)):
                 number = first_number + len(program.submeshes) + o
-                crossing = Crossing(number, aval, source, sharding, relayouts, puller, lent=True)
+                crossing = Crossing(number, aval, source, sharding, relayouts, carrier, lent=True)
                 crossing.prepare()
                 self.moves.append((o, crossing))
             elif o not in kept and aval.shape == () and not is_key(aval.dtype):
@@ -234,7 +233,7 @@ class Departures:
         for s, outputs in sorted(scalars.items()):
             sent = [with_weak(avals[o], source) for o in outputs if (source := made[o]) is not None]
             arriving = [with_weak(avals[o], everywhere()) for o in outputs]
-            exchange = Exchange(first_number + s, sent, arriving, puller, [True] * len(outputs))
+            exchange = Exchange(first_number + s, sent, arriving, carrier, [True] * len(outputs))
             self.scalars.append((outputs, exchange))
 
     def finish(self, results: list[Any], launches: Launches) -> None:
@@ -262,7 +261,7 @@ def waiting_for(
         missing = launches.missing()
         run = next((r for r in missing if r is not None), None)
         if run is None:
-            return "a scalar result is waited for" if missing else ""
+            return "a value of another process is waited for" if missing else ""
         f = program.fragments[run.fragment]
         microbatch = "" if run.microbatch is None else f", microbatch {run.microbatch},"
         inputs = set(run.inputs)

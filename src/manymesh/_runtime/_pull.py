@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.experimental import transfer
 
-from .._distributed._world import World, several
-
-
-class Pulls(Protocol):
-    """Sends and asks for arrays, matched by number: the order in which processes do it does not matter."""
-
-    def send(self, target: int, number: int, arrays: Sequence[Any]) -> None:
-        """Offers arrays to a process. They must not be donated or deleted before it has asked for them."""
-
-    def receive(self, source: int, number: int, wanted: Sequence[jax.ShapeDtypeStruct]) -> Sequence[Any]:
-        """Asks a process for arrays; gives them at once, though they may not have arrived."""
-
+from .._distributed._world import World
+from ._carrier import Carrier, Carry, Give, Piece, ends
+from ._launches import Launches
 
 # Numbers of a transfer: 31 bits say which call, 21 what of it, 12 for whom.
 NUMBER_BITS, TARGET_BITS = 21, 12
 
 
 class Puller:
-    """Moves arrays between the processes of a run.
+    """Carries pieces in whatever order processes come to them; those that have no part in a crossing do nothing.
 
-    A process does not get further ahead of another than a window of batches (`World.counts_sent`), so that what it has
-    sent and nobody has asked for is bounded.
+    See `Carrier`.
     """
+
+    in_order, whole = False, True
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -42,34 +34,50 @@ class Puller:
         self._call = 0
 
     def begin(self, call: int) -> None:
-        """Numbers count from here for another call."""
+        """See `Carrier`. Numbers count from here for another call."""
         self._call = call
 
-    def send(self, target: int, number: int, arrays: Sequence[Any]) -> None:
-        """See `Pulls`."""
-        self.world.counts_sent(target)
-        self._server.await_pull(self._number(number, target), list(arrays))
+    def beside(self, launches: Launches) -> Carrier:
+        """See `Carrier`. Nothing here is a collective."""
+        return self
 
-    def receive(self, source: int, number: int, wanted: Sequence[jax.ShapeDtypeStruct]) -> Sequence[Any]:
-        """See `Pulls`."""
+    def bind(self, number: int, pieces: Sequence[Piece]) -> Carry:
+        """See `Carrier`."""
+        me = self.world.process
+        targets, sources = ends(pieces, me)
+        sends = [(t, [p for p in pieces if p.source == me and p.target == t]) for t in targets]
+        arriving = [p for p in pieces if p.target == me]
+        receives = []
+        for s in sources:
+            places = [k for k, p in enumerate(arriving) if p.source == s]
+            receives.append((s, places, [arriving[k].wanted for k in places]))
+
+        def carry(give: Give) -> list[jax.Array]:
+            for target, leaving in sends:
+                self._send(target, number, [give(p) for p in leaving])
+            arrived: list[Any] = [None] * len(arriving)
+            for source, places, wanted in receives:
+                for k, x in zip(places, self._receive(source, number, wanted), strict=True):
+                    arrived[k] = x
+            return arrived
+
+        return carry
+
+    def _send(self, target: int, number: int, arrays: list[jax.Array]) -> None:
+        """Offers arrays to a process."""
+        self.world.counts_sent(target)
+        self._server.await_pull(self._number(number, target), arrays)
+
+    def _receive(self, source: int, number: int, wanted: list[jax.ShapeDtypeStruct]) -> Sequence[Any]:
+        """Asks a process for arrays."""
         connection = self._connections.get(source)
         if connection is None:
             address = self.world.read(f"transfer/{source}")
             connection = self._connections[source] = self._server.connect(address)
-        arrays: Sequence[Any] = connection.pull(self._number(number, self.world.process), list(wanted))
+        arrays: Sequence[Any] = connection.pull(self._number(number, self.world.process), wanted)
         self.world.counts_received(source)
         return arrays
 
     def _number(self, number: int, target: int) -> int:
         assert number < 1 << NUMBER_BITS and target < 1 << TARGET_BITS, "a call with millions of transfers"
         return ((self._call & 0x7FFFFFFF) << NUMBER_BITS | number) << TARGET_BITS | target
-
-
-_pullers: list[Puller] = []
-
-
-def puller() -> Puller:
-    """The one of this process; made when it is first needed, because it needs devices."""
-    if not _pullers:
-        _pullers.append(Puller(several()))
-    return _pullers[0]

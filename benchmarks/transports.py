@@ -1,0 +1,144 @@
+"""Arrays from one process to another and back, by each transport, beside `jax.experimental.transfer` by hand.
+
+    python benchmarks/transports.py [--rounds 15] [--bytes 1024 1048576 67108864] [--json FILE]
+
+Two processes of this machine, one CPU device each. Both run everything in the same turns; process 0 takes the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from _process import prepare
+from _timing import alternate, ratio, row, write_rows
+
+if __name__ == "__main__":
+    prepare(devices=1)
+
+import jax
+import numpy as np
+from jax.experimental import transfer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import manymesh as mm
+from manymesh._distributed._launch import run_processes
+from manymesh._distributed._transports import NAMES, VARIABLE
+from manymesh._distributed._world import several
+from manymesh._runtime._carriers import carrier
+from manymesh._runtime._exchange import Exchange, put
+
+IN_A_ROUND = {1 << 10: 20, 1 << 20: 10}  # arrays there and back, of a size; bigger ones go twice
+
+
+class ByHand:
+    """What one writes who has read the documentation: a server, a connection, and a number for each array."""
+
+    def __init__(self) -> None:
+        self.server = transfer.start_transfer_server(jax.local_devices()[0].client, "127.0.0.1:0", ["127.0.0.1:0"] * 2)
+        self.me, world = jax.process_index(), several()
+        world.write(f"by-hand/{self.me}", self.server.address())
+        self.other = self.server.connect(world.read(f"by-hand/{1 - self.me}"))
+        self.number = 0
+
+    def there_and_back(self, x: jax.Array, times: int) -> jax.Array:
+        """Sends an array to the other process, which sends it back."""
+        wanted = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        for turn in range(2 * times):
+            self.number += 1
+            if turn % 2 == self.me:
+                self.server.await_pull(self.number, [x])
+            else:
+                (x,) = jax.block_until_ready(self.other.pull(self.number, [wanted]))
+        return x
+
+
+def ours(name: str, x: jax.Array, ends: list[NamedSharding], times: int) -> Callable[[], jax.Array]:
+    """The same by a transport."""
+    world = several()
+    world.asked = name
+    carries = carrier()
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for s in ends]
+    ways = [Exchange(k, [avals[k]], [avals[1 - k]], carries) for k in (0, 1)]
+
+    def there_and_back() -> jax.Array:
+        at = x
+        for _ in range(times):
+            carries.begin(world.begin("a benchmark"))
+            for way in ways:
+                arrived = way(*([at] if way.gives else []))
+                if arrived:
+                    at = jax.block_until_ready(arrived[0])
+        return at
+
+    return there_and_back
+
+
+def worker(folder: str, rounds: int, sizes: list[int]) -> None:
+    """What runs in each of the two processes."""
+    mm.distributed.initialize(stall_timeout=300)
+    ends = [NamedSharding(Mesh(np.array([d]), ("d",)), PartitionSpec()) for d in jax.devices()]
+    me, by_hand, rows = jax.process_index(), ByHand(), []
+    for size in sizes:
+        value, times = np.arange(size // 4, dtype=np.float32), IN_A_ROUND.get(size, 2)
+        x = put(value, ends[me])
+        runs = {"by hand": functools.partial(by_hand.there_and_back, x, times)}
+        runs.update({name: ours(name, x, ends, times) for name in NAMES})
+        for name, run in runs.items():
+            assert np.array_equal(run(), value), f"{name}: {size} bytes did not come back as they left"
+        samples = alternate(runs, rounds)
+        seconds = {name: statistics.median(s.wall for s in found) / (2 * times) for name, found in samples.items()}
+        for name in NAMES:
+            speed = ratio(samples["by hand"], samples[name])
+            target = ">= 0.95" if name == "pull" and size >= 1 << 20 else ""
+            rows.append(row(
+                f"{_size(size)} to another process, {name}", _time(seconds[name]), f"by hand {_time(seconds['by hand'])}",
+                f"{speed.median:.2f} of its speed ({speed.low:.2f} to {speed.high:.2f})", target,
+                speed.median >= 0.95 if target else None,
+            ))  # fmt: skip
+    if me == 0:
+        Path(folder, "rows").write_text(json.dumps(rows))
+
+
+def _size(size: int) -> str:
+    return f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms"
+
+
+def main() -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--bytes", type=int, nargs="+", default=[1 << 10, 1 << 20, 1 << 26], help="sizes of arrays")
+    parser.add_argument("--json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        worker(given.worker, given.rounds, given.bytes)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--rounds", str(given.rounds), "--bytes", *map(str, given.bytes), "--worker", folder]
+        more = {
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            VARIABLE: "device_put",
+        }  # it has to be prepared
+        code = run_processes([sys.executable, __file__, *options], 2, 1, more=more, timeout=1200)
+        rows = json.loads(Path(folder, "rows").read_text()) if code == 0 else []
+    for found in rows:
+        print(found)
+    write_rows(given.json, rows)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
