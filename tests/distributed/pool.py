@@ -42,7 +42,7 @@ class Pool:
         paths = os.pathsep.join(p for p in [*sys.path, str(TESTS), str(HERE)] if p)
         self.code = run_processes(command, PROCESSES, DEVICES, output=self.output, more={"PYTHONPATH": paths})
 
-    def call(self, function: str, *args, timeout: float = 120):
+    def call(self, function: str, *args, timeout: float = 300):
         """What ``module.function`` returns in each process.
 
         Raises:
@@ -59,9 +59,12 @@ class Pool:
         while not all(r.exists() for r in results):
             if not self.thread.is_alive() or time.monotonic() > deadline:
                 words = "ended" if not self.thread.is_alive() else f"did not return within {timeout:g} s"
+                # Where one raises, the other waits for it: its error is the one that matters.
+                there = [pickle.loads(r.read_bytes()) for r in results if r.exists()]
+                raised = "".join(text for fine, text in there if not fine)
                 output = self.output.getvalue()[-6000:]
                 self.close()
-                raise Failed(f"{function}{args}: the processes {words}\n{output}")
+                raise Failed(f"{function}{args}: the processes {words}\n{raised}{output}")
             time.sleep(0.005)
         answers = [pickle.loads(r.read_bytes()) for r in results]
         errors = [f"process {p}: {text}" for p, (fine, text) in enumerate(answers) if not fine]
@@ -103,7 +106,7 @@ def main(folder: Path) -> None:
     import manymesh as mm
 
     # Asked for here, this transport is there later; `programs.under` chooses one for each function.
-    mm.distributed.initialize(stall_timeout=40, transport="device_put")
+    mm.distributed.initialize(stall_timeout=100, transport="device_put")
     from manymesh._distributed._world import several
 
     several().asked = "pull"
