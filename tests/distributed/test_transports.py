@@ -98,7 +98,7 @@ def trained_by_three():
     """What three processes say of `programs.three`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "device_put")  # which alone has to be prepared
-        return mm.distributed.launch(programs.three, 3, args=(OTHERS,), timeout=200)
+        return mm.distributed.launch(programs.three, 3, args=(OTHERS,), timeout=400)
 
 
 @others

@@ -32,7 +32,7 @@ def printed(command: str, monkeypatch: pytest.MonkeyPatch) -> str:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MANYMESH_")}
     done = subprocess.run(
         [sys.executable, *words[1:3], words[3], "--timeout", "200", *words[4:]],
-        capture_output=True, text=True, timeout=240, env=environment, check=False,
+        capture_output=True, text=True, timeout=500, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return "".join(f"{line}\n" for line in done.stdout.splitlines() if " step " in line)
