@@ -17,9 +17,7 @@ pytestmark = pytest.mark.once
 
 SCRIPT = Path(__file__).with_name("failing.py")
 # The value that process 0 waits for when process 1 fails between two calls may be that of either.
-WAITS = (
-    r"it was in call [23] of train \(program 1\)(, where (task '\w+'(, microbatch \d,)? on submesh 0|a value of another process))?"
-)
+WAITS = r"it was in call [23] of train \(program 1\)(, where (task '\w+'(, microbatch \d,)? on submesh 0|a value of another process))?"
 
 # case -> exit code, what the other process says
 CASES = {
