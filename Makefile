@@ -34,7 +34,7 @@ else
 endif
 
 test: $(STAMP) ## run the tests and the doctests
-	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadgroup $(ARGS)
 
 check: $(STAMP) ## what CI runs besides the tests: lint, format, types, structure
 	$(BIN)/ruff check .

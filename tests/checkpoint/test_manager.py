@@ -30,6 +30,8 @@ import manymesh as mm
 from manymesh._checkpoint import _write
 from manymesh._checkpoint._store import Database
 
+pytestmark = pytest.mark.once
+
 MESH = Mesh(np.array(jax.devices()[:2]), ("x",))
 ON_TWO = NamedSharding(MESH, P("x"))
 

@@ -18,6 +18,8 @@ from flax import nnx
 from manymesh._checkpoint import _store
 from manymesh._runtime._observe import Observer
 
+pytestmark = pytest.mark.once
+
 LAYERS, WIDTH, ROWS = 4, 8, 8
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 STACKED = {"layers": "layer_{}"}

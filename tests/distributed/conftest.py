@@ -13,6 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode does not: pool 
 from pool import Pool  # noqa: E402
 
 
+def pytest_collection_modifyitems(items):
+    """One worker has all tests of the pool: there is one, and what its processes have compiled is there."""
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("pool"))
+
+
 @pytest.fixture(scope="session")
 def pool():
     """Two processes of four devices each."""

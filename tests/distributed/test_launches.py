@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 
 from manymesh._runtime._launches import LAUNCHES, Handle, Launches
 
+pytestmark = pytest.mark.once
+
 
 class Result:
     """A result that becomes ready when somebody waits for it."""

@@ -7,11 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import programs
 import pytest
+from pool import Pool
 from test_pool import GROUPS
 
 import manymesh as mm
 from manymesh._distributed._transports import NAMES, VARIABLE, agree_on_transport, asked_for, of_backend
 from manymesh._distributed._world import WINDOW, World
+
+pytestmark = pytest.mark.once
 
 every_transport = pytest.mark.parametrize("transport", NAMES)
 OTHERS = [name for name in NAMES if name != "pull"]  # the other tests of this folder pull
@@ -19,6 +22,14 @@ others = pytest.mark.parametrize("transport", OTHERS)
 
 WHOLE, ROWS, COLUMNS = (), ("x",), (None, "x")
 DTYPES = ("float32", "bool", "int4", "uint4", "int8", "float8_e4m3fn", "bfloat16", "float16", "complex64", "key")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Processes of their own: what runs here uses several transports beside each other, which no program does."""
+    made = Pool()
+    yield made
+    made.close()
 
 
 @every_transport

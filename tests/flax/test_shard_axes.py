@@ -17,6 +17,8 @@ from manymesh import errors, meta
 from manymesh.flax import shard_axes, task
 from stages import assert_same
 
+pytestmark = pytest.mark.once
+
 RULES = (("embed", None), ("heads", "model"), ("kv", None), ("batch", "data"))
 
 

@@ -15,6 +15,8 @@ import manymesh as mm
 from manymesh._layout._solve import solve
 from stages import assert_agrees, assert_same, microbatched, reference
 
+pytestmark = pytest.mark.once
+
 WIDTH, ROWS = 16, 4
 DEVICES = np.array(jax.devices()[:4])
 MESH = Mesh(DEVICES[:2].reshape(2, 1), ("stage", "m"), axis_types=(AxisType.Auto,) * 2)
