@@ -128,10 +128,8 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         options = ["--rounds", str(given.rounds), "--bytes", *map(str, given.bytes), "--worker", folder]
-        more = {
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            VARIABLE: "device_put",
-        }  # it has to be prepared
+        # `device_put` has to be prepared before the backend starts; the others need nothing.
+        more = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), VARIABLE: "device_put"}
         code = run_processes([sys.executable, __file__, *options], 2, 1, more=more, timeout=1200)
         rows = json.loads(Path(folder, "rows").read_text()) if code == 0 else []
     for found in rows:

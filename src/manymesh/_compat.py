@@ -40,8 +40,6 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from ._types import PyTree
-
 try:
     from jaxlib.mlir.dialects import sdy
 except ImportError:  # a jaxlib built without Shardy
@@ -390,7 +388,7 @@ def linear_identity(
     """
     prim = core.Primitive(name)
 
-    def batched(args: PyTree, dims: Any, **params: PyTree) -> Any:
+    def batched(args: Any, dims: Any, **params: Any) -> Any:
         return prim.bind(*args, **batch(params, dims[0])), dims[0]
 
     prim.def_impl(lambda x, **_: x)
@@ -453,7 +451,7 @@ def jit_is_disabled() -> bool:
     return bool(config.disable_jit.value)
 
 
-def with_weak_type(x: Any, weak: bool) -> PyTree:
+def with_weak_type(x: Any, weak: bool) -> Any:
     """An array of the same dtype whose dtype is weak, as that of a Python number is, or not."""
     return lax_internals._convert_element_type(x, x.dtype, weak_type=weak)
 

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from . import _compat
-from ._types import PyTree
 
 # Parameters that never change what is computed: names, and the rules for its derivatives.
 IGNORED = {"name", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "fwd_jaxpr_fun", "bwd", "jvp_jaxpr_thunk", "num_consts_thunk"}
@@ -24,7 +23,7 @@ class Key:
 
     __slots__ = ("_content", "_hash")
 
-    def __init__(self, content: PyTree) -> None:
+    def __init__(self, content: Any) -> None:
         self._content = content
         self._hash = hash(content)
 
@@ -76,7 +75,7 @@ class Keys:
             eqns.append((e.primitive.name, ins, params, outs, _compat.eqn_context(e)))
         return (head, tuple(eqns), tuple(atom(v) for v in parts.outvars), tuple(_content(c) for c in parts.consts))
 
-    def _param(self, value: PyTree) -> Any:
+    def _param(self, value: Any) -> Any:
         if _compat.is_jaxpr(value):
             return self(value)
         if isinstance(value, (tuple, list)):
@@ -98,7 +97,7 @@ def _aval(aval: Any) -> Any:
     return (aval.shape, str(aval.dtype), getattr(aval, "weak_type", False))
 
 
-def _content(value: PyTree) -> Any:
+def _content(value: Any) -> Any:
     if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
         with jax.ensure_compile_time_eval():  # also while something is traced
             words = jax.random.key_data(value)
@@ -116,7 +115,7 @@ def _content(value: PyTree) -> Any:
 class Kept:
     """An object compared by identity that stays alive as long as the key does."""
 
-    def __init__(self, value: PyTree) -> None:
+    def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:

@@ -209,7 +209,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
     traced = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
     out_tree: list[Any] = []
 
-    def body(*values: PyTree) -> list[Any]:
+    def body(*values: jax.Array) -> list[Any]:
         full = list(leaves)
         for i, v in zip(traced, values, strict=True):
             full[i] = v if described.mesh is None else _at_border(v)
@@ -234,7 +234,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
     return jax.tree.unflatten(tree, [next(outs) if s is _TRACED else s for s in static])
 
 
-def _at_border(value: PyTree) -> PyTree:
+def _at_border(value: Any) -> Any:
     """What enters a task comes on no mesh; so does its cotangent, which leaves the task, on its way back."""
     return border_p.bind(value) if jax.numpy.issubdtype(value.dtype, np.inexact) else value
 
@@ -302,7 +302,7 @@ def check_nested(inner: Task, outer: Task, pattern: str | None = None) -> None:
     )
 
 
-def is_dynamic(leaf: PyTree) -> bool:
+def is_dynamic(leaf: object) -> bool:
     """Whether a leaf is traced when it enters a task: arrays are, Python objects are not."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 

@@ -359,7 +359,7 @@ class _Call:
             return piece
         return with_sharding_constraint(piece, self.arg_shardings if len(self.argnums) == 1 else self.arg_shardings[n])
 
-    def _piece(self, x: Any, i: int) -> PyTree:
+    def _piece(self, x: Any, i: int) -> Any:
         length = np.shape(x)[self.dim] // self.count
         index = [slice(None)] * np.ndim(x)
         index[self.dim] = slice(i * length, (i + 1) * length)
@@ -372,7 +372,7 @@ class _Call:
         record.loops[mark] = spec
         out_tree: list[Any] = []
 
-        def loop(*values: PyTree) -> list[Any]:
+        def loop(*values: jax.Array) -> list[Any]:
             args, kwargs = _join(values, static, treedef)
             leaves = self._scan(record, spec.name, args, kwargs, out_tree)
             return leaves
@@ -452,7 +452,7 @@ class _Call:
         final = [moving.get(i, x) for i, x in enumerate(state)]
         return [_dtype_as_reference(w, r, a) for w, r, a in zip(words.per_leaf, finished, avals, strict=True)] + final
 
-    def _finish(self, word: str, value: PyTree, total: PyTree) -> PyTree:
+    def _finish(self, word: str, value: Any, total: Any) -> Any:
         if word == "mean":
             return value / self.count
         if word == "weighted":
@@ -461,7 +461,7 @@ class _Call:
             return value.reshape((-1, *value.shape[2:]))
         return value
 
-    def _stack(self, x: Any) -> PyTree:
+    def _stack(self, x: Any) -> Any:
         """``x`` with a leading dimension of microbatches."""
         d = self.dim % x.ndim
         shape = (*x.shape[:d], self.count, x.shape[d] // self.count, *x.shape[d + 1 :])
@@ -477,7 +477,7 @@ _ACCUMULATE: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _first(stacked: PyTree) -> jax.ShapeDtypeStruct:
+def _first(stacked: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype, weak_type=jax.typeof(stacked).weak_type)
 
 
@@ -501,7 +501,7 @@ def _limits(dtype: Any) -> Any:
     return about(dtype)
 
 
-def _in_bytes(word: str, value: PyTree) -> Any:
+def _in_bytes(word: str, value: Any) -> Any:
     dtype = _carried_dtype(word, value.dtype)
     return value if dtype == value.dtype else value.astype(dtype)
 
@@ -516,7 +516,7 @@ def _least(dtype: Any) -> Any:
     return _limits(dtype).min if np.isnan(infinite.astype(np.float32)) else infinite
 
 
-def _dtype_as_reference(word: str, value: PyTree, aval: Any) -> Any:
+def _dtype_as_reference(word: str, value: Any, aval: Any) -> Any:
     """A reduced value, whose dtype is that of the reference, as weak as there."""
     if word == "float0" or not aval.weak_type and _carried_dtype(word, aval.dtype) == aval.dtype:
         return value

@@ -190,12 +190,12 @@ def _same_length(word: str, found: list[Any], leaves: list[Any]) -> list[Any]:
     return found
 
 
-def _names(leaf: PyTree) -> tuple[Any, ...] | None:
+def _names(leaf: Any) -> tuple[Any, ...] | None:
     names = axes_of(leaf).names if is_named_node(leaf) else ()
     return tuple(names) or None
 
 
-def _row(path: str, value: PyTree, names: tuple[Any, ...] | None, sharding: Any) -> ParameterRow:
+def _row(path: str, value: Any, names: tuple[Any, ...] | None, sharding: Any) -> ParameterRow:
     shape = tuple(value.shape)
     spec: PartitionSpec | None = None
     devices: tuple[int, ...] = ()

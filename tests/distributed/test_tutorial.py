@@ -49,7 +49,7 @@ def test_the_losses_are_equal_in_one_process_and_in_four(tmp_path: Path, monkeyp
     assert before in script["code"]
     losses: dict[int, set[str]] = {}
     for block in BLOCKS.finditer(PAGE.read_text("utf-8")):
-        if block is not None and block["language"] == "py":
+        if block["language"] == "py":
             changed = block["code"] != line["code"]
             code = script["code"] if changed else script["code"].replace(before, before + line["code"])
             Path("train.py").write_text(code, "utf-8")

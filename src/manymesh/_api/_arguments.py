@@ -50,7 +50,7 @@ def flatten(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argume
     return Arguments(leaves, treedef, tuple(static), dyn_args, dyn_kwargs)
 
 
-def as_tuple(value: PyTree) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, (int, str)) else tuple(value)

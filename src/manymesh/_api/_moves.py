@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from .._mark import Recording, constraint_p
-from .._types import PyTree
 
 
 def read_moves(closed: Any, record: Recording) -> tuple[Any, dict[int, NamedSharding]]:
@@ -63,12 +62,12 @@ def _rewritten(jaxpr: Any, tasks: set[str]) -> Any:
     return _compat.with_eqns(jaxpr, eqns) if changed else jaxpr
 
 
-def _holds_jaxprs(value: PyTree) -> bool:
+def _holds_jaxprs(value: object) -> bool:
     several: Iterable[Any] = value if isinstance(value, tuple) else (value,)
     return any(_compat.is_jaxpr(v) for v in several)
 
 
-def _rewritten_param(value: PyTree, tasks: set[str]) -> Any:
+def _rewritten_param(value: Any, tasks: set[str]) -> Any:
     if not isinstance(value, tuple):
         return _rewritten(value, tasks)
     new = tuple(_rewritten(v, tasks) if _compat.is_jaxpr(v) else v for v in value)

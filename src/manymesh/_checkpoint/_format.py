@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import CheckpointError, CheckpointNotFoundError
-from .._types import PyTree
 from ._leaves import Leaf, Name, is_empty, text
 
 ASIDE = ".orbax-checkpoint-tmp"  # part of the name of what is not finished
@@ -180,7 +179,7 @@ def write_descriptions(
     )
 
 
-def write_json(file: Path, content: PyTree) -> None:
+def write_json(file: Path, content: object) -> None:
     """Writes a file that is on disk when this returns."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "w", encoding="utf-8") as stream:
@@ -197,7 +196,7 @@ def _entry(name: Name, in_sequence: tuple[bool, ...], kind: str, empty: bool) ->
     return {str(name): {"key_metadata": keys, "value_metadata": {"value_type": kind, "skip_deserialize": empty}}}
 
 
-def _kind_of_empty(value: PyTree) -> str:
+def _kind_of_empty(value: object) -> str:
     if value is None:
         return "None"
     if isinstance(value, dict):

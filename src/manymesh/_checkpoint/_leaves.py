@@ -69,17 +69,17 @@ def leaves_of(tree: PyTree, *, with_empty: bool = False) -> tuple[list[Leaf], An
     ], structure
 
 
-def is_empty(value: PyTree) -> bool:
+def is_empty(value: object) -> bool:
     """Whether a node of a tree holds nothing: None, or a container without elements."""
     return value is None or (isinstance(value, (dict, list, tuple)) and not value)
 
 
-def is_array(value: PyTree) -> bool:
+def is_array(value: object) -> bool:
     """Whether a checkpoint holds a leaf: arrays and numbers, of JAX, NumPy or Python."""
     return isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, *NUMBERS))
 
 
-def is_key(value: PyTree) -> bool:
+def is_key(value: Any) -> bool:
     """Whether an array consists of typed random keys."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and is_key_dtype(dtype)

@@ -64,7 +64,7 @@ def task(
     return _wrap(model, described, tuple(methods))  # type: ignore[no-any-return]  # one kind in, the same kind out
 
 
-def _wrap(model: PyTree, described: Task, methods: tuple[str, ...]) -> Any:
+def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
     if inspect.isclass(model) and issubclass(model, eqx.Module):
         return _wrap_class(model, described, methods)
     if isinstance(model, functools.partial) and inspect.isclass(model.func):

@@ -41,7 +41,7 @@ def shard_axes(*names: Any, init: Callable[..., Any] | None = None) -> Callable[
     boxed = meta.with_partitioning(init or _default_init, names)
 
     @functools.wraps(boxed)
-    def make(key: Any, shape: Any, *args: PyTree, **kwargs: PyTree) -> Any:
+    def make(key: Any, shape: Any, *args: Any, **kwargs: Any) -> Any:
         if len(names) < len(shape):
             raise _wrong_number(names, shape)
         box = boxed(key, shape, *args, **kwargs)
@@ -50,7 +50,7 @@ def shard_axes(*names: Any, init: Callable[..., Any] | None = None) -> Callable[
     return make
 
 
-def _default_init(key: Any, shape: Any, *args: PyTree, **kwargs: PyTree) -> Any:
+def _default_init(key: Any, shape: Any, *args: Any, **kwargs: Any) -> Any:
     init = nn.initializers.lecun_normal() if len(shape) > 1 else nn.initializers.zeros
     return init(key, shape, *args, **kwargs)
 

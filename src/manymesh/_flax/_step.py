@@ -151,7 +151,7 @@ def parallelize_step(
     return (step, state, mesh) if local_batch is None else (step, state, mesh, _make_prepare(step, local_batch))
 
 
-def _check_model(model: PyTree, optimizer: Any) -> None:
+def _check_model(model: object, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
         found = f"the class {model.__name__}; write {model.__name__}(...)" if isinstance(model, type) else repr(model)
         raise ArgumentError(f"parallelize_step: the model has to be a Linen module, found {found}")

@@ -88,7 +88,7 @@ def task(
     return _wrap(model, described, tuple(methods))  # type: ignore[no-any-return]  # one kind in, the same kind out
 
 
-def _wrap(model: PyTree, described: Task, methods: tuple[str, ...]) -> Any:
+def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
     if inspect.isclass(model) and issubclass(model, nn.Module):
         return _wrap_class(model, described, methods)
     if isinstance(model, functools.partial):
@@ -195,7 +195,7 @@ def _is_box(x: Any) -> bool:
     return isinstance(x, flax_meta.Partitioned)
 
 
-def _constrained(x: Any) -> PyTree:
+def _constrained(x: Any) -> Any:
     return x.replace_boxed(_our_box(x).unbox()) if _is_box(x) else x
 
 
@@ -215,14 +215,14 @@ class _TaskScope(Scope):
     read the box before it has that shape. Scopes that Flax's own lifted transformations make inside a task are plain.
     """
 
-    def param(self, name: str, init_fn: Callable[..., Any], *args: PyTree, **kwargs: PyTree) -> Any:
-        def hidden(*args: PyTree, **kwargs: PyTree) -> Any:
+    def param(self, name: str, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def hidden(*args: Any, **kwargs: Any) -> Any:
             with _unconstrained():
                 return init_fn(*args, **kwargs)
 
         return super().param(name, hidden, *args, **kwargs)
 
-    def push(self, *args: PyTree, **kwargs: PyTree) -> Scope:
+    def push(self, *args: Any, **kwargs: Any) -> Scope:
         scope = super().push(*args, **kwargs)
         scope.__class__ = _TaskScope
         return scope

@@ -21,7 +21,6 @@ from .._mark import box_constraint_p, constraint_p
 from .._program import Fragment, Program
 from .._program._rewrite import trace_eqns
 from .._task import AxisRule, check_divides
-from .._types import PyTree
 from ..meta._rules import parts_of, resolve
 
 _FREE = PartitionSpec.UNCONSTRAINED
@@ -88,7 +87,7 @@ class _Resolver:
         if not any(map(self._has_names, _compat.jaxprs_in(eqn))):
             return eqn
 
-        def resolved(value: PyTree) -> Any:
+        def resolved(value: Any) -> Any:
             if _compat.is_jaxpr(value):
                 return self._jaxpr(value, mesh, rules)
             if isinstance(value, (tuple, list)) and any(map(_compat.is_jaxpr, value)):

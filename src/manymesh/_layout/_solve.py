@@ -25,7 +25,6 @@ from .. import _compat
 from .._compat import Propagated, Var
 from .._key import Keys
 from .._program import Fragment, Program
-from .._types import PyTree
 from ._constraints import Constraints
 from ._groups import Groups
 from ._layout import Decision, Layout
@@ -286,7 +285,7 @@ def says_more(jaxpr: Any) -> bool:
     )
 
 
-def _shards(value: PyTree) -> bool:
+def _shards(value: Any) -> bool:
     """Whether a parameter of an equation is, or holds, a sharding over devices."""
     if isinstance(value, tuple | list):
         return any(_shards(x) for x in value)
@@ -298,7 +297,7 @@ def _shards(value: PyTree) -> bool:
 def fragment_function(f: Fragment) -> Callable[..., Any]:
     """A fragment as a function of flat arrays, under its name."""
 
-    def fragment(*args: PyTree) -> Any:
+    def fragment(*args: jax.Array) -> Any:
         return jax.core.eval_jaxpr(f.jaxpr, [], *args)
 
     fragment.__name__ = fragment.__qualname__ = f.name

@@ -175,5 +175,5 @@ def _carried(fun: Callable[..., PureResult]) -> Callable[..., PureResult]:
     return carried
 
 
-def _carry(value: PyTree, axes: Axes, rules: Rules) -> Any:
+def _carry(value: Any, axes: Axes, rules: Rules) -> Any:
     return carry_box_names(value, axes.names, rules, "nnx.Variable")

@@ -107,7 +107,7 @@ def constrained(tree: PyTree, constrain: Callable[[Any, Axes, Rules], Any]) -> A
       constrain: from a value, the metadata of its variable and the rules for its names to the value.
     """
 
-    def on_leaf(x: Any) -> PyTree:
+    def on_leaf(x: Any) -> Any:
         if not isinstance(x, nnx.Variable):
             return x
         axes = axes_of_variable(x)

@@ -80,7 +80,7 @@ def task(
     return _wrap(model, described, tuple(methods))  # type: ignore[no-any-return]  # one kind in, the same kind out
 
 
-def _wrap(model: PyTree, described: Task, methods: tuple[str, ...]) -> Any:
+def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
     if inspect.isclass(model) and issubclass(model, nnx.Module):
         return _wrap_class(model, described, methods)
     if isinstance(model, functools.partial) and inspect.isclass(model.func):
@@ -154,5 +154,5 @@ def _marked(fun: Callable[..., Any], described: Task) -> Callable[..., PureResul
     return run
 
 
-def _constrain(value: PyTree, axes: Axes, rules: Rules) -> PyTree:
+def _constrain(value: Any, axes: Axes, rules: Rules) -> Any:
     return constrain(value, axes.names, None, "nnx.task", rules)

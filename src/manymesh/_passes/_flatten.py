@@ -26,7 +26,6 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Carry, Loop, Node, Pieces, shape_and_dtype
 from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
 from .._task import Task
-from .._types import PyTree
 from ._resolve import resolve_names
 from ._scopes import is_backward, matched_inside, tasks_inside
 
@@ -314,7 +313,7 @@ class _Flattener:
                 continue
             given = [v for v in (index, *cases) if _compat.is_var(v)]
 
-            def select(*arrays: PyTree, atoms: Any = (index, *cases)) -> Any:
+            def select(*arrays: jax.Array, atoms: Any = (index, *cases)) -> Any:
                 it = iter(arrays)
                 return lax.select_n(
                     *[next(it) if _compat.is_var(v) else lax.full((), v.val, v.aval.dtype) for v in atoms]
@@ -406,7 +405,7 @@ class _Flattener:
     def _stack(self, column: Sequence[Any], loop: int | None) -> Var:
         operands = [v for v in column if _compat.is_var(v)]
 
-        def stack(*arrays: PyTree) -> Any:
+        def stack(*arrays: jax.Array) -> Any:
             it = iter(arrays)
             return jax.numpy.stack([next(it) if _compat.is_var(v) else v.val for v in column])
 

@@ -14,7 +14,6 @@ from .._mark import Recording, box_constraint_p, constraint_p, task_scope
 from .._program._rewrite import trace_eqns
 from .._scope import Scope, enter_scope
 from .._task import Task
-from .._types import PyTree
 from ..meta._constrain import constrain
 
 
@@ -55,7 +54,7 @@ class _Resolver:
                 out.append(eqn)
         return out
 
-    def _param(self, value: PyTree) -> Any:
+    def _param(self, value: Any) -> Any:
         if _compat.is_jaxpr(value):
             return _compat.with_eqns(value, self.equations(_compat.open_jaxpr(value).eqns))
         if isinstance(value, (tuple, list)) and any(_compat.is_jaxpr(v) for v in value):

@@ -20,7 +20,6 @@ from .._program._edit import Editor
 from .._program._flat import FlatProgram
 from .._program._nodes import Carry, Node
 from .._program._rewrite import making, trace_nodes
-from .._types import PyTree
 
 _ADDS = ("add", "add_any")
 # Of one operand and blind to shapes: their parameters are right for a slice as they are for the stack.
@@ -111,6 +110,6 @@ class _Same:
     def __init__(self, eqn: Eqn) -> None:
         self.eqn = eqn
 
-    def __call__(self, x: Any) -> PyTree:
+    def __call__(self, x: Any) -> Any:
         operands = [v.val if isinstance(v, _compat.Literal) else x for v in self.eqn.invars]
         return self.eqn.primitive.bind(*operands, **self.eqn.params)

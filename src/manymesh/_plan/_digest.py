@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from .. import _compat
 from .._key import IGNORED
 from .._program import Fragment, Program
-from .._types import PyTree
 from ._instructions import Instruction, Plan, Run, Send, line
 from ._number import variables_of
 
@@ -189,7 +188,7 @@ def describe(sharding: Sharding | None) -> str:
     return _word(sharding)
 
 
-def _word(value: PyTree) -> str:
+def _word(value: object) -> str:
     """A parameter, literal or setting as text that is the same in every process."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return repr(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -28,31 +28,25 @@ def donatable_inputs(
       fragment -> positions of its inputs that die in every run, that the call owns, and that alias nothing. They may
       be more than the results can take over.
     """
-    runs: dict[int, list[int]] = defaultdict(list)  # fragment -> positions of its runs
+    runs: dict[int, list[tuple[int, Run]]] = defaultdict(list)  # fragment -> its runs, with their positions
     freed_by = np.full(num_slots, -1)
     for n, instruction in enumerate(instructions):
         if isinstance(instruction, Run):
-            runs[instruction.fragment].append(n)
+            runs[instruction.fragment].append((n, instruction))
             freed_by[list(instruction.free)] = n
     freed_by[[*lent, *aliases]] = -1
-    return {
-        fragment: _dying([cast(Run, instructions[n]).inputs for n in numbers], freed_by, np.array(numbers))
-        for fragment, numbers in runs.items()
-    }
+    return {fragment: _dying(numbered, freed_by) for fragment, numbered in runs.items()}
 
 
-def _dying(
-    inputs: list[tuple[int, ...]], freed_by: np.ndarray[Any, Any], numbers: np.ndarray[Any, Any]
-) -> tuple[int, ...]:
+def _dying(numbered: list[tuple[int, Run]], freed_by: np.ndarray[Any, Any]) -> tuple[int, ...]:
     """The positions whose slot each of the runs frees, and reads once.
 
     Args:
-      inputs: slots that each run of a fragment reads.
-      freed_by: for each slot, which instruction frees it.
-      numbers: which instructions the runs are.
+      numbered: the runs of a fragment, with their positions in the plan.
+      freed_by: for each slot, the position of the run that frees it; -1 where none may have it.
     """
-    slots = np.array(inputs, int).reshape(len(inputs), -1)
-    dying = (freed_by[slots] == numbers[:, None]).all(axis=0)
+    slots = np.array([run.inputs for _, run in numbered], int).reshape(len(numbered), -1)
+    dying = (freed_by[slots] == [[n] for n, _ in numbered]).all(axis=0)
     ordered = np.sort(slots, axis=1)
     if (ordered[:, 1:] == ordered[:, :-1]).any():
         for k in np.flatnonzero(dying):

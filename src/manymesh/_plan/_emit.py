@@ -240,9 +240,7 @@ class _Emitter:
         k, s = m or 0, f.submesh
         ins, outs = draft.reads[k], draft.makes[k]
         self.code.append((Run, (ins, outs), f.index, s, m, ins, outs))
-        results = (
-            self._results(f, m, draft) if m is not None and (draft.copied or (draft.final and m == draft.last)) else {}
-        )
+        results = self._results(f, m, draft) if m is not None and (draft.final or draft.copied) else {}
         for target in dict.fromkeys((*draft.sends, *results)) if results else draft.sends:
             numbers: tuple[int, ...] = ()
             given: tuple[int, ...] = ()

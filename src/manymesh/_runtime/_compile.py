@@ -12,7 +12,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from .. import _compat
-from .._types import PyTree
 
 Request = Generator["Future[Any]", Any, Any]
 
@@ -138,7 +137,7 @@ def run_requests(
     results: list[Any] = [None] * len(requests)
     active: dict[int, tuple[Request, Future[Any]]] = {}
 
-    def advance(k: int, request: Request, value: PyTree) -> None:
+    def advance(k: int, request: Request, value: Any) -> None:
         """Sends a value to a request."""
         try:
             active[k] = request, request.send(value)
@@ -160,7 +159,7 @@ def run_requests(
     return results
 
 
-def _noted(name: str, call: Callable[..., None], *args: PyTree) -> None:
+def _noted(name: str, call: Callable[..., None], *args: Any) -> None:
     """The call; an exception says which fragment it is about."""
     try:
         call(*args)

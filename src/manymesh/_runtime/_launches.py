@@ -23,7 +23,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .. import _compat
 from .._plan._instructions import Run
-from .._types import PyTree
 from ._relayout import Relayouts
 
 LAUNCHES = 16  # unfinished ones at a time
@@ -118,7 +117,7 @@ class Launches:
             assert isinstance(mesh, Mesh), "what runs has devices"
             wide = frozenset(d.id for d in mesh.devices.flat if d.process_index == me)
 
-        def counted(*args: PyTree) -> Any:
+        def counted(*args: jax.Array) -> Any:
             self._make_room(wide)
             results = call(*args)
             launch = Launch(run, witness(results), wide)

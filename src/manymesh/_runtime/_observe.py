@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import jax
 
 from .._plan._instructions import Instruction
-from .._types import PyTree
 
 
 class Observer:
@@ -17,7 +16,7 @@ class Observer:
     are run as one copy inside this process are told as two, with the copy in the `Receive`.
     """
 
-    def moves_argument(self, position: int, value: PyTree, sharding: jax.sharding.NamedSharding) -> None:
+    def moves_argument(self, position: int, value: object, sharding: jax.sharding.NamedSharding) -> None:
         """An argument is not yet where the program wants it.
 
         Args:

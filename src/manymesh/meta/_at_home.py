@@ -74,7 +74,7 @@ def when_imported(callbacks: dict[str, Callable[[ModuleType], None]]) -> None:
         sys.meta_path.insert(0, finder)
 
 
-def register_serialization(serialization: PyTree, cls: type) -> None:
+def register_serialization(serialization: ModuleType, cls: type) -> None:
     """Teaches ``flax.serialization`` a class of boxes: the state is the value alone, as for Flax's own boxes.
 
     Metadata are code, not state: they come from the target. Bytes written from Flax's boxes can be read into ours and
@@ -100,12 +100,12 @@ def register_serialization(serialization: PyTree, cls: type) -> None:
     serialization.register_serialization_state(cls, to_state, from_state, override=True)
 
 
-def _tell_core(module: PyTree) -> None:
+def _tell_core(module: ModuleType) -> None:
     module.AxisMetadata.register(AxisMetadata)
     module.Partitioned.register(Partitioned)  # for nn.tabulate, which prints names of these only
 
 
-def _tell_serialization(module: PyTree) -> None:
+def _tell_serialization(module: ModuleType) -> None:
     on_subclass(functools.partial(register_serialization, module))
 
 

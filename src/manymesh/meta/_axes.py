@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._errors import MetadataError
-from .._types import PyTree
 
 PARTITION_NAME = "partition_name"
 """Key in the parameters of a transformation under which the name of the new axis is given."""
@@ -131,7 +130,7 @@ def check_names(names: Any, where: object) -> Names:
     return names  # type: ignore[no-any-return]
 
 
-def _check_name(name: PyTree, where: object) -> PyTree:
+def _check_name(name: Any, where: object) -> Any:
     if name is None or isinstance(name, str) or name is PartitionSpec.UNCONSTRAINED:
         return name
     if isinstance(name, (tuple, list)) and all(isinstance(part, str) for part in name):
@@ -142,7 +141,7 @@ def _check_name(name: PyTree, where: object) -> PyTree:
     )
 
 
-def axis_name(params: Mapping[Any, Any] | None, where: object) -> PyTree:
+def axis_name(params: Mapping[Any, Any] | None, where: object) -> Any:
     """The name that a transformation gives to its axis; None where it says that it has none.
 
     Raises:
@@ -177,7 +176,7 @@ def _unspecified() -> type[MetadataError]:
     return _unspecified_error[0]
 
 
-def with_axis(axes: Axes, index: int, name: PyTree, rank: int | None, where: object) -> Axes:
+def with_axis(axes: Axes, index: int, name: Any, rank: int | None, where: object) -> Axes:
     """Inserts an axis.
 
     Args:
@@ -209,7 +208,7 @@ def with_axis(axes: Axes, index: int, name: PyTree, rank: int | None, where: obj
     return make_axes(names, axes.mesh, axes.rules, axes.logical, padded)
 
 
-def without_axis(axes: Axes, index: int, name: PyTree, rank: int | None, where: object) -> Axes:
+def without_axis(axes: Axes, index: int, name: Any, rank: int | None, where: object) -> Axes:
     """Removes an axis; the inverse of `with_axis` with the same arguments.
 
     Args:

@@ -92,7 +92,7 @@ _new: Callable[[type], Any] = object.__new__
 _FOREIGN = ("value", "names", "mesh", "get_partition_spec")
 
 
-def is_axis_metadata(val: PyTree) -> bool:
+def is_axis_metadata(val: object) -> bool:
     """Whether a value is a box: an `AxisMetadata`, or anything with the methods of one, such as Flax's boxes.
 
     Example:

@@ -19,7 +19,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .. import _compat
 from .._errors import AxisError, MetadataError
 from .._scope import Carrier, Scope, current_carrier, current_scope, names_may_be_known
-from .._types import PyTree
 from ._axes import AnyMesh, Names
 from ._paths import describe, nearest
 from ._rules import Rules, parts_of, resolve
@@ -32,12 +31,12 @@ def is_active(mesh: AnyMesh | None = None) -> bool:
     return mesh is not None or names_may_be_known() or not jax.sharding.get_abstract_mesh().empty
 
 
-def is_constrainable(value: PyTree) -> bool:
+def is_constrainable(value: object) -> bool:
     """Whether a value has a sharding to constrain: an array or a tracer, not a description of one."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
-def constrain(value: PyTree, names: Names, mesh: AnyMesh | None, where: object, rules: Rules = ()) -> PyTree:
+def constrain(value: jax.Array, names: Names, mesh: AnyMesh | None, where: object, rules: Rules = ()) -> Any:
     """Constrains the arrays of a value.
 
     Args:
@@ -62,7 +61,7 @@ def constrain(value: PyTree, names: Names, mesh: AnyMesh | None, where: object, 
     return constrain_to_axes(value, axes, mesh, where)
 
 
-def constrain_to_axes(value: PyTree, axes: Names, mesh: AnyMesh | None, where: object) -> PyTree:
+def constrain_to_axes(value: jax.Array, axes: Names, mesh: AnyMesh | None, where: object) -> Any:
     """Constrains the arrays of a value outside every task; ``axes`` are device axes."""
     ambient = jax.sharding.get_abstract_mesh()
     if mesh is None and ambient.empty:
@@ -70,7 +69,7 @@ def constrain_to_axes(value: PyTree, axes: Names, mesh: AnyMesh | None, where: o
     return jax.tree.map(lambda leaf: _on_mesh(leaf, axes, mesh, ambient, where), value)
 
 
-def check_rank(value: PyTree, names: Names, where: object) -> None:
+def check_rank(value: jax.Array, names: Names, where: object) -> None:
     """Raises if there are more names than dimensions."""
     if len(names) > value.ndim:
         raise MetadataError(
@@ -79,14 +78,14 @@ def check_rank(value: PyTree, names: Names, where: object) -> None:
         )
 
 
-def _carried(value: PyTree, names: Names, carrier: Carrier, where: object, rules: Rules) -> PyTree:
+def _carried(value: jax.Array, names: Names, carrier: Carrier, where: object, rules: Rules) -> Any:
     if not is_constrainable(value):
         return value
     check_rank(value, names, where)
     return carrier(value, names, rules, where)
 
 
-def _in_task(value: PyTree, names: Names, scope: Scope, where: object, rules: Rules) -> PyTree:
+def _in_task(value: jax.Array, names: Names, scope: Scope, where: object, rules: Rules) -> Any:
     if scope.mesh is None or not is_constrainable(value):
         return value
     if len(names) - value.ndim > _compat.vmapped():  # vmap may have taken the axis that the first name is for
@@ -116,7 +115,7 @@ def _translate(names: Names, rules: Rules, known: set[str], axes: tuple[str, ...
     return tuple(result)
 
 
-def _on_mesh(value: PyTree, axes: Names, mesh: AnyMesh | None, ambient: AbstractMesh, where: object) -> PyTree:
+def _on_mesh(value: jax.Array, axes: Names, mesh: AnyMesh | None, ambient: AbstractMesh, where: object) -> Any:
     if not is_constrainable(value):
         return value
     check_rank(value, axes, where)
@@ -146,7 +145,7 @@ def check_axes(axes: Names, mesh: AnyMesh, where: object) -> None:
         seen.add(part)
 
 
-def _concrete(value: PyTree, mesh: AnyMesh | None, ambient: AbstractMesh) -> Mesh | None:
+def _concrete(value: jax.Array, mesh: AnyMesh | None, ambient: AbstractMesh) -> Mesh | None:
     """Devices for an eager constraint; None while tracing, where the surrounding mesh has them."""
     if isinstance(value, jax.core.Tracer):
         return None
@@ -159,7 +158,7 @@ def _concrete(value: PyTree, mesh: AnyMesh | None, ambient: AbstractMesh) -> Mes
     return found if not found.empty and found.abstract_mesh == ambient else None
 
 
-def _apply(value: PyTree, axes: Names, mesh: AnyMesh, concrete: Mesh | None) -> PyTree:
+def _apply(value: jax.Array, axes: Names, mesh: AnyMesh, concrete: Mesh | None) -> Any:
     types: Mapping[str, AxisType] = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     entries = (*axes, *(None,) * (value.ndim - len(axes)))
     if concrete is not None and {AxisType.Auto, AxisType.Explicit} <= set(types.values()):
@@ -177,7 +176,7 @@ def _apply(value: PyTree, axes: Names, mesh: AnyMesh, concrete: Mesh | None) -> 
     return jax.lax.with_sharding_constraint(value, _target(PartitionSpec(*auto), concrete))
 
 
-def _reshard(value: PyTree, entries: Names, types: Mapping[str, AxisType], concrete: Mesh | None) -> PyTree:
+def _reshard(value: jax.Array, entries: Names, types: Mapping[str, AxisType], concrete: Mesh | None) -> Any:
     explicit = tuple(_keep(entry, types, AxisType.Explicit) for entry in entries)
     current = getattr(jax.typeof(value).sharding, "spec", ())
     return jax.sharding.reshard(value, _target(PartitionSpec(*_settle(explicit, current)), concrete))

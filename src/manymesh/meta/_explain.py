@@ -152,7 +152,7 @@ def _explain_leaf(
     return report, findings
 
 
-def _resolve(place: str, axes: Axes, names: Names, rules: Rules, find: PyTree) -> Resolution:
+def _resolve(place: str, axes: Axes, names: Names, rules: Rules, find: Any) -> Resolution:
     if not axes.logical:
         return Resolution(names, (None,) * len(names), (), ())
     try:
@@ -179,7 +179,7 @@ def _resolve(place: str, axes: Axes, names: Names, rules: Rules, find: PyTree) -
     return resolution
 
 
-def _known_axes(place: str, resolution: Resolution, rules: Rules, mesh: AnyMesh, find: PyTree) -> Names:
+def _known_axes(place: str, resolution: Resolution, rules: Rules, mesh: AnyMesh, find: Any) -> Names:
     """The device axes without those that the mesh does not have and those that stand twice."""
     seen: set[str] = set()
     result: list[Any] = []

@@ -75,7 +75,7 @@ class LogicallyPartitioned(Partitioned[A]):
     def _rules_of(self, updates: dict[str, Any]) -> Any:
         return as_rules(updates.pop("rules", self._axes.rules))
 
-    def _constrained(self) -> PyTree:
+    def _constrained(self) -> Any:
         axes = self._axes
         rules = get_logical_axis_rules() if axes.rules is None else axes.rules
         if not rules and not names_may_be_known():
@@ -97,7 +97,7 @@ class LogicallyPartitioned(Partitioned[A]):
         return {**super().to_nnx_metadata(), "sharding_rules": self._axes.rules}
 
     @classmethod
-    def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> PyTree:
+    def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> Any:
         """A box from the value and the metadata of a Flax NNX ``Variable``; what a box does not have is left out."""
         names = metadata.get("out_sharding", metadata.get("sharding"))
         rules = metadata.get("sharding_rules")
@@ -183,7 +183,7 @@ def with_logical_constraint(
     )
 
 
-def _constrain_names(x: PyTree, names: Any, rules: Rules, mesh: AnyMesh | None, fallback: RulesFallback) -> PyTree:
+def _constrain_names(x: Any, names: Any, rules: Rules, mesh: AnyMesh | None, fallback: RulesFallback) -> Any:
     where = "with_logical_constraint"
     names = check_names(names, where)
     if names_may_be_known():

@@ -62,7 +62,7 @@ class Partitioned(AxisMetadata[A]):
         self._value = value
         self._axes = make_axes(check_names(names, type(self).__name__), mesh)
 
-    def __init_subclass__(cls, **kwargs: PyTree) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _register(cls)
         for hook in _subclass_hooks:
@@ -93,7 +93,7 @@ class Partitioned(AxisMetadata[A]):
             return cast(A, self._constrained())
         return cast(A, self._value)
 
-    def _constrained(self) -> PyTree:
+    def _constrained(self) -> Any:
         return constrain(self._value, self._axes.names, self._axes.mesh, self)
 
     def _fields(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Partitioned(AxisMetadata[A]):
         """These names around another value."""
         return self._with(val, self._axes)
 
-    def replace(self: Self, **updates: PyTree) -> Self:
+    def replace(self: Self, **updates: Any) -> Self:
         """A box with some of ``value``, ``names`` and ``mesh`` replaced.
 
         Raises:
@@ -164,7 +164,7 @@ class Partitioned(AxisMetadata[A]):
         return {"value": self._value, "out_sharding": self._axes.names, "mesh": self._axes.mesh}
 
     @classmethod
-    def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> PyTree:
+    def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> Any:
         """A box from the value and the metadata of a Flax NNX ``Variable``; what a box does not have is left out."""
         names = metadata.get("out_sharding", metadata.get("sharding"))
         return cls(metadata["value"], () if names is None else names, metadata.get("mesh"))
@@ -236,7 +236,7 @@ def register_compact(cls: type) -> None:
     def flatten_with_keys(box: PyTree) -> tuple[tuple[tuple[Any, Any]], Axes]:
         return ((_KEY, box._value),), box._axes
 
-    def unflatten(axes: Axes, children: PyTree) -> PyTree:
+    def unflatten(axes: Axes, children: Any) -> Any:
         box: Any = object.__new__(cls)
         (box._value,) = children
         box._axes = axes
@@ -257,7 +257,7 @@ def _register(cls: type) -> None:
     def flatten_with_keys(box: PyTree) -> tuple[tuple[tuple[Any, Any]], Any]:
         return ((_KEY, box._value),), (box._axes, own_state(box))
 
-    def unflatten(aux: Any, children: PyTree) -> PyTree:
+    def unflatten(aux: Any, children: Any) -> Any:
         box: Any = object.__new__(cls)
         for name, state in aux[1]:
             object.__setattr__(box, name, state)

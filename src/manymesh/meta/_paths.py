@@ -13,8 +13,6 @@ from typing import Any
 import jax
 from jax.tree_util import DictKey, GetAttrKey
 
-from .._types import PyTree
-
 
 def format_path(path: tuple[Any, ...]) -> str:
     """A key path as Python source, its first key taken as a variable's name.
@@ -42,7 +40,7 @@ def format_path(path: tuple[Any, ...]) -> str:
     return "tree" + jax.tree_util.keystr(path)
 
 
-def describe(value: PyTree) -> str:
+def describe(value: object) -> str:
     """A value in a few characters: ``float32[4,8]`` for anything with a shape and a dtype, else its type."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is not None and dtype is not None:
@@ -59,7 +57,7 @@ def nearest(name: object, known: Iterable[object]) -> str:
     return f"; known names: {', '.join(map(repr, names))}" if names else "; no names are known"
 
 
-def rank_of(value: PyTree) -> int | None:
+def rank_of(value: object) -> int | None:
     """How many dimensions a value has; None for what has no shape."""
     shape = getattr(value, "shape", None)
     return None if shape is None else len(shape)

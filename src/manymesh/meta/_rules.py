@@ -25,7 +25,6 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._errors import AxisError
-from .._types import PyTree
 from ._axes import Names, check_names
 
 Rule: TypeAlias = tuple[str, Any]
@@ -41,7 +40,7 @@ class RulesFallback(enum.Enum):
     NO_CONSTRAINT = "no_constraint"
 
 
-def as_fallback(fallback: PyTree) -> RulesFallback:
+def as_fallback(fallback: object) -> RulesFallback:
     """One of our fallbacks; Flax's are told by their names.
 
     Raises:
@@ -89,7 +88,7 @@ def _is_normal(rules: tuple[Any, ...]) -> bool:
         return False
 
 
-def _as_rule(rule: PyTree) -> Rule:
+def _as_rule(rule: Any) -> Rule:
     if isinstance(rule, (tuple, list)) and len(rule) == 2 and isinstance(rule[0], str):
         name, axes = rule
         if axes is None or isinstance(axes, str) or axes is PartitionSpec.UNCONSTRAINED:

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from .._errors import ArgumentError
-from .._types import PyTree
 from ._axes import AnyMesh, Axes, make_axes
 from ._paths import format_path
 from ._rules import Rules, parts_of
@@ -122,7 +121,7 @@ def _in_task(task: TaskLike, mesh: Mesh, axes: Axes, others: Rules) -> tuple[Axe
     return names, (*own, *outer, *((axis, axis) for axis in mesh.axis_names))
 
 
-def _cut(target: PyTree, mesh: Mesh) -> PyTree:
+def _cut(target: Any, mesh: Mesh) -> Any:
     """What a rule that was written for the whole mesh says on a submesh."""
     kept = tuple(part for part in parts_of(target) if part in mesh.axis_names)
     return (kept[0] if isinstance(target, str) else kept) if kept else None

@@ -14,7 +14,6 @@ from ..._compat import Atom, Var
 from ..._program._flat import FlatProgram
 from ..._program._nodes import Carry, Loop, Node, Pieces, nbytes
 from ..._program._rewrite import making, trace_nodes
-from ..._types import PyTree
 from ._find import Split, tie_at
 from ._ties import Tie, block_aval, block_eqn, joins_blocks, taken_apart
 
@@ -208,7 +207,7 @@ class Rewriter:
         combine = getattr(lax, _COMBINE[tie.combined_by])
         partial = [outs[0] for outs in self._each(n, tie, split)]
 
-        def total(*xs: PyTree) -> Any:
+        def total(*xs: Any) -> Any:
             result = xs[0]
             for x in xs[1:]:
                 result = combine(result, x)
@@ -243,7 +242,7 @@ class Rewriter:
             start = k * (length // count)
             keeps = len(_compat.shape(out)) == len(_compat.shape(v))
 
-            def part(x: Any, a: int = a - start, b: int = b - start, keeps: bool = keeps) -> PyTree:
+            def part(x: Any, a: int = a - start, b: int = b - start, keeps: bool = keeps) -> Any:
                 taken = lax.slice_in_dim(x, a, b, axis=split.dim)
                 return taken if keeps else lax.squeeze(taken, (split.dim,))
 
@@ -290,7 +289,7 @@ class Rewriter:
         cut = []
         for k in range(len(split.submeshes)):
 
-            def part(x: Any, k: int = k) -> PyTree:
+            def part(x: Any, k: int = k) -> Any:
                 return lax.slice_in_dim(x, k * size, (k + 1) * size, axis=split.dim)
 
             nodes, (out,) = trace_nodes(

@@ -30,7 +30,6 @@ from ..._program._flat import FlatProgram
 from ..._program._nodes import Carry, Node, shape_and_dtype
 from ..._program._placement import Placement
 from ..._program._rewrite import Tags, making, substitute, trace_eqns
-from ..._types import PyTree
 from ._dims import Analysis, Entry, Frame, Value, constraint_entries
 from ._linear import is_zero, linear_operands
 from ._links import shape_of
@@ -267,7 +266,7 @@ class _Rewriter:
             whole.append(not is_parts and k in together and not is_zero(frame, v))
             axes.append(0 if is_parts or whole[-1] else None)
 
-        def each_part(*xs: PyTree) -> Any:
+        def each_part(*xs: jax.Array) -> Any:
             xs = tuple(over.spread(x) if w else x for x, w in zip(xs, whole, strict=True))
             return jax.vmap(lambda *ys: eqn.primitive.bind(*ys, **eqn.params), in_axes=tuple(axes))(*xs)
 
