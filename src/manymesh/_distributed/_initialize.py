@@ -231,6 +231,6 @@ class _Hook:
 
 def _leave(world: World) -> None:
     """The script has ended: what others still want is given, and nobody is left alone with JAX's own farewell."""
-    world.wires.flood(flood_of("left", world, calls=world.doing.calls))
+    world.wires.flood(flood_of("left", world, **world.doing._asdict()))
     with world.changed:
         world.changed.wait_for(lambda: all(p.left for p in world.progress.values()))

@@ -72,15 +72,13 @@ class Watch(threading.Thread):
     def _progress(self, peer: int, message: Message) -> None:
         """Passes on how far a process is, and notes it, in this order: whoever hears the last one may leave."""
         world, known = self.world, self.world.progress.get(message["origin"])
-        calls = message["calls"]
-        if known is None or known.left or calls < known.calls:
+        if known is None or known.left or message["calls"] < known.calls:
             return
-        if message["kind"] == "left":
+        doing, left = Doing(message["calls"], message["label"], message["busy"]), message["kind"] == "left"
+        if left or doing != (known.calls, known.label, known.busy):
             world.wires.flood(message, besides=peer)
-            known.left, known.calls, known.busy = True, calls, ""
-        elif (calls, message["label"], message["busy"]) != (known.calls, known.label, known.busy):
-            world.wires.flood(message, besides=peer)
-            known.calls, known.label, known.busy = calls, message["label"], message["busy"]
+            known.calls, known.label, known.busy = doing
+            known.left = left
         with world.changed:
             world.changed.notify_all()
 
