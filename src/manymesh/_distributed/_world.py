@@ -77,6 +77,8 @@ class World:
       host: address that this process listens on.
       death_timeout, stall_timeout: seconds; see `initialize`.
       asked: name of the transport that was asked for; None where the backend decides.
+      carriers: name of a transport -> what carries arrays by it, once it was needed.
+      agreed: what all processes have agreed to mean, so that they need not ask again.
     """
 
     process: int
@@ -91,6 +93,8 @@ class World:
     progress: dict[int, Progress] = field(default_factory=dict)
     submeshes: dict[int, str] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
+    carriers: dict[str, Any] = field(default_factory=dict)
+    agreed: set[Any] = field(default_factory=set)
     _sent: dict[int, int] = field(default_factory=dict)
     _received: dict[int, int] = field(default_factory=dict)
     _acknowledged: dict[int, int] = field(default_factory=dict)

@@ -12,7 +12,6 @@ from ._permute import Permutes
 from ._pull import Puller
 
 _KINDS: dict[str, Callable[[World], Carrier]] = {"pull": Puller, "device_put": CrossHostPuts, "ppermute": Permutes}
-_made: dict[str, Carrier] = {}
 
 
 def carrier() -> Carrier:
@@ -23,6 +22,6 @@ def carrier() -> Carrier:
     """
     world = several()
     name = world.asked or of_backend()
-    if name not in _made:
-        _made[name] = _KINDS[name](world)
-    return _made[name]
+    if name not in world.carriers:
+        world.carriers[name] = _KINDS[name](world)
+    return world.carriers[name]  # type: ignore[no-any-return]  # the world is below what carries

@@ -68,9 +68,6 @@ def fetch(tree: PyTree, process: int | None = None) -> PyTree:
     return structure.unflatten(values)
 
 
-_agreed: set[Any] = set()
-
-
 def _agree(processes: World, structure: Any, leaves: list[Any], shardings: list[Sharding | None]) -> None:
     """The first time that such a tree is fetched, all processes have to mean the same."""
     shapes = tuple(
@@ -78,12 +75,12 @@ def _agree(processes: World, structure: Any, leaves: list[Any], shardings: list[
         for x, s in zip(leaves, shardings, strict=True)
     )
     key = (structure, shapes, tuple(shardings))
-    if key in _agreed:
+    if key in processes.agreed:
         return
     said = [f"leaf {k}: {shape} {describe(s)}" for k, (shape, s) in enumerate(zip(shapes, shardings, strict=True))]
     number = processes.begin("manymesh.fetch of a new tree")
     agree(processes, "manymesh.fetch", number, {"arrays": "\n".join(said)}, lambda _: said)
-    _agreed.add(key)
+    processes.agreed.add(key)
 
 
 def _value(number: int, x: Any, sharding: Sharding | None, takers: Any) -> Any:
