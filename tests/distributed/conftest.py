@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode does not: pool 
 from pool import Pool  # noqa: E402
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """One worker has all tests of the pool: there is one, and what its processes have compiled is there."""
     for item in items:
@@ -21,8 +22,11 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def pool():
+def pool(request):
     """Two processes of four devices each."""
+    # Else every worker would start processes, and compile in them.
+    if getattr(request.config.option, "loadgroup", False):
+        assert any(item.nodeid.endswith("@pool") for item in request.session.items), "pytest-xdist groups nothing"
     made = Pool()
     yield made
     made.close()
