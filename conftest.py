@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 from importlib.metadata import version
 
 import hypothesis
@@ -29,6 +30,28 @@ if not os.environ.get("OPTIMIZED"):
 _given = os.environ.get("XLA_FLAGS", "").split()
 _names = {flag.partition("=")[0] for flag in _given}
 os.environ["XLA_FLAGS"] = " ".join([*_given, *(flag for flag in _flags if flag.partition("=")[0] not in _names)])
+
+
+def _share_contexts() -> None:
+    """Lets the programs of a thread share their MLIR context, ten at a time, as JAX itself does from 0.11 on.
+
+    JAX 0.10 makes a context for each program, which takes longer than the rest of lowering a small one.
+    """
+    from jax._src.interpreters import mlir
+
+    make, shared = mlir.make_ir_context, threading.local()
+
+    def make_ir_context():
+        if getattr(shared, "left", 0) == 0:
+            shared.context, shared.left = make(), 10
+        shared.left -= 1
+        return shared.context
+
+    mlir.make_ir_context = make_ir_context
+
+
+if version("jax").startswith("0.10."):
+    _share_contexts()
 
 # One example may compile several programs: a deadline or a speed check would fail on the first one.
 _SLOW_EXAMPLES = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
