@@ -5,9 +5,10 @@ It stands at the root, above both trees, so that it is read before anything impo
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
-import threading
+import sys
 from importlib.metadata import version
 
 import hypothesis
@@ -31,28 +32,6 @@ _given = os.environ.get("XLA_FLAGS", "").split()
 _names = {flag.partition("=")[0] for flag in _given}
 os.environ["XLA_FLAGS"] = " ".join([*_given, *(flag for flag in _flags if flag.partition("=")[0] not in _names)])
 
-
-def _share_contexts() -> None:
-    """Lets the programs of a thread share their MLIR context, ten at a time, as JAX itself does from 0.11 on.
-
-    JAX 0.10 makes a context for each program, which takes longer than the rest of lowering a small one.
-    """
-    from jax._src.interpreters import mlir
-
-    make, shared = mlir.make_ir_context, threading.local()
-
-    def make_ir_context():
-        if getattr(shared, "left", 0) == 0:
-            shared.context, shared.left = make(), 10
-        shared.left -= 1
-        return shared.context
-
-    mlir.make_ir_context = make_ir_context
-
-
-if version("jax").startswith("0.10."):
-    _share_contexts()
-
 # One example may compile several programs: a deadline or a speed check would fail on the first one.
 _SLOW_EXAMPLES = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
 # `ci` always draws the same examples, so that a red build comes from the change under test.
@@ -69,6 +48,12 @@ hypothesis.settings.register_profile(
 # For a second pair of Python and JAX, after `ci` has run on the first.
 hypothesis.settings.register_profile("brief", hypothesis.settings.get_profile("ci"), max_examples=3)
 hypothesis.settings.load_profile("ci")  # `--hypothesis-profile` is read later and wins
+
+
+def pytest_collection_finish() -> None:
+    """Where tests were found that use JAX, it compiles less."""
+    if "jax" in sys.modules:
+        importlib.import_module("compiling").set_up()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
