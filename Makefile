@@ -12,6 +12,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q
 
+# Dozens of tests start processes, each of which would compile the package's sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check format docs bench fuzz realworld clean
 

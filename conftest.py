@@ -5,8 +5,10 @@ It stands at the root, above both trees, so that it is read before anything impo
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
+import sys
 from importlib.metadata import version
 
 import hypothesis
@@ -46,6 +48,12 @@ hypothesis.settings.register_profile(
 # For a second pair of Python and JAX, after `ci` has run on the first.
 hypothesis.settings.register_profile("brief", hypothesis.settings.get_profile("ci"), max_examples=3)
 hypothesis.settings.load_profile("ci")  # `--hypothesis-profile` is read later and wins
+
+
+def pytest_collection_finish() -> None:
+    """Where tests were found that use JAX, it compiles less."""
+    if "jax" in sys.modules:
+        importlib.import_module("compiling").set_up()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -39,6 +39,16 @@ def microbatched(fun=None, *, argnum=1, num_microbatches=4, reduce="mean", **opt
     return mm.microbatch(fun, argnum=argnum, num_microbatches=num_microbatches, reduce=reduce, **options)
 
 
+def initial(init, *args, **kwargs):
+    """Variables of a Linen module as its ``init`` describes them, with numbers of NumPy.
+
+    Called as it is, ``init`` compiles a program for each line of the model.
+    """
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(init, *args, **kwargs)
+    return jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) * 0.3, s.dtype), shapes)
+
+
 def reference(fun, *args, **kwargs):
     """The call in reference mode."""
     with mm.ignore_transforms():

@@ -227,14 +227,18 @@ def test_a_second_call_compiles_nothing():
     step = mm.jit(microbatched())
     jax.block_until_ready(step(parameters(), rows()))
     seen = []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, secs, **_: seen.append(name))
+
+    def listen(name, secs, **_):
+        seen.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         args = parameters(1), rows(8, 2)
         jax.block_until_ready(args)
         seen.clear()
         jax.block_until_ready(step(*args))
     finally:
-        jax.monitoring.clear_event_listeners()
+        jax.monitoring.unregister_event_duration_listener(listen)
     assert not [name for name in seen if "compile" in name or "trace" in name], seen
 
 

@@ -16,6 +16,8 @@ import manymesh as mm
 from manymesh import errors
 from stages import WIDTH, back, front, loss, microbatched, parameters, rows
 
+pytestmark = pytest.mark.once
+
 
 def mesh(shape=(2, 2), axes=("data", "model"), start=0):
     count = int(np.prod(shape))

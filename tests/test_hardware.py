@@ -8,6 +8,8 @@ import pytest
 from manymesh.errors import ArgumentError
 from manymesh.inspect import Hardware
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize("name", Hardware.ready())
 def test_what_is_ready_is_within_reason(name):

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import manymesh as mm
 from flax import nnx
 from manymesh.flax import shard_axes, task
-from stages import assert_agrees, assert_same, microbatched, reference
+from stages import assert_agrees, assert_same, initial, microbatched, reference
 
 pytestmark = pytest.mark.once
 
@@ -99,7 +99,7 @@ def test_a_linen_transformer_with_scanned_layers_over_three_submeshes(layers=4):
             return task(nn.Dense, "head", mesh=submeshes[2])(VOCABULARY)(x)
 
     model = Transformer()
-    params = model.init(jax.random.key(0), tokens())["params"]
+    params = initial(model.init, jax.random.key(0), tokens())["params"]
     program = mm.jit(lambda p, b: model.apply({"params": p}, b)).lower(params, tokens()).program
     assert {f.submesh for f in program.fragments if f.name.startswith("layer")} == {0, 1, 2}
     _, looped = grads_of(lambda p, b: next_token_loss(model.apply({"params": p}, b), b))
@@ -122,7 +122,7 @@ def test_a_tied_embedding_over_four_stages():
             return self.embedding.logits(x)
 
     model = Tied()
-    params = model.init(jax.random.key(0), tokens())["params"]
+    params = initial(model.init, jax.random.key(0), tokens())["params"]
     _, looped = grads_of(lambda p, b: next_token_loss(model.apply({"params": p}, b), b))
     assert_agrees(looped, params, tokens(), tolerance=5e-5)
 
@@ -249,10 +249,10 @@ def test_bf16_compute_with_float32_master_weights():
 
     params = [floats(WIDTH, WIDTH), floats(WIDTH, WIDTH, seed=1)]
     state = plain = (params, optimizer.init(params))
-    train = mm.jit(step)
+    train, alone = mm.jit(step), jax.jit(step)
     for i in range(3):
         state, value = train(state, floats(8, WIDTH, seed=i))
-        plain, expected = reference(step, plain, floats(8, WIDTH, seed=i))
+        plain, expected = reference(alone, plain, floats(8, WIDTH, seed=i))
         assert_same(value, expected, tolerance=2e-2)
     assert_same(state, plain, tolerance=5e-2)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state) if x.ndim)
@@ -274,7 +274,7 @@ def test_dropout():
             return x
 
     net = Net()
-    params = net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, floats(8, WIDTH))["params"]
+    params = initial(net.init, {"params": jax.random.key(0), "dropout": jax.random.key(1)}, floats(8, WIDTH))["params"]
 
     def loss(p, x, key):
         return jnp.mean(net.apply({"params": p}, x, rngs={"dropout": key}) ** 2)
@@ -322,10 +322,10 @@ def two_stages():
 
 def train(step, state, steps=3):
     """Steps of the compiled and of the reference program, compared; returns the compiled step."""
-    compiled, plain = mm.jit(step), state
+    compiled, alone, plain = mm.jit(step), jax.jit(step), state
     for i in range(steps):
         state, value = compiled(state, floats(8, 32, seed=i))
-        plain, expected = reference(step, plain, floats(8, 32, seed=i))
+        plain, expected = reference(alone, plain, floats(8, 32, seed=i))
         assert_same((state, value), (plain, expected), tolerance=1e-4)
     return compiled.lower(state, floats(8, 32)).compile()
 

@@ -8,6 +8,8 @@ from jax.sharding import AxisType, Mesh
 import manymesh as mm
 from manymesh._topology import auto_mesh, resolve_devices
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.parametrize("axis_type", list(AxisType)[:2])
 @pytest.mark.parametrize("axis", ["stage", "data", "model"])

@@ -10,6 +10,8 @@ import manymesh as mm
 from manymesh import errors
 from stages import WIDTH, back, dense, front, loss, microbatched, parameters, rows
 
+pytestmark = pytest.mark.once
+
 grad = jax.value_and_grad(loss)
 second = mm.task(dense, "second", devices=[1])
 third = mm.task(dense, "third", devices=[0])

@@ -24,6 +24,8 @@ import manymesh.flax
 from manymesh import errors, meta, schedules
 from stages import WIDTH, back, front, loss, microbatched, parameters, rows
 
+pytestmark = pytest.mark.once
+
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data"))
 PACKAGE = str(Path(mm.__file__).parent)
 

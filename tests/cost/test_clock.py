@@ -12,6 +12,8 @@ from manymesh._cost._clock import Durations, run_clock
 from manymesh._plan._instructions import Send
 from stages import microbatched, parameters, rows
 
+pytestmark = pytest.mark.once
+
 FORWARD, BACKWARD, WEIGHT, HOP = (1.0, 1.5, 0.5, 1.25), (2.0, 2.5, 1.5, 2.25), (1.0, 1.0, 0.5, 1.0), 0.125
 
 

@@ -14,6 +14,8 @@ from manymesh._report import Report
 from manymesh.inspect import Hardware
 from stages import WIDTH, back, loss, microbatched, parameters, rows
 
+pytestmark = pytest.mark.once
+
 
 def step(p, x):
     value, grads = microbatched()(p, x)

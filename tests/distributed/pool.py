@@ -103,8 +103,10 @@ def main(folder: Path) -> None:
     """What runs in each process."""
     threading.Thread(target=_abandoned, args=(folder,), daemon=True).start()
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    import compiling
     import manymesh as mm
 
+    compiling.set_up()
     # Asked for here, this transport is there later; `programs.under` chooses one for each function.
     mm.distributed.initialize(stall_timeout=100, transport="device_put")
     from manymesh._distributed._world import several

@@ -17,6 +17,8 @@ from manymesh._cli import main
 from manymesh._distributed._launch import run_processes
 from manymesh._distributed._wires import Wires
 
+pytestmark = pytest.mark.once
+
 SCRIPT = """
 import os, sys, time
 me = os.environ["MANYMESH_PROCESS"]

@@ -9,6 +9,8 @@ import pytest
 from manymesh._distributed._watch import Watch
 from manymesh._distributed._world import Doing, Progress, Waiting, World
 
+pytestmark = pytest.mark.once
+
 
 class _Wires:
     """Notes what would be told to neighbours."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SCRIPT = runpy.run_path(str(DOCS / "pictures.py"))
 

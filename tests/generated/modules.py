@@ -177,7 +177,8 @@ def linen(program: Program, schedule: str | None, tasks: bool, perturb: Any) -> 
     model, tx = LinenModel(program, tasks), optimizer(program.optimizer, program.clipped)
     x, ids = _batch(program)
     first = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    variables = dict(LinenModel(program, False).init(first, x, ids))
+    init = jax.jit(LinenModel(program, False).init)  # one program: without, each line of the model is one
+    variables = dict(init(first, x, ids))
     params, x = perturb((variables.pop("params"), x))
 
     def loss_of(params: Any, stats: Any, batch: Any, key: Any) -> Any:

@@ -13,6 +13,8 @@ import manymesh as mm
 from manymesh import meta
 from stages import assert_same
 
+pytestmark = pytest.mark.once
+
 RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.once
+
 
 def test_meta_loads_no_framework() -> None:
     code = (

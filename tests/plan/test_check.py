@@ -12,6 +12,8 @@ from manymesh._plan._check import check
 from manymesh._plan._instructions import Receive, Run, Send, Value
 from stages import loss, microbatched, parameters, rows
 
+pytestmark = pytest.mark.once
+
 
 def train(p, x, grad):
     value, grads = grad(p, x)

@@ -17,6 +17,8 @@ from manymesh._plan._donation import slots_of_others
 from manymesh._plan._instructions import Receive, Run, Send, Tag
 from stages import assert_agrees, microbatched, parameters, rows
 
+pytestmark = pytest.mark.once
+
 DEVICES = np.array(jax.devices())
 
 

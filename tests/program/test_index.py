@@ -1,6 +1,10 @@
 """The def-use index knows equations, and the ties of loops."""
 
+import pytest
+
 from flat import program
+
+pytestmark = pytest.mark.once
 
 SOURCE = """
     tasks: one 0

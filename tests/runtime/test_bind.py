@@ -140,11 +140,14 @@ class Compilations:
 
     def __enter__(self):
         self.seen = []
-        jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: self.seen.append(name))
+        jax.monitoring.register_event_duration_secs_listener(self.listen)
         return self
 
     def __exit__(self, *_):
-        jax.monitoring.clear_event_listeners()
+        jax.monitoring.unregister_event_duration_listener(self.listen)
+
+    def listen(self, name, *_, **__):
+        self.seen.append(name)
 
     def count(self):
         return sum("compile" in name or "trace" in name for name in self.seen)

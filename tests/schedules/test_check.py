@@ -14,6 +14,8 @@ from manymesh.errors import ScheduleError
 from manymesh.schedules import Action, Order, check, get, issue_order, simulate
 from schedules.strategies import orders, reference_run
 
+pytestmark = pytest.mark.once
+
 
 def row(text: str) -> tuple[Action, ...]:
     """`F0@1 B0@1` as actions."""

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from manymesh.schedules import Action, Order, check, get, issue_order, live_activations, names
 from schedules.strategies import ANYWHERE, NAMED, fitting, orders, placements, reference_run
 
+pytestmark = pytest.mark.once
+
 
 def test_the_published_names_are_registered() -> None:
     assert {*NAMED, "custom"} <= set(names())

@@ -27,6 +27,8 @@ from manymesh.schedules import (
 )
 from manymesh.schedules._greedy import Load, greedy
 
+pytestmark = pytest.mark.once
+
 KNOWN = (
     "Known: 1f1b, custom, dualpipev, eager-1f1b, gpipe, interleaved, wavefront, zbv, zero-bubble-h1, zero-bubble-h2."
 )

@@ -10,6 +10,8 @@ import pytest
 
 from manymesh.schedules import Interleaved1F1B, Simulation, get, simulate
 
+pytestmark = pytest.mark.once
+
 SIZES = [(p, m) for p in (2, 4, 8) for m in (4, 5, 8, 12, 16, 31, 32, 64)]
 WORK = 3  # of one microbatch on one submesh
 

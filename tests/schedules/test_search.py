@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,8 @@ from manymesh.schedules import (
 )
 from manymesh.schedules._greedy import Load, greedy
 from schedules.strategies import ANYWHERE, NAMED, placements, times
+
+pytestmark = pytest.mark.once
 
 
 @st.composite

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from manymesh.schedules import Order, get, simulate
 from schedules.strategies import NAMED, orders, times
 
+pytestmark = pytest.mark.once
+
 
 def draw_costs(data: st.DataObject, order: Order) -> dict[str, list[float]]:
     """Unequal times; the weight gradient is some part of the backward."""

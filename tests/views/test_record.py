@@ -20,6 +20,8 @@ from manymesh._runtime._describe import rows
 from manymesh.errors import ArgumentError
 from views.steps import MICROBATCHES, made_up, predicted, two_stages
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def recorded():
