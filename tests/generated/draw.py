@@ -79,7 +79,7 @@ WITHOUT_CONSTANTS = (
 )
 # A bias before a normalisation has rounding errors for a gradient; these make whole steps of them.
 BY_SIGN = ("sign_sgd", "lion", "lars", "lamb", "fromage")
-LOOPS = ("nested", "around", "nested_around", "loop_in_scan")
+LOOPS = ("nested", "around", "nested_around", "loop_in_scan", "gathered")
 CLEAR = ("plain", "keywords", "jit", "checkpoint", "policy", "python_loop", "scoped", "nested")
 # Each phase of the task is there once in a microbatch.
 ONE_TASK = ("plain", "keywords", "jit", "checkpoint", "policy", "scoped", "nested")
