@@ -247,13 +247,13 @@ def test_counts_are_where_what_they_count_is():
     def step(metric, p, x, mask):
         value = loss(p, x)
         metric = {"total": metric["total"] + value, "count": metric["count"] + 1}
-        return (value, {"correct": value * 2, "of": mask.sum()}), metric
+        return (value, {"correct": value * 2, "of": mask.sum(), "rows": len(x)}), metric
 
     first = {"total": jnp.zeros(()), "count": jnp.zeros((), jnp.int32)}
     mask = np.ones(8, bool)
     (_, seen), metric = assert_agrees(step, first, parameters(), rows(), mask)
-    assert [x.devices() for x in jax.tree.leaves((seen, metric))] == [{jax.devices()[1]}] * 4
-    assert float(seen["correct"] / seen["of"] + metric["total"] / metric["count"]) > 0
+    assert [x.devices() for x in jax.tree.leaves((seen, metric))] == [{jax.devices()[1]}] * 5
+    assert float(seen["correct"] / seen["of"] / seen["rows"] + metric["total"] / metric["count"]) > 0
 
 
 def test_settings_of_jax_that_change_a_program_make_another_one():

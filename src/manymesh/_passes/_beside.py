@@ -43,6 +43,17 @@ def beside(flat: FlatProgram, placement: Placement) -> tuple[dict[Var, int], dic
     return {v: at for v, at in found.items() if at is not None}, {v: at for v, at in left.items() if at is not None}
 
 
+def of_literals(flat: FlatProgram, placement: Placement) -> dict[int, int]:
+    """Position of a result that is a literal (the length of a batch, say) -> the submesh of its neighbours, if they have one."""
+    names = flat.pins.result_names
+    literals = [o for o, v in enumerate(flat.outvars) if o in names and not _compat.is_var(v)]
+    if not literals:
+        return {}
+    values = ((o, v) for o, v in enumerate(flat.outvars) if o in names and _compat.is_var(v))
+    around = _Names((names[o], placement.home[v]) for o, v in values)
+    return {o: at for o in literals if (at := around.of_neighbours(names[o])) is not None}
+
+
 def _idle(flat: FlatProgram, placement: Placement) -> set[Node]:
     """Nodes that were cloned to no submesh in particular: what comes of them only leaves the step."""
     idle: set[Node] = set()
