@@ -227,6 +227,35 @@ def test_a_step_as_a_method():
     assert (Model.step.__name__, Model.step.__doc__) == ("step", "Says something.")
 
 
+def test_a_decorator_with_arguments():
+    """As `jax.jit` without a function."""
+
+    @mm.jit(donate_argnums=0)
+    def step(x):
+        return front(jnp.eye(WIDTH), x)
+
+    x = rows()
+    assert_same(step(x), dense(jnp.eye(WIDTH), rows()))
+    assert x.is_deleted()
+    with pytest.raises(mm.errors.ArgumentError, match="takes a function, found NoneType"):
+        mm.jit(None)
+
+
+def test_counts_are_where_what_they_count_is():
+    """Of a metric in the state and of one in the results, so that their means can be computed outside of the step."""
+
+    def step(metric, p, x, mask):
+        value = loss(p, x)
+        metric = {"total": metric["total"] + value, "count": metric["count"] + 1}
+        return (value, {"correct": value * 2, "of": mask.sum(), "rows": len(x)}), metric
+
+    first = {"total": jnp.zeros(()), "count": jnp.zeros((), jnp.int32)}
+    mask = np.ones(8, bool)
+    (_, seen), metric = assert_agrees(step, first, parameters(), rows(), mask)
+    assert [x.devices() for x in jax.tree.leaves((seen, metric))] == [{jax.devices()[1]}] * 5
+    assert float(seen["correct"] / seen["of"] / seen["rows"] + metric["total"] / metric["count"]) > 0
+
+
 def test_settings_of_jax_that_change_a_program_make_another_one():
     """Numbers are 64 bits wide where the user says so, also after a call where they were not."""
     step = mm.jit(lambda n: (jnp.arange(3) * n, front(jnp.eye(2), jnp.ones((2, 2)))))

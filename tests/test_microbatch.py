@@ -280,6 +280,19 @@ def test_the_gradient_of_a_loop():
     assert_agrees(jax.value_and_grad(microbatched(loss, num_microbatches=2)), parameters(), rows())
 
 
+def test_the_gradient_through_a_loop_that_gathers_rows():
+    """What only the whole batch says (a contrastive loss) stands between the loop and its reverse, which read one batch."""
+
+    def towers(p, x):
+        return front(p["front"], x), back(p["back"], x)
+
+    def contrast(p, x):
+        one, two = microbatched(towers, reduce="concat", num_microbatches=2)(p, x)
+        return jnp.mean(jax.nn.logsumexp(one @ two.T, axis=1))
+
+    assert_agrees(jax.value_and_grad(contrast), parameters(), rows())
+
+
 def test_a_loop_without_tasks():
     """It is the plain loop on one device."""
     f = microbatched(jax.value_and_grad(lambda p, x: jnp.mean(dense(p["front"], x))))

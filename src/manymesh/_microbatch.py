@@ -144,7 +144,7 @@ def microbatch(
     """
     argnums = (argnum,) if isinstance(argnum, int) else tuple(argnum)
     name = getattr(fun, "__name__", type(fun).__name__)
-    _check_sizes(name, num_microbatches, size)
+    num_microbatches, size = _sizes(name, num_microbatches, size)
     _check_reductions(name, reduce)
     chosen = _chosen_schedule(name, schedule, custom_schedule)
 
@@ -177,12 +177,20 @@ def microbatch(
     return over_microbatches
 
 
-def _check_sizes(name: str, num_microbatches: Any, size: Any) -> None:
+def _sizes(name: str, num_microbatches: object, size: object) -> tuple[int | None, int | None]:
+    """The two as Python's ints, whatever type of whole number they came in."""
     if num_microbatches is None and size is None:
         raise MicrobatchError(f"microbatch({name}): give num_microbatches= or size=, the length of a piece")
-    for label, number in (("num_microbatches", num_microbatches), ("size", size)):
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-            raise MicrobatchError(f"microbatch({name}): {label} has to be a positive int, found {number!r}")
+    return _positive(name, "num_microbatches", num_microbatches), _positive(name, "size", size)
+
+
+def _positive(name: str, label: str, number: object) -> int | None:
+    if number is None:
+        return None
+    if isinstance(number, (int, np.integer)) and not isinstance(number, bool) and number >= 1:
+        return int(number)
+    hint = "; // divides whole numbers" if isinstance(number, (float, np.floating)) else ""
+    raise MicrobatchError(f"microbatch({name}): {label} has to be a positive int, found {number!r}{hint}")
 
 
 def _chosen_schedule(name: str, schedule: Any, custom_schedule: Any) -> Any:
@@ -263,10 +271,17 @@ def _count(
             where = f"microbatch({name}): args[{k}]{jax.tree_util.keystr(path)}"
             shape = tuple(np.shape(leaf))
             if not -len(shape) <= dim < len(shape):
-                raise MicrobatchError(f"{where} of shape {shape} has no dimension {dim} to cut along")
+                raise MicrobatchError(
+                    f"{where} of shape {shape} has no dimension {dim} to cut along; what is the same in every microbatch goes in an "
+                    "argument that argnum does not name"
+                )
             length = shape[dim]
+            if length == 0:
+                raise MicrobatchError(
+                    f"{where} of shape {shape} has length 0 along dimension {dim}: there is nothing to cut; skip an empty batch"
+                )
             pieces = number if number is not None else length // size if size and length % size == 0 else 0
-            if pieces == 0 or length % pieces or length == 0:
+            if pieces == 0 or length % pieces:
                 fits = [d for d in range(1, length + 1) if length % d == 0]
                 what = f"{number} microbatches" if number is not None else f"pieces of size {size}"
                 kind = "num_microbatches" if number is not None else "size"

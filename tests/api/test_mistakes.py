@@ -166,6 +166,20 @@ CASES = {
     "a raw Equinox module": (
         raw_equinox, TypeError, "args[0]['model']", "which is no array", "Equinox module MLP", "eqx.partition",
     ),
+    "a string among the results": (
+        lambda: mm.jit(lambda p, x: (loss(p, x), {"name": "run"}))(parameters(), rows()),
+        TypeError, "result[1]['name'] is str 'run', no array", "outside of the step",
+    ),
+    "a loop that was not called": (
+        lambda: mm.jit(lambda p, x: microbatched(loss))(parameters(), rows()), TypeError, "result is function", "call it",
+    ),
+    "a number in a batch": (
+        lambda: microbatched(lambda p, b: p * b["lr"])(rows(), {"lr": 0.1}), ValueError, "['lr'] of shape ()", "argnum does not name",
+    ),
+    "an empty batch": (
+        lambda: microbatched(loss)(parameters(), rows(0)), ValueError, "has length 0 along dimension 0", "skip an empty batch",
+    ),
+    "a quotient for a number": (lambda: microbatched(num_microbatches=8 / 2), ValueError, "positive int, found 4.0; //"),
     "a box without a name for its axis": (
         lambda: meta.add_axis({"w": meta.Partitioned(jnp.ones(2), ("a",))}, 0, {}), ValueError, "metadata_params",
     ),

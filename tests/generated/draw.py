@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import hypothesis
 from hypothesis import strategies as st
 
@@ -79,7 +81,7 @@ WITHOUT_CONSTANTS = (
 )
 # A bias before a normalisation has rounding errors for a gradient; these make whole steps of them.
 BY_SIGN = ("sign_sgd", "lion", "lars", "lamb", "fromage")
-LOOPS = ("nested", "around", "nested_around", "loop_in_scan")
+LOOPS = ("nested", "around", "nested_around", "loop_in_scan", "gathered")
 CLEAR = ("plain", "keywords", "jit", "checkpoint", "policy", "python_loop", "scoped", "nested")
 # Each phase of the task is there once in a microbatch.
 ONE_TASK = ("plain", "keywords", "jit", "checkpoint", "policy", "scoped", "nested")
@@ -164,6 +166,8 @@ def of_functions(draw, small: bool) -> Program:
     layers = tuple(_layer(draw, i, count, order, submeshes, key is not None, unequal, plain) for i in range(count))
     used = sorted({layer.parameter for layer in layers})
     layers = tuple(_renamed(layer, used) for layer in layers)
+    if mode == "gathered" and draw(st.booleans()):  # towers: what is kept of each for its gradient is the batch itself
+        layers = tuple(dataclasses.replace(layer, reads=(0,), operations=()) for layer in layers)
     microbatches = draw(st.sampled_from([1, 2] if small else [1, 2, 2, 2, 3]))
     aux = mode not in LOOPS and draw(st.booleans())
     reduces = ["mean", "mean", "sum"] + (["max", "last", "weighted", "stack"] if aux else [])

@@ -83,7 +83,8 @@ class Program:
       framework: whose modules the tasks are, ``linen``, ``nnx`` or ``equinox``; or none, and tasks are functions.
       mode: ``train``, or ``forward``: no gradients; ``twice``: a second loop after the update; ``scanned``: the user's own scan
         over pieces, and ``loop_in_scan``: one with a loop in it; ``nested``: a loop in a loop; ``around``: the gradient of a
-        loop; ``nested_around``: a loop over gradients of a loop.
+        loop; ``nested_around``: a loop over gradients of a loop; ``gathered``: the gradient of a loss of all the rows that
+        a loop gives.
       order: which order a custom schedule writes down, as the seed of a random one; 0 is GPipe.
     """
 
@@ -177,6 +178,27 @@ class Program:
 
     def loss(self, params: Any, batch: Any, key: Any, scale: Any) -> Any:
         """Mean of squares of what the last layer gives, and a little of every other value."""
+        values, ids = self.values(params, batch, key), batch["ids"]
+        value = jnp.mean(values[-1] ** 2) + sum(jnp.mean(v) for v in values[:-1]) * 0.1
+        if scale is not None:
+            value = value * scale
+        if not self.aux:
+            return value
+        weak = jnp.asarray(0.5) * 3
+        return value, {"count": ids.sum(), "hidden": values[0][0], "weak": weak, "flag": ids[0] > 3, "nothing": None}
+
+    def gathered(self, params: Any, batch: Any, key: Any, scale: Any, schedule: str | None) -> Any:
+        """A loss of the rows of all microbatches together, of every layer."""
+
+        def rows(params: Any, batch: Any, key: Any, scale: Any) -> Any:
+            return self.values(params, batch, key)
+
+        values = self.looped(rows, schedule, "concat", False)(params, batch, key, scale)
+        value = jnp.mean(values[-1] ** 2) + sum(jnp.mean(jnp.tanh(v @ v.T)) for v in values)
+        return value if scale is None else value * scale
+
+    def values(self, params: Any, batch: Any, key: Any) -> list[Any]:
+        """What each layer gives."""
         meshes = self.meshes()
         values, ids = [batch["x"]], batch["ids"]
         for i, layer in enumerate(self.layers):
@@ -197,13 +219,7 @@ class Program:
                 ]  # of the first layer, where they are stacked
                 y = apply(layer.between, y, Surroundings(kernel, ids, own))
             values.append(self.put(i, y, meshes))
-        value = jnp.mean(values[-1] ** 2) + sum(jnp.mean(v) for v in values[1:-1]) * 0.1
-        if scale is not None:
-            value = value * scale
-        if not self.aux:
-            return value
-        weak = jnp.asarray(0.5) * 3
-        return value, {"count": ids.sum(), "hidden": values[1][0], "weak": weak, "flag": ids[0] > 3, "nothing": None}
+        return values[1:]
 
     def task(self, i: int, meshes: list[Mesh], key: Any) -> Any:
         """The i-th layer as ``(parameters, x, ids, key) -> rows``, on its submesh."""
@@ -349,6 +365,9 @@ class Program:
             grad = self.inner(grad, schedule)
         if self.mode in ("scanned", "loop_in_scan"):
             loss, grads = self._accumulated(grad, params, batch, key, scale)
+        elif self.mode == "gathered":
+            whole = functools.partial(self.gathered, schedule=schedule)
+            loss, grads = jax.value_and_grad(whole)(params, batch, key, scale)
         elif self.mode == "around":
             loss, grads = jax.value_and_grad(self.looped(self.loss, schedule, self.reduction()))(
                 params, batch, key, scale

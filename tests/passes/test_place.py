@@ -3,6 +3,7 @@
 import pytest
 
 from flat import node, placed, program, run
+from manymesh._passes._beside import _Names
 from manymesh._passes._place import NothingPlacedError
 
 
@@ -86,3 +87,13 @@ def test_states_that_no_task_reads_are_where_their_next_values_are():
     assert homes["last"] == placement.home[flat.outvars[0]] == 1
     assert homes["size"] == placement.home[flat.outvars[2]]
     assert homes["shown"] == placement.home[flat.outvars[4]] == 0
+
+
+def test_what_nobody_needs_is_beside_its_neighbours():
+    """Leaves next to it decide, and where there are none those below; neighbours in two places decide nothing."""
+    names = _Names(
+        [("a[0]['x'].value", 1), ("a[0]['y'].value", 0), ("a[1].loss", 1), ("a[1].more['x']", 0), ("b['[.']['x']", 2)]
+    )
+    assert names.of_neighbours("a[0]['x'].count") == names.of_neighbours("a[1].of") == 1
+    assert names.of_neighbours("a[0]['z'].value") is names.of_neighbours("a[2]") is names.of_neighbours("c") is None
+    assert names.of_neighbours("b['[.']['y']['z']") == 2

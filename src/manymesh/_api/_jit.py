@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -36,7 +36,10 @@ from ._traced import Traced
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_LEFT_OUT = object()
 
+
+@overload
 def jit(
     fun: Callable[P, R],
     *,
@@ -48,11 +51,40 @@ def jit(
     out_shardings: Any = None,
     compiler_options: dict[str, Any] | None = None,
     strict: bool = False,
-) -> Jitted[P, R]:
+) -> Jitted[P, R]: ...
+
+
+@overload
+def jit(
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    compiler_options: dict[str, Any] | None = None,
+    strict: bool = False,
+) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
+
+
+def jit(
+    fun: Any = _LEFT_OUT,
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    compiler_options: dict[str, Any] | None = None,
+    strict: bool = False,
+) -> Jitted[P, R] | Callable[[Callable[P, R]], Jitted[P, R]]:
     """Compiles a function for many submeshes; the counterpart of ``jax.jit``.
 
     Args:
       fun: a function of pytrees, with tasks in it. Differentiation goes inside: ``mm.jit`` around ``jax.grad``.
+        Left out, as in ``@mm.jit(donate_argnums=0)``, the result is a decorator.
       static_argnums, static_argnames: arguments that are part of the program; hashable.
       donate_argnums, donate_argnames: arguments whose buffers the step may reuse; they are deleted by the call.
       in_shardings: pytree prefix of the arguments of `NamedSharding` on submeshes, or None to infer.
@@ -81,6 +113,12 @@ def jit(
       >>> f(jnp.arange(3)).tolist()
       [2, 4, 6]
     """
+    if fun is _LEFT_OUT:
+        return lambda function: jit(
+            function, static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames, in_shardings=in_shardings, out_shardings=out_shardings,
+            compiler_options=compiler_options, strict=strict,
+        )  # fmt: skip
     return Jitted(
         fun, static_argnums, static_argnames, donate_argnums, donate_argnames, in_shardings, out_shardings,
         compiler_options, strict,

@@ -15,6 +15,7 @@ from .._types import PyTree
 from ._arguments import Arguments, abstract
 from ._boxes import carried, is_foreign_box, with_parameter
 from ._moves import read_moves
+from ._results import check_results
 from ._step import Step
 from ._traced import Traced
 
@@ -35,6 +36,7 @@ def trace(step: Step, given: Arguments) -> Traced:
         kwargs = {**kwargs, **{k: v for k, v in statics.items() if isinstance(k, str)}}
         out = step.fun(*full, **kwargs)
         out_leaves, tree = jax.tree.flatten(out)
+        check_results(step.name, tree, out_leaves)
         out_tree.append(tree)
         return out_leaves
 

@@ -81,6 +81,7 @@ class Traced(Shown):
                 program = build(
                     self.jaxpr, self._record, pinned_in, pinned_out, pairs,
                     shardings_in=wanted_in, shardings_out=wanted_out, names=names_of_arguments(given.treedef),
+                    result_names=names_of_results(self._out_tree),
                 )  # fmt: skip
         except AxisError as error:
             raise with_parameter(error, given) from None

@@ -29,6 +29,7 @@ def build(
     shardings_in: Mapping[int, NamedSharding] | None = None,
     shardings_out: Mapping[int, NamedSharding] | None = None,
     names: Sequence[str] = (),
+    result_names: Sequence[str] = (),
     between: Between | None = None,
 ) -> Program | None:
     """Splits a traced step.
@@ -41,7 +42,8 @@ def build(
       states: (position of an input, position of the result that replaces it).
       shardings_in, shardings_out: the shardings that the inputs and results of ``pinned_in`` and ``pinned_out`` are asked
         to have, where these are known.
-      names: what users call the inputs, for findings.
+      names: what users call the inputs.
+      result_names: what users call the results.
       between: called with the name of each pass that ran and the flat program that it left.
 
     Returns:
@@ -61,6 +63,7 @@ def build(
         {inputs[i]: sharding for i, sharding in (shardings_in or {}).items()},
         dict(shardings_out or {}),
         dict(zip(inputs, names, strict=False)),
+        dict(enumerate(result_names)),
     )
     try:
         flat = run_passes(replace(flat, pins=pins), PASSES, between=between)

@@ -9,6 +9,7 @@ from .._compat import Atom, Var
 from .._program._flat import FlatProgram
 from .._program._fragments import Edge, Fragment, Kind, LoopPlan, Program
 from .._program._nodes import Loop, nbytes
+from ._beside import of_literals
 from ._cluster import Cluster, cluster
 from ._guard import guarded
 from ._schedule import fit_schedule
@@ -50,9 +51,9 @@ class _Builder:
                 order.append(self._fragment(c, None, None, "after" if plans else "before").index)
         home = self.placement.home
         # A literal that replaces a state, say a flag that falls after the first step, is where the state is.
-        of_states = {o: home[v] for v, o in self.flat.pins.states}
+        literals = {**of_literals(self.flat, self.placement), **{o: home[v] for v, o in self.flat.pins.states}}
         outputs = tuple(
-            (v, home.get(v, 0) if _compat.is_var(v) else of_states.get(o, 0)) for o, v in enumerate(self.flat.outvars)
+            (v, home.get(v, 0) if _compat.is_var(v) else literals.get(o, 0)) for o, v in enumerate(self.flat.outvars)
         )
         return Program(
             self.placement.submeshes,

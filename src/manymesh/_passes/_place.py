@@ -19,6 +19,7 @@ from .._errors import MeshError
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
 from .._program._placement import Placement
+from ._beside import beside
 
 # An equation whose results are at most this large, and that reads nothing that is already placed, is
 # computed on every submesh that reads it. Bytes; a random key, a step counter or a learning rate fits.
@@ -48,8 +49,10 @@ def place(flat: FlatProgram) -> FlatProgram:
         flat = replace(flat, nodes=tuple(changed.get(n, n) for n in flat.nodes))
         small = {changed.get(n, n) for n in small}
     placement = _Placer(flat, small).run()
-    late = _states_apart(flat, placement)
-    return replace(flat, placement=_Placer(flat, small).run(late) if late else placement)
+    states, results = beside(flat, placement)
+    late = {**_states_apart(flat, placement), **states}
+    again = late or results
+    return replace(flat, placement=_Placer(flat, small).run(late, results) if again else placement)
 
 
 def _states_apart(flat: FlatProgram, placement: Placement) -> dict[Var, int]:
@@ -99,9 +102,10 @@ class _Placer:
             self.submeshes.append(mesh)
         return self.number[mesh]
 
-    def run(self, late: Mapping[Var, int] | None = None) -> Placement:
-        """Places everything; ``late`` are homes of inputs that the program itself says nothing about."""
+    def run(self, late: Mapping[Var, int] | None = None, results: Mapping[Var, int] | None = None) -> Placement:
+        """Places everything; ``late`` and ``results`` are homes that the program itself says nothing about."""
         home = {**(late or {}), **self._input_homes()}
+        self.wanted = {**(results or {}), **self.wanted}
         for v, o in self.flat.pins.states:
             out = self.flat.outvars[o]
             while v in home and _compat.is_var(out) and out in self.producer:

@@ -107,9 +107,13 @@ class Index:
 
     @cached_property
     def enters_loop(self) -> Mapping[Var, int]:
-        """Variable that a loop takes in under another name -> the loop."""
+        """Variable that a loop takes in under another name -> the first loop that does.
+
+        Loops are in an order in which each may read what those before it leave: what is ready for the first of two is
+        not to wait for what the second waits for.
+        """
         found: dict[Var, int] = {}
-        for i, loop in enumerate(self._loops):
+        for i, loop in reversed(list(enumerate(self._loops))):
             found.update({v: i for p in loop.xs for v in p.outer if _compat.is_var(v)})
             found.update({c.init: i for c in loop.carries if _compat.is_var(c.init)})
         return found

@@ -58,6 +58,7 @@ def _pins(flat: FlatProgram, new: FlatProgram, ins: tuple[Stacked, ...], outs: t
         # A block's result is where it has to be without being told.
         tuple((v, at[o].start) for v, o in flat.pins.states if len(own[v]) == len(at[o]) == 1),
         names={inputs[own[v].start]: name for v, name in flat.pins.names.items() if len(own[v]) == 1},
+        result_names={at[o].start: name for o, name in flat.pins.result_names.items() if len(at[o]) == 1},
     )
 
 

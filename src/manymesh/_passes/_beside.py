@@ -1,0 +1,102 @@
+"""Where small values go that no submesh needs: beside what stands next to them among the arguments or results.
+
+The count of a metric and its total are two leaves of one state; the total is where the loss is, and the count nowhere in
+particular. On two submeshes ``total / count`` would be an error as soon as it is written outside of a step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from .. import _compat
+from .._compat import Var
+from .._program._flat import FlatProgram
+from .._program._nodes import Node
+from .._program._placement import Placement
+
+_ACCESSOR = re.compile(r"\.[^.\[]+|\[(?:'[^']*'|\"[^\"]*\"|[^\]]*)\]")
+
+
+def beside(flat: FlatProgram, placement: Placement) -> tuple[dict[Var, int], dict[Var, int]]:
+    """Homes of the states and of the results that are placed by nothing else.
+
+    Args:
+      flat: the program.
+      placement: where it runs so far; what nobody needs is on the first submesh.
+
+    Returns:
+      State -> submesh, result -> submesh. What has no neighbour, or neighbours in several places, is not listed.
+    """
+    idle = _idle(flat, placement)
+    if not idle:
+        return {}, {}
+    pins, made = flat.pins, {v for n in idle for v in n.outputs}
+    free = {v for v in pins.names if v not in pins.inputs and _only_read_by(flat, v, idle)}
+    around = _Names((name, placement.home[v]) for v, name in pins.names.items() if v not in free)
+    found = {v: around.of_neighbours(pins.names[v]) for v, o in pins.states if v in free and flat.outvars[o] in made}
+    outs = {o: v for o, v in enumerate(flat.outvars) if _compat.is_var(v) and o in pins.result_names}
+    around = _Names((pins.result_names[o], placement.home[v]) for o, v in outs.items() if v not in made)
+    fixed = {*pins.outputs, *(o for _, o in pins.states)}
+    left = {v: around.of_neighbours(pins.result_names[o]) for o, v in outs.items() if v in made and o not in fixed}
+    return {v: at for v, at in found.items() if at is not None}, {v: at for v, at in left.items() if at is not None}
+
+
+def of_literals(flat: FlatProgram, placement: Placement) -> dict[int, int]:
+    """Position of a result that is a literal (the length of a batch, say) -> the submesh of its neighbours, if they have one."""
+    names = flat.pins.result_names
+    literals = [o for o, v in enumerate(flat.outvars) if o in names and not _compat.is_var(v)]
+    if not literals:
+        return {}
+    values = ((o, v) for o, v in enumerate(flat.outvars) if o in names and _compat.is_var(v))
+    around = _Names((names[o], placement.home[v]) for o, v in values)
+    return {o: at for o in literals if (at := around.of_neighbours(names[o])) is not None}
+
+
+def _idle(flat: FlatProgram, placement: Placement) -> set[Node]:
+    """Nodes that were cloned to no submesh in particular: what comes of them only leaves the step."""
+    idle: set[Node] = set()
+    wanted = flat.index.read_by_loops.union(v for o in flat.pins.outputs if _compat.is_var(v := flat.outvars[o]))
+    for n in reversed(flat.nodes):
+        free = placement.reason[n] == "cloned" and n.loop is None and wanted.isdisjoint(n.outputs)
+        if free and all(reader in idle for v in n.outputs for reader in flat.index.readers.get(v, ())):
+            idle.add(n)
+    return idle
+
+
+def _only_read_by(flat: FlatProgram, v: Var, nodes: set[Node]) -> bool:
+    readers = flat.index.readers.get(v)
+    return readers is not None and v not in flat.index.leaving and nodes.issuperset(readers)
+
+
+class _Names:
+    """The tree of names, and the submeshes of its leaves.
+
+    Args:
+      leaves: (name of a leaf, its submesh).
+    """
+
+    def __init__(self, leaves: Iterable[tuple[str, int]]) -> None:
+        # Inner node -> number of steps down to a leaf -> submeshes of such leaves.
+        self.below: dict[tuple[str, ...], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for name, at in leaves:
+            path = _path(name)
+            for k in range(1, len(path)):
+                self.below[path[:k]][len(path) - k].add(at)
+
+    def of_neighbours(self, name: str) -> int | None:
+        """The one place of the leaves next to a leaf; if there are none, of all below the nearest node with leaves."""
+        path = _path(name)
+        for k in range(len(path) - 1, 0, -1):
+            if path[:k] in self.below:
+                depths = self.below[path[:k]]
+                places = depths.get(len(path) - k) or set().union(*depths.values())
+                return next(iter(places)) if len(places) == 1 else None
+        return None
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """``args[0]['w']`` as what is before the first accessor, and the accessors."""
+    found = list(_ACCESSOR.finditer(name))
+    return (name[: found[0].start()], *(m.group() for m in found)) if found else (name,)
