@@ -15,8 +15,10 @@ import difflib
 import functools
 import inspect
 import itertools
+import keyword
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -192,6 +194,7 @@ def task(
 
 
 _TRACED = object()
+_BY_POSITION = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def call_marked(record: Recording, described: Task, fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> PyTree:
@@ -205,7 +208,8 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
     outer = current_scope()
     if outer is not None:
         return _call_nested(record, described, outer, scope, fun, args, kwargs)
-    leaves, treedef = jax.tree.flatten((args, kwargs))
+    paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    leaves = [leaf for _, leaf in paths]
     traced = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
     out_tree: list[Any] = []
 
@@ -225,6 +229,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
     mark = record.new_mark(described.name or "task")
     record.tasks[mark] = described
     body.__name__ = body.__qualname__ = mark
+    stands_for(body, fun, [paths[i][0] for i in traced])
     try:
         outs = iter(_call_equal(record, described, mark, jax.jit(body), [leaves[i] for i in traced]))
     except Exception as error:
@@ -232,6 +237,36 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         raise
     tree, static = out_tree[-1]
     return jax.tree.unflatten(tree, [next(outs) if s is _TRACED else s for s in static])
+
+
+def stands_for(body: Any, fun: Callable[..., Any], arguments: Sequence[Any] | None = None) -> None:
+    """Lets JAX's errors about a traced value name a user's function and its line, in place of one of ours that calls it.
+
+    Args:
+      body: our function, which JAX traces.
+      fun: the user's.
+      arguments: where in ``(args, kwargs)`` of the user's function each argument of ours comes from, as the key paths of
+        `jax.tree_util`: the names that errors then give. Left out, ours keep their names.
+    """
+    body.__signature__ = inspect.signature(body) if arguments is None else _named_after(fun, arguments)
+    body.__wrapped__ = fun
+
+
+def _named_after(fun: Callable[..., Any], arguments: Sequence[Any]) -> inspect.Signature:
+    """Arguments called ``x`` and ``params_w`` that are ``x`` and ``params['w']`` of a function."""
+    try:
+        known = [p.name for p in inspect.signature(fun).parameters.values() if p.kind in _BY_POSITION]
+    except (TypeError, ValueError):  # a builtin
+        known = []
+    names: dict[str, inspect.Parameter] = {}
+    for _, of, *rest in arguments:
+        position = getattr(of, "idx", None)  # a keyword has a name
+        name = of.key if position is None else known[position] if position < len(known) else f"args_{position}"
+        name = re.sub(r"\W+", "_", f"{name}{jax.tree_util.keystr(tuple(rest))}").strip("_")
+        while name in names or not name.isidentifier() or keyword.iskeyword(name):
+            name = f"{name}_" if name.isidentifier() else f"a_{name}"
+        names[name] = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+    return inspect.Signature(list(names.values()))
 
 
 def _at_border(value: Any) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 
 from . import _compat, schedules
 from ._errors import MicrobatchError, ScheduleError
-from ._mark import Recording, current_recording, with_sharding_constraint
+from ._mark import Recording, current_recording, stands_for, with_sharding_constraint
 from ._means import is_mean
 from ._single import check_single
 from ._types import PyTree
@@ -409,7 +409,6 @@ class _Call:
         state = [] if self.state_argnum is None else jax.tree.leaves(args[self.state_argnum])
         structure = None if self.state_argnum is None else jax.tree.structure(args[self.state_argnum])
 
-        @jax.jit
         def one(pieces: PyTree, key: Any, state: list[Any]) -> PyTree:
             """The result, and the next values of the parts of the state that change, by position."""
             full = list(args)
@@ -424,13 +423,15 @@ class _Call:
             pairs = enumerate(zip(state, jax.tree.leaves(following), strict=True))
             return out, {i: new for i, (old, new) in pairs if new is not old}
 
+        stands_for(one, self.fun)
+        jitted = jax.jit(one)
         first = (*jax.tree.map(_first, (stacked, keys)), state)
-        shape, changing = jax.eval_shape(one, *first)
+        shape, changing = jax.eval_shape(jitted, *first)
         avals = jax.tree.leaves(shape)
         words = _words(self.reduce, shape)
         first_word = words.per_leaf[0] if words.per_leaf else None
         is_loss = first_word == "sum" and not avals[0].shape and _compat.differentiated(self.fun) is not None
-        if is_loss and is_mean(one.trace(*first).jaxpr, 0):
+        if is_loss and is_mean(jitted.trace(*first).jaxpr, 0):
             record.findings[
                 f"microbatch({name}): reduce='sum' adds up {self.count} losses each of which is a mean, so that the loss "
                 f"and its gradients are {self.count} times those of the whole batch; write reduce='mean'"
@@ -440,7 +441,7 @@ class _Call:
 
         def body(carry: PyTree, xs: PyTree) -> tuple[Any, list[Any]]:
             summed, moving = carry
-            found, moved = one(*xs, [moving.get(i, x) for i, x in enumerate(state)])
+            found, moved = jitted(*xs, [moving.get(i, x) for i, x in enumerate(state)])
             out = jax.tree.leaves(found)
             if words.count is not None:
                 weight = out[words.count]

@@ -10,7 +10,7 @@ from .. import _compat
 from .._collector import collector_paused
 from .._errors import AxisError
 from .._implicit import Matcher, registered
-from .._mark import Recording, recording
+from .._mark import Recording, recording, stands_for
 from .._types import PyTree
 from ._arguments import Arguments, abstract
 from ._boxes import carried, is_foreign_box, with_parameter
@@ -41,6 +41,7 @@ def trace(step: Step, given: Arguments) -> Traced:
         return out_leaves
 
     flat_fun.__name__ = flat_fun.__qualname__ = step.name
+    stands_for(flat_fun, step.fun, [path for path, _ in paths])
     try:
         with recording(record), _compat.without_mesh(), jax.disable_jit(False), collector_paused():
             closed, shapes = jax.make_jaxpr(flat_fun, return_shape=True)(*avals)

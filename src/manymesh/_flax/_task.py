@@ -25,7 +25,7 @@ from flax.linen import transforms
 
 from .. import _compat, meta
 from .._errors import TaskError
-from .._mark import call_marked, current_recording, ignore_transforms
+from .._mark import call_marked, current_recording, ignore_transforms, stands_for
 from .._scope import enter_scope
 from .._task import Task
 from .._types import PyTree
@@ -136,14 +136,16 @@ def _lift(method: Callable[..., Any], described: Task) -> Callable[..., Any]:
         if current_recording() is None or module.scope is None:
             return method(module, *args, **kwargs)
         named = described.named(module.name or plain_name(type(module).__name__))
-        transform = functools.partial(_mark_scopes, named, module.is_initializing())
+        transform = functools.partial(_mark_scopes, named, method, module.is_initializing())
         return transforms.lift_transform(transform, method)(module, *args, **kwargs)
 
     return call
 
 
-def _mark_scopes(described: Task, initializing: bool, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function of scopes, by making their variables and random keys its arguments."""
+def _mark_scopes(
+    described: Task, method: Callable[..., Any], initializing: bool, fun: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Marks a function of scopes, which runs a method, by making their variables and random keys its arguments."""
 
     def mark(
         make_scopes: Any, repack: Any, variables: PyTree, rngs: Any, *args: PyTree, **kwargs: PyTree
@@ -158,6 +160,7 @@ def _mark_scopes(described: Task, initializing: bool, fun: Callable[..., Any]) -
                 made = repack(scopes)
                 return out, jax.tree.map(_constrained, made, is_leaf=_is_box) if initializing else made
 
+        stands_for(body, method)
         record = current_recording()
         assert record is not None, "modules are lifted in recordings only"
         result: tuple[Any, Any] = call_marked(record, described, body, (variables, rngs, args, kwargs), {})

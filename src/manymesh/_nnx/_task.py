@@ -15,7 +15,7 @@ import flax.nnx as nnx
 import jax
 
 from .._errors import TaskError
-from .._mark import call_marked, current_recording
+from .._mark import call_marked, current_recording, stands_for
 from .._task import Task
 from .._types import PyTree
 from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
@@ -141,6 +141,7 @@ def _marked(fun: Callable[..., Any], described: Task) -> Callable[..., PureResul
             seen.append((nodes_structure, unchanged))
             return [x for x, i in zip(left, unchanged, strict=True) if i is None], out
 
+        stands_for(body, fun)
         record = current_recording()
         assert record is not None, "modules are lifted in recordings only"
         changed, out = call_marked(record, described, body, (leaves,), {})
