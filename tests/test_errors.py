@@ -303,8 +303,8 @@ def test_a_dimension_that_does_not_divide():
     layer = constrained((None, "hidden"))
     params = {"block": {"kernel": jnp.ones((4, 5)), "bias": jnp.ones(3)}}
     with raises(
-        ValueError, "args[0]['block']['kernel']", "task 'decoder'", "dimension 1 ('hidden')", "(4, 5)", "axis 'model'",
-        "2 devices", "4 or 6", "map 'hidden' to None",
+        ValueError, "task 'decoder'", "dimension 1 ('hidden')", "(4, 5)", "axis 'model'", "2 devices", "4 or 6",
+        "map 'hidden' to None", "args[0]['block']['kernel'] has this shape",
     ):  # fmt: skip
         mm.jit(lambda p, x: layer(p["block"]["kernel"], x))(params, rows())
 

@@ -28,7 +28,7 @@ def carried(x: Any) -> Any:
 
 
 def with_parameter(error: AxisError, given: Arguments) -> AxisError:
-    """The error with the paths of the parameters it is about: those with the same names and shape."""
+    """The error with the paths of the parameters it is about: those with the same names and shape; else what has this shape."""
     names, shape = getattr(error, "names", None), getattr(error, "shape", None)
     if names is None or "parameter" in str(error):
         return error
@@ -38,10 +38,11 @@ def with_parameter(error: AxisError, given: Arguments) -> AxisError:
     found = [
         p for p, x in boxed if hasattr(x, "names") and tuple(x.names) == tuple(names) and np.shape(x.value) == shape
     ]
-    if not found:
-        found = [p for p, x in boxed if np.shape(x) == shape]
-    if not found:
+    alike = [] if found else [p for p, x in boxed if np.shape(x) == shape]
+    if not found and not alike:
         return error
-    new = AxisError(f"parameter{' or'.join(keystr(p) for p in found[:3])}: {error}")
+    paths = " or".join(keystr(p) for p in (found or alike)[:3])
+    # An array between two tasks may well have the shape of an argument.
+    new = AxisError(f"parameter{paths}: {error}" if found else f"{error} ({paths.strip()} has this shape)")
     new.__notes__ = list(error.__notes__)
     return new
