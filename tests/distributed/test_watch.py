@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
+from manymesh._distributed._initialize import _leave
 from manymesh._distributed._watch import Watch
-from manymesh._distributed._world import Doing, Progress, Waiting, World
+from manymesh._distributed._world import Doing, Waiting, World
 
 pytestmark = pytest.mark.once
 
@@ -28,14 +29,22 @@ class _Wires:
 def watch_of_the_first() -> tuple[Watch, list[str]]:
     """The watch of process 0 of two, and why it would have ended the process."""
     world = World(0, 2, _Wires(), "localhost", 1.0, 1.0)  # type: ignore[arg-type]
-    world.progress = {1: Progress()}
+    world.progress = {1: Doing()}
     watch, ends = Watch(world), []
     watch.end = lambda why, *_, **__: ends.append(why)  # type: ignore[method-assign]
     return watch, ends
 
 
-def told(kind: str, calls: int, label: str, busy: str = "") -> dict[str, object]:
-    return {"kind": kind, "origin": 1, "calls": calls, "label": label, "busy": busy}
+def told(calls: int, label: str, left: bool = False) -> dict[str, object]:
+    """What process 1 says of itself, as it goes on or as its script ends."""
+    wires = _Wires()
+    other = World(1, 2, wires, "localhost", 1.0, 1.0, doing=Doing(calls, label))  # type: ignore[arg-type]
+    other.progress = {0: Doing(left=True)}
+    if left:
+        _leave(other)
+    else:
+        Watch(other)._look(0.01)
+    return wires.told[-1]
 
 
 def waits(watch: Watch, calls: int, label: str) -> None:
@@ -52,19 +61,19 @@ def test_who_does_the_same_is_left_alone_however_little_was_heard_of_the_other(c
         for here in things:
             watch, ends = watch_of_the_first()
             for number in heard:
-                watch._hear(1, told("progress", number, things[number]))
+                watch._hear(1, told(number, things[number]))
             if left:
-                watch._hear(1, told("left", count, things[count]))
+                watch._hear(1, told(count, things[count], left=True))
             waits(watch, here, things[here])
             watch._look(0.01)
             assert not ends, (heard, here)
 
 
-@pytest.mark.parametrize("kind", ["progress", "left"])
-def test_who_does_something_else_at_the_same_place_is_found(kind: str) -> None:
+@pytest.mark.parametrize("left", [False, True])
+def test_who_does_something_else_at_the_same_place_is_found(left: bool) -> None:
     watch, ends = watch_of_the_first()
-    watch._hear(1, told("progress", 1, "call 1 of step"))
-    watch._hear(1, told(kind, 2, "call 2 of step"))
+    watch._hear(1, told(1, "call 1 of step"))
+    watch._hear(1, told(2, "call 2 of step", left))
     waits(watch, 2, "manymesh.fetch")
     watch._look(0.01)
     assert ends == ["process 1 is in call 2 of step, while this one is in manymesh.fetch"]
@@ -72,7 +81,7 @@ def test_who_does_something_else_at_the_same_place_is_found(kind: str) -> None:
 
 def test_who_has_left_too_early_is_given_its_time() -> None:
     watch, ends = watch_of_the_first()
-    watch._hear(1, told("left", 2, "call 2 of step"))
+    watch._hear(1, told(2, "call 2 of step", left=True))
     waits(watch, 3, "manymesh.fetch")
     watch._look(0.9)
     assert not ends
@@ -83,10 +92,9 @@ def test_who_has_left_too_early_is_given_its_time() -> None:
 def test_what_is_old_is_not_noted_nor_passed_on() -> None:
     watch, _ = watch_of_the_first()
     wires: _Wires = watch.world.wires  # type: ignore[assignment]
-    watch._hear(1, told("progress", 3, "c"))
-    watch._hear(1, told("progress", 2, "b"))
-    watch._hear(1, told("left", 3, "c"))
-    watch._hear(1, told("progress", 3, "c"))
-    assert [(m["kind"], m["calls"]) for m in wires.told] == [("progress", 3), ("left", 3)]
-    known = watch.world.progress[1]
-    assert (known.calls, known.label, known.left) == (3, "c", True)
+    watch._hear(1, told(3, "c"))
+    watch._hear(1, told(2, "b"))
+    watch._hear(1, told(3, "c", left=True))
+    watch._hear(1, told(3, "c"))
+    assert [(m["calls"], m["left"]) for m in wires.told] == [(3, False), (3, True)]
+    assert watch.world.progress[1] == Doing(3, "c", "", True)

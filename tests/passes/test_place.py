@@ -91,9 +91,10 @@ def test_states_that_no_task_reads_are_where_their_next_values_are():
 
 def test_what_nobody_needs_is_beside_its_neighbours():
     """Leaves next to it decide, and where there are none those below; neighbours in two places decide nothing."""
-    names = _Names(
-        [("a[0]['x'].value", 1), ("a[0]['y'].value", 0), ("a[1].loss", 1), ("a[1].more['x']", 0), ("b['[.']['x']", 2)]
-    )
-    assert names.of_neighbours("a[0]['x'].count") == names.of_neighbours("a[1].of") == 1
-    assert names.of_neighbours("a[0]['z'].value") is names.of_neighbours("a[2]") is names.of_neighbours("c") is None
-    assert names.of_neighbours("b['[.']['y']['z']") == 2
+    places = {"a 0 x value": 1, "a 0 y value": 0, "a 1 loss": 1, "a 1 more x": 0, "b c x": 2}
+    names = _Names((tuple(name.split()), at) for name, at in places.items())
+    found = {
+        name: names.of_neighbours(tuple(name.split()))
+        for name in ("a 0 x count", "a 1 of", "a 0 z value", "a 2", "d", "b c y z")
+    }
+    assert found == {"a 0 x count": 1, "a 1 of": 1, "a 0 z value": None, "a 2": None, "d": None, "b c y z": 2}

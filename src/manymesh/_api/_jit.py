@@ -113,16 +113,12 @@ def jit(
       >>> f(jnp.arange(3)).tolist()
       [2, 4, 6]
     """
-    if fun is _LEFT_OUT:
-        return lambda function: jit(
-            function, static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-            donate_argnames=donate_argnames, in_shardings=in_shardings, out_shardings=out_shardings,
-            compiler_options=compiler_options, strict=strict,
-        )  # fmt: skip
-    return Jitted(
-        fun, static_argnums, static_argnames, donate_argnums, donate_argnames, in_shardings, out_shardings,
-        compiler_options, strict,
+    make = functools.partial(
+        Jitted, static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames, in_shardings=in_shardings, out_shardings=out_shardings,
+        compiler_options=compiler_options, strict=strict,
     )  # fmt: skip
+    return make if fun is _LEFT_OUT else make(fun)
 
 
 class Jitted(Shown, Generic[P, R]):

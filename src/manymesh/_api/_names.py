@@ -12,7 +12,6 @@ from .._compat import Var
 from .._program._fragments import Program
 from .._program._stacked import Stacked, positions
 from .._types import PyTree
-from ._arguments import keystr
 
 
 def names_of_values(program: Program, in_tree: Any, out_tree: Any) -> dict[Var, str]:
@@ -45,14 +44,28 @@ def names_of_values(program: Program, in_tree: Any, out_tree: Any) -> dict[Var, 
     return names
 
 
+def paths_of_arguments(in_tree: Any) -> list[tuple[str, ...]]:
+    """``("args", "[0]", "['w']")`` of every leaf of the arguments."""
+    return [("args" if which.idx == 0 else "kwargs", *map(_step, rest)) for which, *rest in _paths(in_tree)]
+
+
+def paths_of_results(out_tree: Any) -> list[tuple[str, ...]]:
+    """``("result", "['w']")`` of every leaf of the result."""
+    return [("result", *map(_step, path)) for path in _paths(out_tree)]
+
+
 def names_of_arguments(in_tree: Any) -> list[str]:
     """``args[0]['w']`` of every leaf of the arguments."""
-    return [keystr(path).strip() for path in _paths(in_tree)]
+    return ["".join(path) for path in paths_of_arguments(in_tree)]
 
 
 def names_of_results(out_tree: Any) -> list[str]:
     """``result['w']`` of every leaf of the result."""
-    return [f"result{jax.tree_util.keystr(path)}" for path in _paths(out_tree)]
+    return ["".join(path) for path in paths_of_results(out_tree)]
+
+
+def _step(key: Any) -> str:
+    return jax.tree_util.keystr((key,))
 
 
 def _of_blocks(names: Sequence[str], stacked: Sequence[Stacked]) -> list[str]:

@@ -25,7 +25,7 @@ from ._arguments import Arguments, donated_leaves
 from ._boxes import with_parameter
 from ._findings import note_pipeline
 from ._lowered import Lowered
-from ._names import names_of_arguments, names_of_results
+from ._names import names_of_arguments, names_of_results, paths_of_arguments, paths_of_results
 from ._outside import Outside
 from ._shardings import check_submeshes, expand, mesh_of
 from ._step import Step
@@ -80,8 +80,8 @@ class Traced(Shown):
             with collector_paused():
                 program = build(
                     self.jaxpr, self._record, pinned_in, pinned_out, pairs,
-                    shardings_in=wanted_in, shardings_out=wanted_out, names=names_of_arguments(given.treedef),
-                    result_names=names_of_results(self._out_tree),
+                    shardings_in=wanted_in, shardings_out=wanted_out, names=paths_of_arguments(given.treedef),
+                    result_names=paths_of_results(self._out_tree),
                 )  # fmt: skip
         except AxisError as error:
             raise with_parameter(error, given) from None

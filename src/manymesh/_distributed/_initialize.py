@@ -19,7 +19,7 @@ from .._errors import ProcessError
 from ._transports import TransportName, agree_on_transport, asked_for, prepare
 from ._watch import ENDED_WITH_OTHERS, Watch, say
 from ._wires import Wires
-from ._world import Progress, World, enter, flood_of, world
+from ._world import Doing, World, enter, flood_of, world
 
 # What `launch` tells the processes that it starts.
 COORDINATOR, COUNT, PROCESS = "MANYMESH_COORDINATOR", "MANYMESH_PROCESSES", "MANYMESH_PROCESS"
@@ -177,7 +177,7 @@ def _enter(death_timeout: float, stall_timeout: float, start_timeout: float, ask
     host = _own_address()
     prepare(asked, host)
     new = World(me, count, Wires(me, host), host, death_timeout, stall_timeout, asked)
-    new.progress = {p: Progress() for p in new.others}
+    new.progress = dict.fromkeys(new.others, Doing())
     try:
         if me == 0:
             new.write("count", str(count))
@@ -231,6 +231,7 @@ class _Hook:
 
 def _leave(world: World) -> None:
     """The script has ended: what others still want is given, and nobody is left alone with JAX's own farewell."""
-    world.wires.flood(flood_of("left", world, **world.doing._asdict()))
+    world.doing = world.doing._replace(left=True)
+    world.wires.flood(flood_of("progress", world, **world.doing._asdict()))
     with world.changed:
         world.changed.wait_for(lambda: all(p.left for p in world.progress.values()))

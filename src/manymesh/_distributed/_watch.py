@@ -34,7 +34,7 @@ class Watch(threading.Thread):
         self._silent: defaultdict[int, float] = defaultdict(float)
         self._behind: defaultdict[int, float] = defaultdict(float)
         self._gone: defaultdict[int, float] = defaultdict(float)
-        self._told = Doing(0, "", "")
+        self._told = Doing()
         self._ending = threading.Lock()
 
     def run(self) -> None:
@@ -66,7 +66,7 @@ class Watch(threading.Thread):
             world.acknowledge(peer, message["count"])
         elif kind == "end":
             self.end(message["why"], message)
-        elif kind in ("progress", "left"):
+        elif kind == "progress":
             self._progress(peer, message)
 
     def _progress(self, peer: int, message: Message) -> None:
@@ -74,11 +74,10 @@ class Watch(threading.Thread):
         world, known = self.world, self.world.progress.get(message["origin"])
         if known is None or known.left or message["calls"] < known.calls:
             return
-        doing, left = Doing(message["calls"], message["label"], message["busy"]), message["kind"] == "left"
-        if left or doing != (known.calls, known.label, known.busy):
+        doing = Doing(*(message[name] for name in Doing._fields))
+        if doing != known:
             world.wires.flood(message, besides=peer)
-            known.calls, known.label, known.busy = doing
-            known.left = left
+            world.progress[message["origin"]] = doing
         with world.changed:
             world.changed.notify_all()
 

@@ -17,26 +17,11 @@ ACKNOWLEDGED_EVERY = 4
 
 
 class Doing(NamedTuple):
-    """What this process does; one object, so that no thread sees half of a change.
+    """What a process does; one object, so that no thread sees half of a change.
 
     Attributes:
       calls: how many things that all processes do together it has begun.
       label: what the last of them is.
-      busy: what it does before it can go on; empty where it runs.
-    """
-
-    calls: int
-    label: str
-    busy: str
-
-
-@dataclass(eq=False)
-class Progress:
-    """What another process is known to have done.
-
-    Attributes:
-      calls: how many things that all processes do together it has begun.
-      label: what the last of them was.
       busy: what it does before it can go on; empty where it runs.
       left: whether its script has ended.
     """
@@ -88,9 +73,9 @@ class World:
     death_timeout: float
     stall_timeout: float
     asked: str | None = None
-    doing: Doing = Doing(0, "", "")
+    doing: Doing = Doing()
     waiting: Waiting | None = None
-    progress: dict[int, Progress] = field(default_factory=dict)
+    progress: dict[int, Doing] = field(default_factory=dict)
     submeshes: dict[int, str] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
     carriers: dict[str, Any] = field(default_factory=dict)

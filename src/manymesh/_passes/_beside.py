@@ -6,7 +6,6 @@ particular. On two submeshes ``total / count`` would be an error as soon as it i
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -15,8 +14,6 @@ from .._compat import Var
 from .._program._flat import FlatProgram
 from .._program._nodes import Node
 from .._program._placement import Placement
-
-_ACCESSOR = re.compile(r"\.[^.\[]+|\[(?:'[^']*'|\"[^\"]*\"|[^\]]*)\]")
 
 
 def beside(flat: FlatProgram, placement: Placement) -> tuple[dict[Var, int], dict[Var, int]]:
@@ -74,29 +71,21 @@ class _Names:
     """The tree of names, and the submeshes of its leaves.
 
     Args:
-      leaves: (name of a leaf, its submesh).
+      leaves: (name of a leaf, step by step; its submesh).
     """
 
-    def __init__(self, leaves: Iterable[tuple[str, int]]) -> None:
+    def __init__(self, leaves: Iterable[tuple[tuple[str, ...], int]]) -> None:
         # Inner node -> number of steps down to a leaf -> submeshes of such leaves.
         self.below: dict[tuple[str, ...], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-        for name, at in leaves:
-            path = _path(name)
+        for path, at in leaves:
             for k in range(1, len(path)):
                 self.below[path[:k]][len(path) - k].add(at)
 
-    def of_neighbours(self, name: str) -> int | None:
+    def of_neighbours(self, path: tuple[str, ...]) -> int | None:
         """The one place of the leaves next to a leaf; if there are none, of all below the nearest node with leaves."""
-        path = _path(name)
         for k in range(len(path) - 1, 0, -1):
             if path[:k] in self.below:
                 depths = self.below[path[:k]]
                 places = depths.get(len(path) - k) or set().union(*depths.values())
                 return next(iter(places)) if len(places) == 1 else None
         return None
-
-
-def _path(name: str) -> tuple[str, ...]:
-    """``args[0]['w']`` as what is before the first accessor, and the accessors."""
-    found = list(_ACCESSOR.finditer(name))
-    return (name[: found[0].start()], *(m.group() for m in found)) if found else (name,)

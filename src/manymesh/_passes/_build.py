@@ -28,8 +28,8 @@ def build(
     *,
     shardings_in: Mapping[int, NamedSharding] | None = None,
     shardings_out: Mapping[int, NamedSharding] | None = None,
-    names: Sequence[str] = (),
-    result_names: Sequence[str] = (),
+    names: Sequence[tuple[str, ...]] = (),
+    result_names: Sequence[tuple[str, ...]] = (),
     between: Between | None = None,
 ) -> Program | None:
     """Splits a traced step.
@@ -42,8 +42,8 @@ def build(
       states: (position of an input, position of the result that replaces it).
       shardings_in, shardings_out: the shardings that the inputs and results of ``pinned_in`` and ``pinned_out`` are asked
         to have, where these are known.
-      names: what users call the inputs.
-      result_names: what users call the results.
+      names: what users call the inputs, step by step: ``("args", "[0]", "['w']")``.
+      result_names: what users call the results, likewise.
       between: called with the name of each pass that ran and the flat program that it left.
 
     Returns:

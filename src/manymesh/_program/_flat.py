@@ -33,8 +33,8 @@ class Pins:
       outputs: position among the results -> the submesh that the result has to be on.
       states: (input, position of the result that replaces it): the result is wanted where the input is.
       input_shardings, output_shardings: the whole sharding that an input or result is asked to have.
-      names: input -> what users call it.
-      result_names: position of a result -> what users call it.
+      names: input -> what users call it, step by step: ``("args", "[0]", "['w']")``.
+      result_names: position of a result -> what users call it, likewise.
     """
 
     inputs: Mapping[Var, Mesh] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class Pins:
     states: tuple[tuple[Var, int], ...] = ()
     input_shardings: Mapping[Var, NamedSharding] = field(default_factory=dict)
     output_shardings: Mapping[int, NamedSharding] = field(default_factory=dict)
-    names: Mapping[Var, str] = field(default_factory=dict)
-    result_names: Mapping[int, str] = field(default_factory=dict)
+    names: Mapping[Var, tuple[str, ...]] = field(default_factory=dict)
+    result_names: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ def spread_stacks(flat: FlatProgram) -> FlatProgram:
     while found.split and found.conditionals:
         flat = remove_dead(open_conditionals(flat, found.conditionals))
         found = _find(flat)
-    names = flat.pins.names
+    names = {v: "".join(steps) for v, steps in flat.pins.names.items()}
     findings = _about_uneven(found.uneven, names)
     if not found.split:
         return replace(flat, findings=(*flat.findings, *findings)) if findings else flat
