@@ -34,6 +34,7 @@ LAYERS = (
     "distributed",
     "_config",
     "_scope",
+    "_stands_for",
     "meta",
     "_topology",
     "_task",

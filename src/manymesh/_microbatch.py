@@ -18,9 +18,10 @@ import numpy as np
 
 from . import _compat, schedules
 from ._errors import MicrobatchError, ScheduleError
-from ._mark import Recording, current_recording, stands_for, with_sharding_constraint
+from ._mark import Recording, current_recording, with_sharding_constraint
 from ._means import is_mean
 from ._single import check_single
+from ._stands_for import stands_for
 from ._types import PyTree
 
 Reduction = Literal["sum", "mean", "max", "concat", "stack", "last"]

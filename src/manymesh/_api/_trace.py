@@ -10,7 +10,8 @@ from .. import _compat
 from .._collector import collector_paused
 from .._errors import AxisError
 from .._implicit import Matcher, registered
-from .._mark import Recording, recording, stands_for
+from .._mark import Recording, recording
+from .._stands_for import stands_for
 from .._types import PyTree
 from ._arguments import Arguments, abstract
 from ._boxes import carried, is_foreign_box, with_parameter

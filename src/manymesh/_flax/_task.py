@@ -25,8 +25,9 @@ from flax.linen import transforms
 
 from .. import _compat, meta
 from .._errors import TaskError
-from .._mark import call_marked, current_recording, ignore_transforms, stands_for
+from .._mark import call_marked, current_recording, ignore_transforms
 from .._scope import enter_scope
+from .._stands_for import stands_for
 from .._task import Task
 from .._types import PyTree
 from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class

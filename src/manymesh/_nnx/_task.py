@@ -15,7 +15,8 @@ import flax.nnx as nnx
 import jax
 
 from .._errors import TaskError
-from .._mark import call_marked, current_recording, stands_for
+from .._mark import call_marked, current_recording
+from .._stands_for import stands_for
 from .._task import Task
 from .._types import PyTree
 from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
