@@ -38,9 +38,6 @@ def test_what_once_broke_a_law(path):
 # Found and not mended yet: file in regressions/open -> the error that it ends in, whether on every JAX, what is known.
 OPEN = {
     "read-before-it-arrives": (AssertionError, True, "a task of nested loops runs before what another one sends it has come"),
-    "searchsorted-in-a-conditional": (
-        NotImplementedError, False, "JAX 0.12 has searchsorted as call_hi_primitive, which is not lowered in a branch around tasks",
-    ),
 }  # fmt: skip
 
 

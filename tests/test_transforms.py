@@ -247,6 +247,26 @@ def test_a_task_inside_a_custom_vjp():
     assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
 
 
+def test_tasks_inside_a_custom_root():
+    """A deep equilibrium model over two submeshes: what JAX hides in one equation is placed like anything else."""
+
+    def solve(f, start):
+        return jax.lax.fori_loop(0, 4, lambda i, h: h - f(h), start)
+
+    def f(p, x):
+        def residual(h):
+            return h - 0.1 * back(p["back"], front(p["front"], h)) - x
+
+        return jnp.mean(jax.lax.custom_root(residual, x, solve, lambda g, y: solve(lambda h: g(h) - y, y)) ** 2)
+
+    assert_agrees(f, parameters(), rows())
+    assert_agrees(jax.value_and_grad(f), parameters(), rows())
+    for fun in (f, jax.grad(f)):
+        fragments = mm.jit(fun).lower(parameters(), rows()).program.fragments
+        assert {f.submesh for f in fragments if f.name.startswith("front")} == {0}
+        assert {f.submesh for f in fragments if f.name.startswith("back")} == {1}
+
+
 def test_a_task_inside_a_custom_jvp():
     """The rule may call tasks."""
 

@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeGuard, TypeVar
 
 import jax
@@ -157,10 +158,10 @@ def new_jaxpr(invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[Eqn]
     return Jaxpr([], list(invars), list(outvars), list(eqns), effects, debug_info=info)
 
 
-def with_eqns(jaxpr: Any, eqns: Sequence[Eqn]) -> Any:
-    """An open or closed jaxpr with other equations between the same inputs and results."""
+def with_eqns(jaxpr: Any, eqns: Sequence[Eqn], **more: bool) -> Any:
+    """An open or closed jaxpr with other equations between the same inputs and results; ``more`` is what JAX notes of it."""
     inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
-    new = inner.replace(eqns=list(eqns))
+    new = inner.replace(eqns=list(eqns), **more)
     return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
 
@@ -215,6 +216,40 @@ def cond_eqn(index: Any, branches: Sequence[Jaxpr], operands: Sequence[Any], out
     effects = set().union(*(b.effects for b in branches))
     new: Eqn = template.replace(invars=[index, *operands], outvars=list(outvars), params=params, effects=effects)
     return new
+
+
+def without_high(jaxpr: Any) -> Any:
+    """A jaxpr without JAX's high-level equations, of which XLA knows nothing: each is a call of what it stands for.
+
+    On 0.12 ``searchsorted``, ``nonzero``, ``ldexp``, ``frexp`` and ``custom_root`` leave such. JAX replaces them when it
+    compiles, and believes a jaxpr that says that it holds none; here they go before anything else is asked of a program,
+    since functions of the user's, and tasks in them, are out of sight in one.
+    """
+    done: dict[int, tuple[Any, Any]] = {}  # one jaxpr that many equations share stays one; kept, so that ids last
+
+    def low(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(low, value)) if any(map(is_jaxpr, value)) else value
+        if not is_jaxpr(value) or not value.is_high:
+            return value
+        if id(value) not in done:
+            eqns = [low_eqn(e) for e in open_jaxpr(value).eqns]
+            done[id(value)] = value, with_eqns(value, eqns, is_high=False)
+        return done[id(value)][1]
+
+    def low_eqn(eqn: Eqn) -> Eqn:
+        operands = [v.aval for v in eqn.invars]
+        if not eqn.primitive.is_high(*operands, **eqn.params):
+            return eqn
+        if jaxprs_in(eqn):
+            return eqn.replace(params={k: low(p) for k, p in eqn.params.items()})
+        with eqn.ctx.manager:
+            body = jax.make_jaxpr(partial(eqn.primitive.to_lojax, **eqn.params))(*map(abstract, operands))
+        name = type(eqn.params.get("_prim", eqn.primitive)).__name__
+        params = _call_params(name, low(body), len(eqn.invars), len(eqn.outvars))
+        return eqn.replace(primitive=_call_template().primitive, params=params, effects=body.effects)
+
+    return low(jaxpr)
 
 
 def close(jaxpr: Jaxpr) -> ClosedJaxpr:

@@ -163,6 +163,23 @@ def _jvp(run, p, x, ids, key, label):
     return y + 0.1 * tangent
 
 
+def _linearize(run, p, x, ids, key, label):
+    y, linear = jax.linearize(lambda v: run(p, v, ids, key), x)
+    return y + 0.1 * linear(jnp.ones_like(x)) + 0.1 * linear(x)
+
+
+def _root(run, p, x, ids, key, label):
+    """An implicit layer: h = x + 0.1 tanh(run(h)), and its derivative from that equation."""
+
+    def solve(f, start):
+        return lax.fori_loop(0, 3, lambda i, h: h - f(h), start)
+
+    def tangent_solve(f, y):
+        return lax.fori_loop(0, 3, lambda i, h: h - (f(h) - y), jnp.zeros_like(y))
+
+    return lax.custom_root(lambda h: h - x - 0.1 * jnp.tanh(run(p, h, ids, key)), x, solve, tangent_solve)
+
+
 def _gradient_penalty(run, p, x, ids, key, label):
     return x - 0.1 * jax.grad(lambda v: jnp.sum(jnp.tanh(run(p, v, ids, key))))(x)
 
@@ -195,10 +212,16 @@ def _half_backward(run, saved, ct):
 
 
 _half_gradient.defvjp(_half_forward, _half_backward)
+_half_optimized = jax.custom_vjp(_half_gradient.fun, nondiff_argnums=(0,))
+_half_optimized.defvjp(_half_forward, _half_backward, optimize_remat=True)
 
 
 def _custom_vjp(run, p, x, ids, key, label):
     return _half_gradient(run, p, x, ids, key)
+
+
+def _custom_vjp_optimized(run, p, x, ids, key, label):
+    return _half_optimized(run, p, x, ids, key)
 
 
 WRAPS: dict[str, Any] = {
@@ -226,10 +249,13 @@ WRAPS: dict[str, Any] = {
     "ensemble": _ensemble,
     "map": _map,
     "jvp": _jvp,
+    "linearize": _linearize,
+    "root": _root,
     "gradient_penalty": _gradient_penalty,
     "scoped": _scoped,
     "returned_number": _returned_number,
     "custom_vjp": _custom_vjp,
+    "custom_vjp_optimized": _custom_vjp_optimized,
 }
 STACKED = ("stacked", "stacked_reversed", "stacked_collected")  # their parameters come stacked
 VMAPPED = ("vmap", "examples", "ensemble", "map")

@@ -36,6 +36,7 @@ CALLS = {
     "pjit": Call(("jaxpr",)),
     "closed_call": Call(("call_jaxpr",)),
     "core_call": Call(("call_jaxpr",)),
+    "eval_jaxpr": Call(("call_jaxpr",)),  # JAX 0.12: what a function that was traced before leaves
     "checkpoint": Call(("jaxpr",), transparent=False),
     "remat": Call(("jaxpr",), transparent=False),
     "remat2": Call(("jaxpr",), transparent=False),
