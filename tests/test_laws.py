@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -33,21 +32,6 @@ def test_laws_hold_on_generated_programs(part, request):
 def test_what_once_broke_a_law(path):
     """Programs that `make fuzz` found and kept."""
     check(Program.from_json(path.read_text("utf-8")))
-
-
-# Found and not mended yet: file in regressions/open -> the error that it ends in, whether on every JAX, what is known.
-OPEN = {
-    "read-before-it-arrives": (AssertionError, True, "a task of nested loops runs before what another one sends it has come"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OPEN)
-def test_what_is_known_to_break_a_law(name, request):
-    """Fails as soon as one of them is mended: then it belongs to what once broke a law."""
-    error, everywhere, reason = OPEN[name]
-    if everywhere or not jax.__version__.startswith(("0.10.", "0.11.")):
-        request.applymarker(pytest.mark.xfail(raises=error, strict=True, reason=reason))
-    check(Program.from_json((Path(__file__).parent / "regressions" / "open" / f"{name}.json").read_text("utf-8")))
 
 
 @pytest.mark.parametrize("reduce", ["max", "concat", "stack", "last"])

@@ -61,9 +61,18 @@ def loop_sequence(program: Program, index: int) -> list[tuple[Fragment, int]]:
 
     weights = [f for f in body if f.kind == "W"]
     read = ((f, maker(v, f.submesh)) for f in weights for v in f.invars)
-    if any(m is not None and m.kind == "W" and m.stage != f.stage for f, m in read):
+    if any(m is not None and _may_come_later(m, f) for f, m in read):
         return _after_what_it_reads(loop, sequence, maker)
     return sequence
+
+
+def _may_come_later(maker: Fragment, weights: Fragment) -> bool:
+    """Whether a schedule may run weight gradients before what they read of another stage, in the same microbatch.
+
+    It puts them after the backward phase of their stage, and so of the stages after it.
+    """
+    made_in, read_in = maker.stage or 0, weights.stage or 0
+    return (maker.kind == "W" and made_in != read_in) or (maker.kind == "B" and made_in < read_in)
 
 
 def _after_what_it_reads(
@@ -71,8 +80,8 @@ def _after_what_it_reads(
 ) -> list[tuple[Fragment, int]]:
     """The sequence with each fragment put off until what it reads is there.
 
-    To a schedule the weight gradients of different stages have nothing to do with each other. Where a weight is used
-    in several stages they are added up in one of them.
+    To a schedule the weight gradients of a stage have nothing to do with other stages. Where a weight is used in
+    several stages they are added up in one of them.
     """
     before = {inner: out for inner, out, _, _ in loop.carries}
 

@@ -1,0 +1,69 @@
+"""Arrays, their pieces on single devices, their dtypes and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import sharding_impls
+from jax._src.array import ArrayImpl
+from jax.sharding import NamedSharding, PartitionSpec
+
+ConcreteArray = ArrayImpl  # the class of every array that is there, but for typed random keys
+
+
+def abstract(aval: Any) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and weak type of an abstract value, without sharding."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def as_named(sharding: Any, mesh: Any, ndim: int) -> NamedSharding:
+    """The sharding of a compiled value of ``ndim`` dimensions in terms of a mesh.
+
+    XLA answers with a raw tiling where JAX cannot name it; a tiling that the mesh's axes cannot
+    express becomes replication, which the caller then asks XLA for.
+    """
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        return NamedSharding(mesh, sharding.spec)
+    try:
+        tiling = sharding._to_xla_hlo_sharding(ndim)
+        return NamedSharding(mesh, sharding_impls.parse_flatten_op_sharding(tiling, mesh)[0])
+    except Exception:  # the parser has no error type of its own
+        return NamedSharding(mesh, PartitionSpec())
+
+
+def pieces(x: Any) -> list[Any]:
+    """The arrays of the single devices that an array consists of, in the order of its sharding's devices.
+
+    They share its memory. `jax.Array.addressable_shards` gives them too, at five times the cost.
+    """
+    return list(x._arrays)
+
+
+def assemble(aval: jax.ShapeDtypeStruct, arrays: Sequence[Any]) -> jax.Array:
+    """The array that consists of arrays of single devices, in the order of its sharding's devices, without a copy."""
+    assert aval.sharding is not None, "an array has a sharding"
+    plain = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type))
+    return ArrayImpl(plain, aval.sharding, list(arrays), committed=True, _skip_checks=True)
+
+
+def device_order(sharding: Any) -> list[Any]:
+    """The devices of a sharding in the order of its shards."""
+    return list(sharding._device_assignment)
+
+
+def key_words(x: Any) -> Any:
+    """The plain array of words that a typed random key consists of, without a computation; other arrays as they are."""
+    return getattr(x, "_base_array", x)
+
+
+def key_kind(dtype: Any) -> Any:
+    """How typed random keys of a dtype are made."""
+    return dtype._impl.name
+
+
+def as_device_dtype(x: Any) -> tuple[Any, bool]:
+    """The dtype that a host value has as an array, and whether that is weak."""
+    aval = jax.typeof(x)
+    return aval.dtype, bool(aval.weak_type)

@@ -1,0 +1,296 @@
+"""Jaxprs and their equations: read, built and rewritten in one form for all versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+import jax
+from jax._src import core, source_info_util
+from jax.interpreters import partial_eval as pe
+from jax.sharding import Mesh, NamedSharding
+
+from ._arrays import abstract
+from ._tracing import without_mesh
+
+# As in `jax.extend.core`, whose package brings Pallas with it: a tenth of the time that importing JAX takes.
+Var = core.Var
+Literal = core.Literal
+Eqn = core.JaxprEqn
+Jaxpr = core.Jaxpr
+if TYPE_CHECKING:
+    ClosedJaxpr = core.ClosedJaxpr
+else:
+    ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)  # 0.12 has one class for both
+DropVar = core.DropVar
+Atom = Var | Literal  # what an equation reads
+AbstractJaxpr = Jaxpr | ClosedJaxpr  # 0.12 has one class for both
+AbstractValue = jax.core.AbstractValue
+
+_debug_info: list[Any] = []
+
+
+def _plain_debug_info() -> Any:
+    """A debug-info record for jaxprs that we assemble ourselves."""
+    if not _debug_info:
+        _debug_info.append(jax.make_jaxpr(lambda: ())().jaxpr.debug_info)
+    return _debug_info[0]
+
+
+def shape(atom: Atom) -> tuple[int, ...]:
+    """The shape of a variable or literal."""
+    aval: Any = atom.aval
+    return tuple(aval.shape)
+
+
+def dtype(atom: Atom) -> Any:
+    """The dtype of a variable or literal."""
+    aval: Any = atom.aval
+    return aval.dtype
+
+
+def new_var(aval: Any) -> Var:
+    """A fresh variable of the given abstract value."""
+    return Var(aval)
+
+
+def is_var(atom: object) -> TypeGuard[Var]:
+    """Whether an atom is a variable that is used (not a literal, not dropped)."""
+    return isinstance(atom, Var) and not isinstance(atom, DropVar)
+
+
+def new_jaxpr(invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[Eqn]) -> Jaxpr:
+    """A jaxpr without constants, made of equations that are already in order."""
+    effects = set().union(*(e.effects for e in eqns)) if eqns else set()
+    info = _plain_debug_info()
+    info = info._replace(arg_names=("",) * len(invars), result_paths=("",) * len(outvars))
+    return Jaxpr([], list(invars), list(outvars), list(eqns), effects, debug_info=info)
+
+
+def with_eqns(jaxpr: Any, eqns: Sequence[Eqn], **more: bool) -> Any:
+    """An open or closed jaxpr with other equations between the same inputs and results; ``more`` is what JAX notes of it."""
+    inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+    new = inner.replace(eqns=list(eqns), **more)
+    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+_plain_call: list[Any] = []
+
+
+def _call_template() -> Eqn:
+    """The equation that a call of some jitted function leaves."""
+    if not _plain_call:
+        with without_mesh(), jax.disable_jit(False):
+            _plain_call.append(open_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0)).eqns[0])
+    eqn: Eqn = _plain_call[0]
+    return eqn
+
+
+def _call_params(name: str, jaxpr: ClosedJaxpr, num_inputs: int, num_results: int) -> dict[str, Any]:
+    params = dict(_call_template().params)
+    for key in ("in_shardings", "in_layouts", "donated_invars"):
+        params[key] = params[key][:1] * num_inputs
+    for key in ("out_shardings", "out_layouts"):
+        params[key] = params[key][:1] * num_results
+    return params | {"name": name, "jaxpr": jaxpr}
+
+
+def call_eqn(name: str, jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Eqn:
+    """The equation that calling a jitted function of this name would have left, from its jaxpr, open or closed."""
+    closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else close(jaxpr)
+    params = _call_params(name, closed, len(invars), len(outvars))
+    eqn: Eqn = _call_template().replace(
+        invars=list(invars), outvars=list(outvars), params=params, effects=jaxpr.effects
+    )
+    return eqn
+
+
+def call(name: str, jaxpr: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+    """Calls a jitted function of this name, traced before."""
+    params = _call_params(name, jaxpr, len(operands), len(jaxpr.out_avals))
+    return list(_call_template().primitive.bind(*operands, **params))
+
+
+_plain_cond: list[Any] = []
+
+
+def cond_eqn(index: Any, branches: Sequence[Jaxpr], operands: Sequence[Any], outvars: Sequence[Any]) -> Eqn:
+    """The equation that a conditional would have left, from the jaxprs of its branches; ``index`` is an int32."""
+    if not _plain_cond:
+        with without_mesh(), jax.disable_jit(False):
+            some = jax.make_jaxpr(lambda i, x: jax.lax.switch(i, [lambda x: x, lambda x: x + 1], x))(0, 1.0)
+            _plain_cond.append(next(e for e in open_jaxpr(some).eqns if e.primitive.name == "cond"))
+    template: Eqn = _plain_cond[0]
+    params = template.params | {"branches": tuple(map(close, branches))}
+    effects = set().union(*(b.effects for b in branches))
+    new: Eqn = template.replace(invars=[index, *operands], outvars=list(outvars), params=params, effects=effects)
+    return new
+
+
+def without_high(jaxpr: Any) -> Any:
+    """A jaxpr without JAX's high-level equations, of which XLA knows nothing: each is a call of what it stands for.
+
+    On 0.12 ``searchsorted``, ``nonzero``, ``ldexp``, ``frexp`` and ``custom_root`` leave such. JAX replaces them when it
+    compiles, and believes a jaxpr that says that it holds none; here they go before anything else is asked of a program,
+    since functions of the user's, and tasks in them, are out of sight in one.
+    """
+    done: dict[int, tuple[Any, Any]] = {}  # one jaxpr that many equations share stays one; kept, so that ids last
+
+    def low(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(low, value)) if any(map(is_jaxpr, value)) else value
+        if not is_jaxpr(value) or not value.is_high:
+            return value
+        if id(value) not in done:
+            eqns = [low_eqn(e) for e in open_jaxpr(value).eqns]
+            done[id(value)] = value, with_eqns(value, eqns, is_high=False)
+        return done[id(value)][1]
+
+    def low_eqn(eqn: Eqn) -> Eqn:
+        operands = [v.aval for v in eqn.invars]
+        if not eqn.primitive.is_high(*operands, **eqn.params):
+            return eqn
+        if jaxprs_in(eqn):
+            held: Eqn = eqn.replace(params={k: low(p) for k, p in eqn.params.items()})
+            return held
+        with eqn.ctx.manager:
+            body = jax.make_jaxpr(partial(eqn.primitive.to_lojax, **eqn.params))(*map(abstract, operands))
+        name = type(eqn.params.get("_prim", eqn.primitive)).__name__
+        params = _call_params(name, low(body), len(eqn.invars), len(eqn.outvars))
+        called: Eqn = eqn.replace(primitive=_call_template().primitive, params=params, effects=body.effects)
+        return called
+
+    return low(jaxpr)
+
+
+def close(jaxpr: Jaxpr) -> ClosedJaxpr:
+    """A jaxpr without constants as a closed one."""
+    return ClosedJaxpr(jaxpr, [])
+
+
+def with_body(jaxpr: Any, invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[Eqn]) -> Any:
+    """A jaxpr, open or closed, with other equations, operands and results, as many as before; constants stay."""
+    inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr  # 0.12 has one class for both
+    new = inner.replace(invars=list(invars), outvars=list(outvars), eqns=list(eqns))
+    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+def stacked(aval: Any, count: int) -> Any:
+    """The abstract value of ``count`` values with a dimension before theirs, without sharding."""
+    return jax.core.ShapedArray((count, *aval.shape), aval.dtype)
+
+
+class OpenJaxpr(NamedTuple):
+    """A jaxpr taken apart; ``constvars`` pair with ``consts``."""
+
+    constvars: list[Var]
+    consts: list[Any]
+    invars: list[Var]
+    outvars: list[Any]
+    eqns: list[Eqn]
+
+
+def open_jaxpr(jaxpr: Any) -> OpenJaxpr:
+    """Takes a jaxpr or closed jaxpr apart (0.12 has one class for both, 0.10 two)."""
+    consts = list(getattr(jaxpr, "consts", ()) or ())
+    inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+    return OpenJaxpr(list(inner.constvars), consts, list(inner.invars), list(inner.outvars), list(inner.eqns))
+
+
+def without_consts(closed: ClosedJaxpr) -> Jaxpr:
+    """The open jaxpr in a closed one."""
+    inner: Jaxpr = closed.jaxpr
+    return inner
+
+
+def is_jaxpr(value: object) -> TypeGuard[AbstractJaxpr]:
+    """Whether a value is a jaxpr, open or closed."""
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+def called_jaxpr(eqn: Eqn) -> Any:
+    """The jaxpr of a call that hands its operands to it one by one, and its results back; None for anything else."""
+    if eqn.primitive.name in ("scan", "while", "cond", "shard_map"):
+        return None
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        body = eqn.params.get(name)
+        if is_jaxpr(body):
+            parts = open_jaxpr(body)
+            alike = len(parts.invars) == len(eqn.invars) and len(parts.outvars) == len(eqn.outvars)
+            return body if alike else None
+    return None
+
+
+def is_jit(eqn: Eqn) -> bool:
+    """Whether an equation is a call of a jitted function."""
+    return eqn.primitive.name in ("jit", "pjit")
+
+
+def jaxprs_in(eqn: Eqn) -> list[Any]:
+    """The jaxprs that an equation holds: those of a call, of a loop, of branches."""
+    values = [v for p in eqn.params.values() for v in (p if isinstance(p, (tuple, list)) else (p,))]
+    return [v for v in values if is_jaxpr(v)]
+
+
+def constrained_devices(eqn: Eqn) -> list[tuple[Any, ...]]:
+    """The devices that a constraint of the user's, or ``jax.device_put``, names; none for one without devices."""
+    if eqn.primitive.name == "sharding_constraint":
+        targets = [eqn.params["sharding"]]
+    elif eqn.primitive.name == "device_put":
+        targets = list(eqn.params["devices"])
+    else:
+        return []
+    meshes = [t.mesh for t in targets if isinstance(t, NamedSharding) and isinstance(t.mesh, Mesh)]
+    return [tuple(mesh.devices.flat) for mesh in meshes] + [(t,) for t in targets if isinstance(t, jax.Device)]
+
+
+def manual_axes_of(eqn: Eqn) -> frozenset[str]:
+    """The mesh axes that the body of a ``shard_map`` has for itself, under the names that versions give them."""
+    named = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
+    return frozenset(eqn.params["mesh"].axis_names if named is None else named)
+
+
+class ScanParts(NamedTuple):
+    """What a ``scan`` equation says, in one form for all versions."""
+
+    jaxpr: Any
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+
+
+def scan_parts(eqn: Eqn) -> ScanParts:
+    """Reads a ``scan`` equation. JAX 0.12 keeps the split of its operands in a tree."""
+    p = eqn.params
+    if "num_consts" in p:  # JAX 0.10, 0.11
+        num_consts, num_carry = p["num_consts"], p["num_carry"]
+    else:  # JAX 0.12
+        consts, carry, _ = p["ft_in"].update(list(range(len(eqn.invars)))).unpack()
+        num_consts, num_carry = len(list(consts)), len(list(carry))
+    return ScanParts(p["jaxpr"], num_consts, num_carry, p["length"], p["reverse"])
+
+
+def name_stack(eqn: Eqn) -> str:
+    """The name stack of an equation, relative to the jaxpr that holds it."""
+    return str(eqn.source_info.name_stack)
+
+
+def source_line(eqn: Eqn) -> str:
+    """``file.py:12 (function)`` of the user's code behind an equation, or an empty string."""
+    try:
+        return str(source_info_util.summarize(eqn.source_info))
+    except Exception:  # a traceback that JAX cannot summarise must not hide the error we report
+        return ""
+
+
+def eqn_context(eqn: Eqn) -> tuple[Any, ...]:
+    """What `jax.experimental.compute_on` and the like say about an equation; hashable."""
+    return (eqn.ctx.compute_type, str(eqn.ctx.xla_metadata) if eqn.ctx.xla_metadata else None)
+
+
+def dce(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+    """Removes dead code, also inside nested calls. Returns the jaxpr and which inputs it uses."""
+    out, used = pe.dce_jaxpr(jaxpr, list(used_outputs))
+    return out, list(used)

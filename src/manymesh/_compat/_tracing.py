@@ -1,0 +1,143 @@
+"""What surrounds a trace: transformations, settings, meshes; and primitives of our own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax._src import api, api_util, config, core, sharding_impls, traceback_util
+from jax._src import mesh as mesh_lib
+from jax._src.interpreters.batching import BatchTrace
+from jax._src.lax import lax as lax_internals
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, Mesh
+
+
+def vmapped() -> int:
+    """How many axes `jax.vmap` has taken away from the values that are computed here."""
+    trace: Any = core.trace_ctx.trace
+    count = 0
+    while trace is not None:
+        count += isinstance(trace, BatchTrace)
+        trace = getattr(trace, "parent_trace", None)
+    return count
+
+
+def is_staging() -> bool:
+    """Whether what is computed here is put into a program, of `jax.jit` for example, and not computed now."""
+    return not core.trace_state_clean() and isinstance(jax.numpy.zeros(()), jax.core.Tracer)
+
+
+def differentiated(fun: Any) -> tuple[int, ...] | None:
+    """The arguments that a function made by `jax.grad` or `jax.value_and_grad` differentiates; None for another one."""
+    for _ in range(4):  # each of them is inside a boundary, and jax.grad is around jax.value_and_grad
+        code, closure = getattr(fun, "__code__", None), getattr(fun, "__closure__", None)
+        if code is None or closure is None or code.co_filename not in (api.__file__, traceback_util.__file__):
+            return None
+        inside = dict(zip(code.co_freevars, closure, strict=True))
+        if "argnums" in inside:
+            numbers = inside["argnums"].cell_contents
+            return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+        within = inside.get("value_and_grad_f") or inside.get("fun")
+        fun = within.cell_contents if within is not None else None
+    return None
+
+
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """Hides an ambient mesh (``jax.set_mesh``) while a program is traced or a fragment compiled."""
+    empty = mesh_lib.empty_concrete_mesh
+    with sharding_impls._internal_use_concrete_mesh(empty), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        yield
+
+
+_recording_token = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def separate_jit_caches(token: object) -> Iterator[None]:
+    """Inside, functions that the user jitted are traced anew for each distinct ``token``.
+
+    Without it a function first called outside ``mm.jit`` would hand its cached jaxpr, which
+    holds no task, to the trace of a program.
+    """
+    with _recording_token(token):
+        yield
+
+
+def linear_identity(
+    name: str,
+    lower: Callable[..., Any],
+    batch: Callable[[dict[str, Any], int], dict[str, Any]],
+    *,
+    keeps_mesh: bool = True,
+) -> Any:
+    """A primitive that is the identity under every transformation and keeps its parameters.
+
+    Args:
+      name: name of the primitive.
+      lower: ``lower(x, **params)``: what it becomes in an executable.
+      batch: the parameters under ``vmap``, from those without and the position of the new dimension.
+      keeps_mesh: whether the result is traced on the mesh of the operand; if not, on none.
+    """
+    prim = core.Primitive(name)
+
+    def batched(args: Any, dims: Any, **params: Any) -> Any:
+        return prim.bind(*args, **batch(params, dims[0])), dims[0]
+
+    prim.def_impl(lambda x, **_: x)
+    prim.def_abstract_eval(lambda x, **_: x if keeps_mesh else _without_mesh(x))
+    ad.deflinear2(prim, lambda ct, _, **params: [prim.bind(ct, **params)])
+    batching.primitive_batchers[prim] = batched
+    mlir.register_lowering(prim, mlir.lower_fun(lower, multiple_results=False))
+    return prim
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The axes that a surrounding `jax.shard_map` has cut by hand."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+InternalFloatingPointError = api_util.InternalFloatingPointError
+
+
+def checks_floats() -> bool:
+    """Whether ``jax_debug_nans`` or ``jax_debug_infs`` holds; a step then has to be repeatable."""
+    return bool(config.debug_nans.value or config.debug_infs.value)
+
+
+_last_settings: list[tuple[Any, tuple[Any, ...]]] = [(None, ())]
+
+
+def trace_settings() -> tuple[Any, ...]:
+    """The settings and surroundings by which JAX itself tells traces apart, and those that `jax.jit` adds; hashable.
+
+    An ambient mesh counts for nothing, for it is hidden while a step is traced.
+    """
+    raw = (config.trace_context(), default_key_kind(), config.debug_nans.value, config.debug_infs.value)
+    last, settings = _last_settings[0]
+    if raw != last:  # which is seldom, and every call of a step asks
+        settings = (*(None if isinstance(x, (Mesh, AbstractMesh)) else x for x in raw[0]), *raw[1:])
+        _last_settings[0] = raw, settings
+    return settings
+
+
+def default_key_kind() -> str:
+    """The implementation of random keys that are plain arrays."""
+    return str(config.default_prng_impl.value)
+
+
+def jit_is_disabled() -> bool:
+    """Whether `jax.disable_jit` holds."""
+    return bool(config.disable_jit.value)
+
+
+def with_weak_type(x: Any, weak: bool) -> Any:
+    """An array of the same dtype whose dtype is weak, as that of a Python number is, or not."""
+    return lax_internals._convert_element_type(x, x.dtype, weak_type=weak)
+
+
+def _without_mesh(aval: Any) -> Any:
+    return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
