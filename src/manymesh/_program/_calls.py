@@ -37,6 +37,8 @@ CALLS = {
     "closed_call": Call(("call_jaxpr",)),
     "core_call": Call(("call_jaxpr",)),
     "eval_jaxpr": Call(("call_jaxpr",)),  # JAX 0.12: what a function that was traced before leaves
+    # What `custom_vjp` with ``optimize_remat`` leaves where nobody differentiates: its forward pass.
+    "remat_opt": Call(("fwd_jaxpr",), rewritable=False),
     "checkpoint": Call(("jaxpr",), transparent=False),
     "remat": Call(("jaxpr",), transparent=False),
     "remat2": Call(("jaxpr",), transparent=False),
