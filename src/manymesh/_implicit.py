@@ -110,15 +110,14 @@ class Registration:
     def remove(self) -> None:
         """Ends it; a second time does nothing."""
         with _lock:
-            _registered[:] = [r for r in _registered if r is not self]
+            _registered[0] = tuple(r for r in _registered[0] if r is not self)
 
     close = remove
 
     @property
     def active(self) -> bool:
         """Whether it still holds."""
-        with _lock:
-            return any(r is self for r in _registered)
+        return any(r is self for r in _registered[0])
 
     def __repr__(self) -> str:
         state = "" if self.active else ", removed"
@@ -126,7 +125,7 @@ class Registration:
 
 
 _lock = threading.Lock()
-_registered: list[Registration] = []
+_registered: list[tuple[Registration, ...]] = [()]  # replaced as a whole, under the lock; read without
 
 
 def register_task(
@@ -213,7 +212,7 @@ def register_task(
         rule = Rule(compiled, None, callback, _defaults(task, name, placement))
     handle = Registration(rule)
     with _lock:
-        _registered.append(handle)
+        _registered[0] = (*_registered[0], handle)
     return handle
 
 
@@ -257,13 +256,12 @@ def clear_tasks() -> None:
       register_task('encoder', removed)
     """
     with _lock:
-        _registered.clear()
+        _registered[0] = ()
 
 
 def registered() -> tuple[Rule, ...]:
     """The rules that hold now, in order of registration. Equal rules make equal snapshots."""
-    with _lock:
-        return tuple(r._rule for r in _registered)
+    return tuple([r._rule for r in _registered[0]])
 
 
 @dataclass(frozen=True)

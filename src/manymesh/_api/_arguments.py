@@ -34,6 +34,9 @@ class Arguments:
 
 def flatten(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """One call's arguments, those that are static apart."""
+    if not step.static_argnums and not step.static_argnames:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        return Arguments(leaves, treedef, (), args, kwargs)
     static: list[tuple[Any, Any]] = []
     numbers = {k % len(args) for k in step.static_argnums if -len(args) <= k < len(args)} if args else set()
     if numbers or step.static_argnames:

@@ -17,6 +17,7 @@ from .._program import Program
 from ._exchange import put
 from ._execute import Executor, Input, Issue, issue_of, untold
 from ._ownership import Ownership
+from ._positions import Positions
 from ._relayout import Relayouts, with_sharding
 from ._transport import Batch, Transport
 
@@ -67,9 +68,8 @@ def bind(
     for o, sharding in (leaving or {}).items():
         binder.prepare_result(o, sharding)
     binder.relayouts.prepare(binder.wanted)
-    homes = [s for _, s in program.outputs]
-    outputs = [k if k is None or owner.owns(s) else None for k, s in zip(plan.outputs, homes, strict=True)]
-    return Executor(plan.num_slots, consts, inputs, issues, outputs, literals or {}, binder.relayouts)
+    outputs = binder.outputs()
+    return Executor(len(binder.positions), consts, inputs, issues, outputs, literals or {}, binder.relayouts)
 
 
 @dataclass(frozen=True)
@@ -117,26 +117,32 @@ class Binder:
         self.executables, self.owner, self.transport = executables, owner, transport
         self.variables = variables_of(program)
         self.results = frozenset(plan.outputs)
-        self.relayouts = Relayouts()
+        self.relayouts, self.positions = Relayouts(), Positions()
         self.wanted: list[tuple[jax.ShapeDtypeStruct, NamedSharding]] = []
         self.crossings: dict[tuple[int, int, tuple[int, ...]], _Crossing] = {}
 
+    def outputs(self) -> list[int | None]:
+        """Where each result is at last; None for a literal, and for what is another owner's."""
+        homes = [s for _, s in self.program.outputs]
+        found = zip(self.plan.outputs, homes, strict=True)
+        return [self.positions[k] if k is not None and self.owner.owns(s) else None for k, s in found]
+
     def inputs(self) -> tuple[dict[int, jax.Array], list[Input]]:
-        """Slots of constants with their values, and where arguments go."""
+        """Where constants are, with their values, and where arguments go."""
         consts, inputs = {}, []
         num_consts = len(self.program.consts)
         for i, s, slot in self.plan.inputs:
             if self.owner.owns(s):
                 sharding = self.layout.sharding(self.program.invars[i], s)
                 if i < num_consts:
-                    consts[slot] = put(self.program.consts[i], sharding)
+                    consts[self.positions[slot]] = put(self.program.consts[i], sharding)
                 else:
-                    inputs.append(Input(i - num_consts, sharding, slot))
+                    inputs.append(Input(i - num_consts, sharding, self.positions[slot]))
         return consts, inputs
 
     def issues(self) -> list[Issue]:
         """What is done here, in the order of the plan."""
-        crossings = self._prepared()
+        crossings, at = self._prepared(), self.positions
         issues: list[Issue] = []
         sent: tuple[int, Send] | None = None
         sender: tuple[int, Send] | None = None
@@ -145,23 +151,23 @@ class Binder:
                 if self.owner.owns(ins.submesh):
                     call = self.executables[ins.fragment]
                     assert call is not None, f"fragment {ins.fragment} was not compiled for its owner"
-                    issues.append(issue_of(self.launch(call, ins), (k, ins)))
+                    issues.append(issue_of(self.launch(call, ins), at, (k, ins)))
             elif isinstance(ins, Send):
                 sender = k, ins
                 if self.owner.owns(ins.submesh) and self.owner.owns(ins.target):
                     sent = sender  # the Receive stands right behind it
                 elif self.owner.owns(ins.submesh):
-                    issues.append(issue_of(self._send(self.batch(sender, crossings[k]), crossings[k]), sender))
+                    issues.append(issue_of(self._send(self.batch(sender, crossings[k]), crossings[k]), at, sender))
                 elif not self.owner.owns(ins.target) and (call := self.pass_by(sender)) is not None:
                     issues.append(untold(call))
             elif self.owner.owns(ins.submesh):
                 assert sender is not None, "a Receive stands behind its Send"
                 batch = self.batch(sender, crossings[k])
                 if sent is not None:
-                    issues.append(issue_of(self._move(batch, crossings[k]), sent, (k, ins)))
+                    issues.append(issue_of(self._move(batch, crossings[k]), at, sent, (k, ins)))
                     sent = None
                 else:
-                    issues.append(issue_of(self._receive(batch, crossings[k]), (k, ins)))
+                    issues.append(issue_of(self._receive(batch, crossings[k]), at, (k, ins)))
         return issues
 
     def launch(self, call: Callable[..., Sequence[jax.Array]], run: Run) -> Callable[..., Sequence[jax.Array]]:

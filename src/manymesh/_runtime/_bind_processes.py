@@ -72,7 +72,7 @@ def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: 
     binder = _ProcessesBinder(lowered, owner, ProcessesTransport(carries), launches)
     issues = binder.issues()
     consts = {
-        slot: put(program.consts[i], lowered.sharding(program.invars[i], s))
+        binder.positions[slot]: put(program.consts[i], lowered.sharding(program.invars[i], s))
         for i, s, slot in plan.inputs
         if i < len(program.consts) and owner.owns(s)
     }
@@ -80,7 +80,7 @@ def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: 
     for i, s, slot in plan.inputs:
         if i >= len(program.consts):
             v = program.invars[i]
-            own = slot if owner.owns(s) else None
+            own = binder.positions[slot] if owner.owns(s) else None
             places.append(Place(i - len(program.consts), _compat.abstract(v.aval), lowered.sharding(v, s), own))
     first = len(plan.instructions)
     arrivals = Arrivals(places, first, binder.relayouts, carries)
@@ -95,11 +95,10 @@ def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: 
     departures = Departures(
         program, final, results.moved, results.kept, first + len(places), binder.relayouts, carries, results.made
     )
-    homes = [s for _, s in program.outputs]
-    outputs = [k if k is None or owner.owns(s) else None for k, s in zip(plan.outputs, homes, strict=True)]
+    outputs = binder.outputs()
     _describe_submeshes(program, world)
     return ProcessesExecutor(
-        plan.num_slots, consts, (), issues, outputs, results.literals, binder.relayouts,
+        len(binder.positions), consts, (), issues, outputs, results.literals, binder.relayouts,
         arrivals, departures, launches, carries, name, program, plan,
     )  # fmt: skip
 
@@ -151,11 +150,11 @@ class ProcessesExecutor(Executor):
     """Runs the part of a bound plan that belongs to this process."""
 
     def __init__(
-        self, num_slots: int, consts: Any, inputs: Any, issues: Any, outputs: Any, literals: Any, relayouts: Relayouts,
+        self, length: int, consts: Any, inputs: Any, issues: Any, outputs: Any, literals: Any, relayouts: Relayouts,
         arrivals: Arrivals, departures: Departures, launches: Launches, carries: Carrier, name: str, program: Program,
         plan: Plan,
     ) -> None:  # fmt: skip
-        super().__init__(num_slots, consts, inputs, issues, outputs, literals, relayouts)
+        super().__init__(length, consts, inputs, issues, outputs, literals, relayouts)
         self._arrivals, self._departures, self._launches, self._carrier = arrivals, departures, launches, carries
         self._world, self._program, self._plan = carries.world, program, plan
         # Two programs of one step are different things to be in.
@@ -177,7 +176,7 @@ class ProcessesExecutor(Executor):
             raise
 
     def _filled(self, args: Sequence[Any], observer: Observer | None) -> list[Any]:
-        slots: list[Any] = [None] * self._num_slots
+        slots: list[Any] = [None] * self._length
         for slot, value in self._consts:
             slots[slot] = value
         self._arrivals.fill(slots, args, self._begin, self._name)

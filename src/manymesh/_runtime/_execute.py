@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, Sharding
 from .._layout._transfers import plan_transfer
 from .._plan._instructions import Instruction, Receive, Send
 from ._observe import Observer
+from ._positions import Positions
 from ._relayout import Relayouts
 
 
@@ -22,9 +23,9 @@ class Issue:
 
     Attributes:
       call: takes the arrays that are read, gives those that are made.
-      read: takes all slots, gives the arrays that are read.
-      outputs: slots filled; a slice where they follow each other.
-      free: runs of slots that nobody reads any more, each with as many Nones.
+      read: takes the list of a call (`Positions`), gives the arrays that are read.
+      outputs: positions filled; a slice where they follow each other.
+      free: runs of positions that nobody reads any more and nothing was put in, each with as many Nones.
       told: the instructions, each with its position in the plan; none where it belongs to other processes.
     """
 
@@ -42,30 +43,30 @@ class Input:
     Attributes:
       position: which leaf of the arguments.
       sharding: what it has to have there.
-      slot: where it goes.
+      at: where in the list of a call it goes.
     """
 
     position: int
     sharding: NamedSharding
-    slot: int
+    at: int
 
 
 class Executor:
     """Runs a bound plan on flat lists of arrays.
 
     Args:
-      num_slots: how many slots a call uses.
-      consts: slot -> constant that fills it.
+      length: that of the list in which a call keeps its arrays.
+      consts: position in the list -> constant that is there.
       inputs: where arguments go.
       issues: what a call does, in its order.
-      outputs: slot of each result; None for one that is a literal, or that another process has.
+      outputs: position in the list of each result; None for one that is a literal, or that another process has.
       literals: position of a result -> its value, where that is a literal.
       relayouts: what changes layouts.
     """
 
     def __init__(
         self,
-        num_slots: int,
+        length: int,
         consts: Mapping[int, jax.Array],
         inputs: Sequence[Input],
         issues: Sequence[Issue],
@@ -74,9 +75,9 @@ class Executor:
         relayouts: Relayouts,
     ) -> None:
         self.literals = literals
-        self._num_slots, self._outputs, self._relayouts = num_slots, tuple(outputs), relayouts
+        self._length, self._outputs, self._relayouts = length, tuple(outputs), relayouts
         self._consts = tuple(consts.items())
-        self._inputs = tuple((x.position, x.sharding, x.slot) for x in inputs)
+        self._inputs = tuple((x.position, x.sharding, x.at) for x in inputs)
         # The very object last seen where a sharding was right: comparing shardings costs more than passing an array.
         self._accepted: list[Any] = [x.sharding for x in inputs]
         self._issues = tuple(issues)
@@ -128,7 +129,7 @@ class Executor:
 
     def _filled(self, args: Sequence[Any], observer: Observer | None) -> list[Any]:
         """The slots with constants and arguments in them; whatever an argument needs is compiled here."""
-        slots: list[Any] = [None] * self._num_slots
+        slots: list[Any] = [None] * self._length
         for slot, value in self._consts:
             slots[slot] = value
         accepted = self._accepted
@@ -170,18 +171,22 @@ class Executor:
                 slots[run] = nothing
 
 
-def issue_of(call: Callable[..., Any], *told: tuple[int, Instruction]) -> Issue:
-    """One instruction, or a `Send` and its `Receive`, for the loop of a call.
+def issue_of(call: Callable[..., Any], at: Positions, *told: tuple[int, Instruction]) -> Issue:
+    """One instruction, or a `Send` and its `Receive`, for the loop of a call. Asked for in the order of issue.
 
     Args:
       call: does it.
+      at: where the arrays of a call are.
       told: position in the plan, and the instruction.
     """
     first, last = told[0][1], told[-1][1]
     reads = () if isinstance(first, Receive) else first.inputs
     fills = () if isinstance(last, Send) else last.outputs
-    free = tuple(slot for _, instruction in told for slot in instruction.free)
-    return Issue(call, _reader(reads), _run_or_tuple(fills), _runs(free), told)
+    free = [slot for _, instruction in told for slot in instruction.free]
+    read, filled, empty = at.issue(reads, fills, free)
+    return Issue(
+        call, _reader(read), _run_or_tuple(filled), tuple([(slice(r.start, r.stop), (None,) * len(r)) for r in empty]), told
+    )  # fmt: skip
 
 
 def untold(call: Callable[[], Any]) -> Issue:
@@ -189,26 +194,15 @@ def untold(call: Callable[[], Any]) -> Issue:
     return Issue(call, _reader(()), (), (), ())
 
 
-def _reader(slots: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """What reads those slots from the list of all."""
-    if len(slots) > 1:
-        return itemgetter(*slots)
-    return lambda values: tuple(values[k] for k in slots)
+def _reader(positions: tuple[int, ...]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """What reads those positions from the list of a call."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda values: tuple(values[k] for k in positions)
 
 
-def _run_or_tuple(slots: tuple[int, ...]) -> slice | tuple[int, ...]:
-    """Consecutive slots as a slice, others as they are."""
-    if slots and slots == tuple(range(slots[0], slots[0] + len(slots))):
-        return slice(slots[0], slots[0] + len(slots))
-    return slots
-
-
-def _runs(slots: tuple[int, ...]) -> tuple[tuple[slice, tuple[None, ...]], ...]:
-    """Slots as consecutive runs, each with as many Nones."""
-    runs: list[list[int]] = []
-    for k in sorted(slots):
-        if runs and runs[-1][1] == k:
-            runs[-1][1] += 1
-        else:
-            runs.append([k, k + 1])
-    return tuple((slice(a, b), (None,) * (b - a)) for a, b in runs)
+def _run_or_tuple(positions: tuple[int, ...]) -> slice | tuple[int, ...]:
+    """Consecutive positions as a slice, others as they are."""
+    if positions and positions == tuple(range(positions[0], positions[0] + len(positions))):
+        return slice(positions[0], positions[0] + len(positions))
+    return positions
