@@ -12,7 +12,8 @@ def collector_paused() -> Iterator[None]:
     """Pauses the collector.
 
     Tracing and planning make millions of small objects that live on. Each few thousand of them the collector looks
-    through more and more, and finds nothing.
+    through more and more, and finds nothing. Afterwards they count as old at once: as new ones they would all be
+    looked through with the next object that anybody makes.
     """
     paused = gc.isenabled()
     gc.disable()
@@ -20,4 +21,7 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if paused:
+            if not gc.get_freeze_count():  # otherwise somebody has frozen objects, which are to stay so
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation, unseen
             gc.enable()

@@ -45,7 +45,7 @@ def changed(k, **fields):
     """The plan with other fields in one instruction, and nothing to be donated."""
     plan = plan_of()
     instructions = list(plan.instructions)
-    instructions[k] = dataclasses.replace(instructions[k], **fields)
+    instructions[k] = instructions[k]._replace(**fields)
     return dataclasses.replace(plan, instructions=tuple(instructions), donatable={})
 
 
@@ -124,7 +124,7 @@ def both(k, **fields):
     plan = plan_of()
     instructions = list(plan.instructions)
     for n in (k, k + 1):
-        instructions[n] = dataclasses.replace(instructions[n], **fields)
+        instructions[n] = instructions[n]._replace(**fields)
     return dataclasses.replace(plan, instructions=tuple(instructions))
 
 

@@ -108,9 +108,9 @@ def test_a_plan_holds_numbers_and_names():
     """Nothing of the process that made it; and it compares by content."""
     plan = trained().plan
     assert atoms(plan) == {int, str, type(None)}
-    again = dataclasses.replace(plan, instructions=tuple(dataclasses.replace(i) for i in plan.instructions))
+    again = dataclasses.replace(plan, instructions=tuple(type(i)(*i) for i in plan.instructions))
     assert again == plan and again is not plan
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         plan.instructions[0].submesh = 3
 
 

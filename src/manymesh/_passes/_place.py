@@ -172,7 +172,8 @@ class _Placer:
                 at = home.get(v)
             if at is not None:
                 votes[at] += nbytes(v.aval) + 1
-        ties = [k for k in votes if votes[k] == max(votes.values())]
+        most = max(votes.values(), default=0)
+        ties = [k for k in votes if votes[k] == most]
         if len(ties) > 1 and not n.backward and not any(v in self.index.comes_from for v in n.inputs):
             # A skip connection meets a task's result: the forward pass goes on from the later of the two.
             made = [(self.position[self.producer[v]], v) for v in n.inputs if v in self.producer]

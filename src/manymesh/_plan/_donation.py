@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,25 +29,31 @@ def donatable_inputs(
       fragment -> positions of its inputs that die in every run, that the call owns, and that alias nothing. They may
       be more than the results can take over.
     """
-    runs: dict[int, list[tuple[int, Run]]] = defaultdict(list)  # fragment -> its runs, with their positions
-    freed_by = np.full(num_slots, -1)
+    runs: dict[int, list[int]] = defaultdict(list)  # fragment -> positions of its runs
     for n, instruction in enumerate(instructions):
         if isinstance(instruction, Run):
-            runs[instruction.fragment].append((n, instruction))
-            freed_by[list(instruction.free)] = n
+            runs[instruction.fragment].append(n)
+    freed_by = np.full(num_slots, -1, np.int32)
+    for positions in runs.values():
+        free = [instructions[n].free for n in positions]
+        freed_by[list(chain.from_iterable(free))] = np.repeat(positions, [len(slots) for slots in free])
     freed_by[[*lent, *aliases]] = -1
-    return {fragment: _dying(numbered, freed_by) for fragment, numbered in runs.items()}
+    return {fragment: _dying(instructions, positions, freed_by) for fragment, positions in runs.items()}
 
 
-def _dying(numbered: list[tuple[int, Run]], freed_by: np.ndarray[Any, Any]) -> tuple[int, ...]:
-    """The positions whose slot each of the runs frees, and reads once.
+def _dying(
+    instructions: Sequence[Instruction], positions: list[int], freed_by: np.ndarray[Any, Any]
+) -> tuple[int, ...]:
+    """Which inputs of a fragment lie in slots that each of its runs frees, and reads once.
 
     Args:
-      numbered: the runs of a fragment, with their positions in the plan.
+      instructions: those of the plan.
+      positions: of the fragment's runs in it.
       freed_by: for each slot, the position of the run that frees it; -1 where none may have it.
     """
-    slots = np.array([run.inputs for _, run in numbered], int).reshape(len(numbered), -1)
-    dying = (freed_by[slots] == [[n] for n, _ in numbered]).all(axis=0)
+    runs = (instructions[n] for n in positions)
+    slots = np.array([run.inputs for run in runs if isinstance(run, Run)], np.int32).reshape(len(positions), -1)
+    dying = (freed_by[slots] == np.array(positions)[:, None]).all(axis=0)
     ordered = np.sort(slots, axis=1)
     if (ordered[:, 1:] == ordered[:, :-1]).any():
         for k in np.flatnonzero(dying):

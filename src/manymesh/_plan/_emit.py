@@ -318,7 +318,7 @@ class _Emitter:
     def _finished(self, free: tuple[int, ...]) -> Instruction:
         """The next instruction, whose draft is dropped: of millions there are not both."""
         make, _, *fields = self.code.pop()
-        instruction: Instruction = make(*fields, free)
+        instruction: Instruction = tuple.__new__(make, (*fields, free))  # at a third of the cost of calling it
         return instruction
 
 

@@ -40,8 +40,7 @@ class Tag(NamedTuple):
     microbatch: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Runs a fragment once.
 
     Attributes:
@@ -61,8 +60,7 @@ class Run:
     free: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Hands values of a submesh to another one, as one batch.
 
     Attributes:
@@ -82,8 +80,7 @@ class Send:
     free: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(NamedTuple):
     """Takes what another submesh sent.
 
     Attributes:

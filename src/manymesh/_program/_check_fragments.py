@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from .. import _compat
 from .._compat import Var
 from ._fragments import Fragment, LoopPlan, Program
@@ -63,10 +65,13 @@ class _Checker:
         for f in self.program.body(index):
             assert f.stage is not None and loop.placement[f.stage] == f.submesh, f"{f.name!r} is in a stage elsewhere"
             self.fragment(f)
+        read_on: dict[Var, set[int]] = defaultdict(set)
+        for v, s in reads:
+            read_on[v].add(s)
         for inner, out, _, final in loop.carries:
             home = self.program.home[final]
             assert self.has(out, home), f"a carry leaves {short(out)} elsewhere than its final value is"
-            missing = sorted(s for v, s in reads if v is inner and not self.has(out, s))
+            missing = sorted(s for s in read_on[inner] if not self.has(out, s))
             assert not missing, f"a carry of {short(inner)} is read on submeshes {missing}, but not sent there"
             self.made.add((final, home))
         for inner, outer in loop.ys:
