@@ -142,6 +142,23 @@ def test_boxes_mean_what_the_task_says(boxes):
     assert kernel.value.sharding.spec == jax.sharding.PartitionSpec(None, "model")
 
 
+@pytest.mark.parametrize("boxes", ["ours", "flax"])
+def test_the_box_of_a_parameter_may_hold_a_factored_moment(boxes):
+    """Adafactor keeps a row and a column in it: the two names are not for those."""
+    mm.register_task("embed|first", mesh=mesh(0, 1), logical_axes=RULES)
+    mm.register_task("second|head", mesh=mesh(2, 3), logical_axes=RULES)
+    loss, params = training(Model(boxes=boxes))
+    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9)
+
+    def step(state, x):
+        params, moments = state
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, moments = optimizer.update(grads, moments, params)
+        return value, (optax.apply_updates(params, updates), moments)
+
+    assert_agrees(step, (params, optimizer.init(params)), batch())
+
+
 class Stacked(nn.Module):
     """Layers stacked by nn.scan."""
 
