@@ -423,8 +423,10 @@ def _batch_box(params: dict[str, Any], dim: int) -> dict[str, Any]:
 box_constraint_p = _compat.linear_identity("manymesh_box", lambda x, **_: x, _batch_box)
 
 
-def carry_box_names(value: PyTree, names: tuple[Any, ...], rules: tuple[Any, ...], where: object) -> PyTree:
+def carry_box_names(value: Any, names: tuple[Any, ...], rules: tuple[Any, ...], where: object) -> Any:
     """Notes the names that a box gives to a value in a recording; elsewhere the value as it is.
+
+    So is one with fewer dimensions than names: in the box of its parameter it is a factored moment, or a norm.
 
     Args:
       value: an array.
@@ -432,7 +434,7 @@ def carry_box_names(value: PyTree, names: tuple[Any, ...], rules: tuple[Any, ...
       rules: logical rules of the box, after which those of the task come.
       where: the box, for messages.
     """
-    if current_recording() is None:
+    if current_recording() is None or len(names) > value.ndim:
         return value
     label = where if isinstance(where, str) else type(where).__name__
     return box_constraint_p.bind(value, names=tuple(names), rules=tuple(rules), where=label)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import manymesh as mm
@@ -200,6 +201,28 @@ def test_names_of_variables_travel_to_tasks_of_patterns() -> None:
             False,
         ]  # bias and kernel come out as they came
     assert tuple(model.kernel.get_value().sharding.spec) == (None, "model")
+
+
+def test_a_variable_with_names_may_hold_the_norm_of_a_gradient() -> None:
+    """NovoGrad keeps one number for each parameter, in a variable like it: the names are not for that."""
+
+    def trained(jit: Any) -> Any:
+        with nnx.use_eager_sharding(False):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "hidden"))
+            model = nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0))
+            optimizer = nnx.Optimizer(model, optax.novograd(1e-2), wrt=nnx.Param)
+
+        @jit
+        def step(model, optimizer, x):
+            value, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+            optimizer.update(model, grads)
+            return value
+
+        return [float(step(model, optimizer, X)) for _ in range(3)]
+
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[2:4])
+    with mm.register_task("Linear", mesh=mesh, logical_axes=[("hidden", "model"), ("embed", None)]):
+        np.testing.assert_allclose(trained(mm.nnx.jit), trained(nnx.jit), rtol=1e-5)
 
 
 class Held(nnx.Module):

@@ -21,11 +21,8 @@ def is_foreign_box(x: Any) -> bool:
 
 
 def carried(x: Any) -> Any:
-    """A box of Flax whose value says what its names are wherever it goes; anything else as it is.
-
-    With more names than dimensions they are not for this value: it is a factored moment in the box of its parameter.
-    """
-    if not is_foreign_box(x) or not hasattr(x.value, "aval") or len(x.names) > x.value.ndim:
+    """A box of Flax whose value says what its names are wherever it goes; anything else as it is."""
+    if not is_foreign_box(x) or not hasattr(x.value, "aval"):
         return x
     rules = tuple(tuple(r) for r in getattr(x, "rules", None) or ())
     return x.replace_boxed(carry_box_names(x.value, tuple(x.names), rules, type(x).__name__))
