@@ -103,14 +103,14 @@ def test_processes_that_differ_are_refused(pool, case, words):
             assert word in text
 
 
-PARTS = 4
+PARTS = 5
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_laws_hold_on_generated_programs(pool, part, request):
-    """The laws of one process hold in two. Five programs a part, one in a brief run; fuzz_processes.py runs more."""
+    """The laws of one process hold in two. Ten programs a part, one in a brief run; fuzz_processes.py runs more."""
     brief = request.config.getoption("--hypothesis-profile") == "brief"
-    for number in range(part, 4 if brief else 20, PARTS):
+    for number in range(part, 5 if brief else 50, PARTS):
         pool.call("programs.generated", number)
 
 
