@@ -121,3 +121,16 @@ def test_lines_tell_two_programs_apart():
     assert len(one) == len(two)
     (pair,) = [(a, b) for a, b in zip(one, two, strict=True) if a != b]
     assert "mul" in pair[0] and "2.0" in pair[0] and "3.0" in pair[1]
+
+
+@pytest.mark.parametrize("within", [lambda f: f, jax.checkpoint, jax.jit], ids=["as it is", "checkpoint", "jit"])
+def test_a_key_that_a_task_has_closed_over_counts(within):
+    """A constant of its body, wherever that ends up: two keys are two programs."""
+
+    def digests(seed):
+        key = jax.random.key(seed)
+        one = mm.task(within(lambda w, x: (x @ w) * jax.random.normal(key, x.shape)), "one", devices=[0])
+        lowered = mm.jit(lambda w, x: jnp.sum(one(w, x))).lower(parameters()["front"], rows())
+        return digest(lowered.program, lowered.plan)["program"]
+
+    assert digests(0) == digests(0) != digests(1)

@@ -99,7 +99,7 @@ def _program_lines(program: Program) -> Iterator[str]:
     for k, mesh in enumerate(program.submeshes):
         yield f"submesh {k}: {_word(mesh)}"
     for k, const in enumerate(program.consts):
-        yield f"constant {k}: {_word(const if isinstance(const, jax.Array) else np.asarray(const))}"
+        yield f"constant {k}: {_constant(const)}"
     for v in program.invars:
         yield f"input {atom(v)}: {v.aval.str_short()} on {program.input_submeshes[v]}, home {program.home[v]}"
     for k, loop in enumerate(program.loops):
@@ -133,7 +133,7 @@ def _jaxpr_lines(jaxpr: Any, names: Mapping[_compat.Var, str]) -> Iterator[str]:
     def typed(variables: Iterable[Any]) -> str:
         return " ".join(f"{atom(v)}:{v.aval.str_short()}" for v in variables)
 
-    yield f"  reads {typed([*parts.constvars, *parts.invars])} {[_word(np.asarray(c)) for c in parts.consts]}"
+    yield f"  reads {typed([*parts.constvars, *parts.invars])} {[_constant(c) for c in parts.consts]}"
     for e in parts.eqns:
         params = ", ".join(f"{k}={_word(v)}" for k, v in sorted(e.params.items()) if k not in IGNORED)
         yield f"  {typed(e.outvars)} = {e.primitive.name}[{params}] {' '.join(atom(v) for v in e.invars)} {_compat.eqn_context(e)}"
@@ -186,6 +186,11 @@ def _is_key(x: Any) -> bool:
 def describe(sharding: Sharding | None) -> str:
     """A sharding, or the lack of one, as text that is the same in every process."""
     return _word(sharding)
+
+
+def _constant(value: object) -> str:
+    """A value that a function has closed over: an array, maybe of keys, or what becomes one."""
+    return _word(value if isinstance(value, jax.Array) else np.asarray(value))
 
 
 def _word(value: object) -> str:
