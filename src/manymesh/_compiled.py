@@ -84,10 +84,9 @@ class Compiled(Shown):
             leaving, moved = across.result_shardings, {}
         shift = len(program.consts)
         homes = [
-            lowered.input_shardings[shift + i, program.home[v]]
-            if (shift + i, program.home[v]) in lowered.input_shardings
-            else lowered.input_shardings[shift + i, program.input_submeshes[v][0]]
-            for i, v in enumerate(program.invars[shift:])
+            lowered.sharding(v, home if (home := program.home[v]) in places else places[0])
+            for v in program.invars[shift:]
+            for places in (program.input_submeshes[v],)
         ]
         self._stacks = stacks = Stacks(stacked_in, stacked_out, self._executor)
         for i, sharding in arriving.items():

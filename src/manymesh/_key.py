@@ -94,7 +94,7 @@ class Keys:
 
 
 def _aval(aval: Any) -> Any:
-    return (aval.shape, str(aval.dtype), getattr(aval, "weak_type", False))
+    return (aval.shape, aval.dtype, getattr(aval, "weak_type", False))
 
 
 def _content(value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from .. import _compat
+from .._collector import collector_paused
 
 Request = Generator["Future[Any]", Any, Any]
 
@@ -149,8 +150,9 @@ def run_requests(
     def finish(k: int, request: Request, future: Future[Any]) -> None:
         advance(k, request, future.result())
 
-    for k, request in enumerate(requests):
-        _noted(names[k], advance, k, request(), None)
+    with collector_paused():
+        for k, request in enumerate(requests):
+            _noted(names[k], advance, k, request(), None)
     while active:
         wait([future for _, future in active.values()], return_when=FIRST_COMPLETED)
         for k in [k for k, (_, future) in sorted(active.items()) if future.done()]:
