@@ -100,6 +100,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=5000)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no batch of 50 after so long")
     parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="number of the first program")
     parser.add_argument("--page", type=Path, help="write the coverage into this page of the documentation")
     parser.add_argument("--keep", type=Path, default=REGRESSIONS, help="where failing programs are written")
@@ -117,7 +118,8 @@ def main() -> int:
     tally, start = Tally(), time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
         ends = given.seed + given.examples
-        futures = [pool.submit(in_processes, k, min(BATCH, ends - k), options) for k in firsts]
+        last = start + 60 * given.minutes
+        futures = [pool.submit(in_processes, k, min(BATCH, ends - k), options, last) for k in firsts]
         for k, future in enumerate(concurrent.futures.as_completed(futures)):
             for found in future.result():
                 new = found.get("kind") is not None and found["kind"] not in tally.broken
@@ -151,9 +153,11 @@ def finish(tally: Tally, seed: int, minutes: float, given: argparse.Namespace) -
         write_page(given.page, text, f"JAX {jax.__version__}, programs from number {seed} on: {result}.")
 
 
-def in_processes(first: int, count: int, options: list[str]) -> list[dict]:
-    """The results of a batch, in one process, or in one more for each that the compiler ended."""
+def in_processes(first: int, count: int, options: list[str], latest: float) -> list[dict]:
+    """The results of a batch, in one process, or in one more for each that the compiler ended; none after ``latest``."""
     out, last = [], first + count
+    if time.monotonic() > latest:
+        return out
     while first < last:
         command = [sys.executable, __file__, "--batch", str(first), str(last - first), *options]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
