@@ -12,7 +12,7 @@ from .modules import PARTS
 from .operations import OPERATIONS
 from .optimizers import OPTIMIZERS
 from .program import NESTED, Layer, Program
-from .wraps import INNER, STACKED, VMAPPED, WRAPS
+from .wraps import FORWARDS, INNER, STACKED, VMAPPED, WRAPS
 
 APART = (
     ((0, 1, 1), (1, 1, 1)),
@@ -46,12 +46,12 @@ WRAP_FLAGS = {
 }
 
 
-def _operations(draw, size: int, random: bool, vmapped: bool, unequal: bool) -> tuple[str, ...]:
-    fit = _fitting(size == 1, random, vmapped, unequal)
+def _operations(draw, size: int, random: bool, wrap: str, inner: str, unequal: bool) -> tuple[str, ...]:
+    fit = _fitting(size == 1, random, wrap in VMAPPED or inner == "rows", unequal, wrap in FORWARDS)
     return tuple(draw(st.lists(st.sampled_from(fit), min_size=1, max_size=2)))
 
 
-def _fitting(whole: bool, random: bool, vmapped: bool, unequal: bool) -> list[str]:
+def _fitting(whole: bool, random: bool, vmapped: bool, unequal: bool, forwards: bool) -> list[str]:
     """Names of operations that can be where these things hold."""
     if unequal and not works("unequal_sizes_under_grad"):
         return list(WITHOUT_CONSTANTS)
@@ -62,6 +62,7 @@ def _fitting(whole: bool, random: bool, vmapped: bool, unequal: bool) -> list[st
         and (whole or not op.unsharded)
         and (random or not op.random)
         and not (vmapped and op.alone)
+        and not (forwards and op.backwards)
     ]
 
 
@@ -132,13 +133,13 @@ def _block(draw, i: int, count: int, submeshes, framework: str) -> Layer:
         submesh,
         i,
         (i,),
-        _operations(draw, a * b, False, False, False),
+        _operations(draw, a * b, False, wrap, "plain", False),
         wrap,
         draw(st.sampled_from(["plain"] * 4 + list(INNER))),
         draw(st.sampled_from(KERNEL_AXES)) if annotated != "never" else None,
         annotated,
         draw(st.sampled_from(ACTIVATIONS)) if framework == "linen" else None,
-        between=draw(st.sampled_from([None, None, None, *_fitting(False, False, False, False)])),
+        between=draw(st.sampled_from([None, None, None, *_fitting(False, False, False, False, False)])),
         placed=draw(st.sampled_from(["task", "task", "scope", "callback"])) if named else "task",
         put=draw(st.sampled_from([None, None, None, None, *PUT])) if i + 1 < count else None,
         modules=tuple(parts),
@@ -221,7 +222,6 @@ def _layer(draw, i: int, count: int, order: str, submeshes, random: bool, unequa
         inner = "plain"
     reads = {i} if order != "free" else set(draw(st.lists(st.integers(0, i), max_size=1))) | {i}
     annotated = draw(st.sampled_from(_annotations()))
-    vmapped = wrap in VMAPPED or inner == "rows"
     activation = draw(st.sampled_from(ACTIVATIONS))
     if wrap in VMAPPED:
         activation = None if activation is None else (None, *activation[1:])
@@ -233,14 +233,14 @@ def _layer(draw, i: int, count: int, order: str, submeshes, random: bool, unequa
         submesh,
         draw(st.sampled_from([i, i, max(i - 1, 0)])),
         tuple(sorted(reads)),
-        _operations(draw, size, random, vmapped, unequal),
+        _operations(draw, size, random, wrap, inner, unequal),
         wrap,
         inner,
         draw(st.sampled_from(KERNEL_AXES)) if annotated != "never" else None,
         annotated,
         activation,
         draw(st.sampled_from(["mm", "mm", "jax"])) if placed == "task" else "mm",  # JAX's reads the mesh of a task
-        draw(st.sampled_from(_fitting(False, random, False, unequal))) if between else None,
+        draw(st.sampled_from(_fitting(False, random, False, unequal, False))) if between else None,
         placed,
         put,
         depth=draw(st.sampled_from([2, 2, 3, 4])) if wrap in STACKED else 2,

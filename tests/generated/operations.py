@@ -44,6 +44,7 @@ class Operation:
       coarse: it computes in fewer bits, so that results agree to fewer.
       random: it needs a key.
       alone: it cannot be under vmap.
+      backwards: it has no derivative forwards.
     """
 
     fun: Callable[[Any, Surroundings], Any]
@@ -51,6 +52,7 @@ class Operation:
     coarse: bool = False
     random: bool = False
     alone: bool = False
+    backwards: bool = False
 
 
 OPERATIONS: dict[str, Operation] = {}

@@ -218,7 +218,7 @@ def _clipped_backward(saved, ct):
 _clipped_gradient.defvjp(lambda x, w: (y := _clipped_gradient(x, w), (x, w, y)), _clipped_backward)
 
 
-@operation
+@operation(backwards=True)
 def custom_vjp(x, c):
     return _clipped_gradient(x, c.kernel)
 

@@ -258,6 +258,7 @@ WRAPS: dict[str, Any] = {
     "custom_vjp_optimized": _custom_vjp_optimized,
 }
 STACKED = ("stacked", "stacked_reversed", "stacked_collected")  # their parameters come stacked
+FORWARDS = ("jvp", "linearize")
 VMAPPED = ("vmap", "examples", "ensemble", "map")
 
 

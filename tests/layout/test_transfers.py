@@ -41,6 +41,13 @@ def test_every_layout_reaches_every_other(target):
         np.testing.assert_array_equal(np.asarray(y), np.asarray(x))
 
 
+@pytest.mark.parametrize("written", [P(None), P(None, None), P("none"), P(None, "none")])
+def test_a_layout_that_is_only_written_otherwise_needs_no_step(written):
+    """JAX writes the layout of a key array with its dimensions, ours is without; an axis of one device cuts nothing."""
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("data", "none"))
+    assert plan_transfer((8, 8), NamedSharding(mesh, written), NamedSharding(mesh, P())) == ()
+
+
 def test_the_cheaper_side_changes_the_layout():
     """A replicated value is cut before it is sent, a cut one gathered after; each element crosses once."""
     shape = (8, 8)

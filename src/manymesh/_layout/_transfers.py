@@ -34,7 +34,7 @@ def plan_transfer(shape: tuple[int, ...], source: Sharding, target: NamedShardin
       source: sharding it has.
       target: sharding it shall have.
     """
-    if source == target:
+    if source == target or source.is_equivalent_to(target, len(shape)):
         return ()
     if source.device_set == target.device_set:
         return (Step("relayout", target),) if _same_order(source, target) else (Step("copy", target),)
