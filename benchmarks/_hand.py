@@ -70,27 +70,29 @@ class ByHand:
     """A training step of `size`, one stage on each device."""
 
     def __init__(self, size: Size, schedule: str) -> None:
+        self.size, self.schedule = size, schedule
         self.count, self.last = size.microbatches, size.stages - 1
-        self.order = issue(rows(schedule, size.stages, size.microbatches))
-        make = self._split if schedule == "zero-bubble-h1" else self._whole
-        self.stages = []
-        for s, weights in enumerate(size.stage_weights()):
-            forward, backward, weight = make(s)
-            self.stages.append(
-                Stage(
-                    jax.devices()[s],
-                    jax.device_put(fresh_state(weights), jax.devices()[s]),
-                    jax.jit(forward),
-                    jax.jit(backward, donate_argnums=() if weight else 3),
-                    jax.jit(weight, donate_argnums=0) if weight else None,
-                    jax.jit(lambda w: jax.tree.map(jnp.zeros_like, w)),
-                    jax.jit(lambda batch: jnp.split(batch, self.count)),
-                    jax.jit(self._update, donate_argnums=0),
-                )
-            )
-        x, y = size.data()
-        self.x, self.y = jax.device_put(x, jax.devices()[0]), jax.device_put(y, jax.devices()[self.last])
         self.mean = jax.jit(lambda losses: sum(losses) / self.count)
+        self.order = issue(rows(schedule, size.stages, size.microbatches))
+        self._begin()
+
+    def _begin(self) -> None:
+        self.stages = [self._stage(s, jax.devices()[s]) for s in range(self.size.stages)]
+        x, y = self.size.data()
+        self.x, self.y = jax.device_put(x, jax.devices()[0]), jax.device_put(y, jax.devices()[self.last])
+
+    def _stage(self, s: int, device: Any) -> Stage:
+        forward, backward, weight = (self._split if self.schedule == "zero-bubble-h1" else self._whole)(s)
+        return Stage(
+            device,
+            jax.device_put(fresh_state(self.size.stage_weights()[s]), device),
+            jax.jit(forward),
+            jax.jit(backward, donate_argnums=() if weight else 3),
+            jax.jit(weight, donate_argnums=0) if weight else None,
+            jax.jit(lambda w: jax.tree.map(jnp.zeros_like, w)),
+            jax.jit(lambda batch: jnp.split(batch, self.count)),
+            jax.jit(self._update, donate_argnums=0),
+        )
 
     def _update(self, state: Any, total: Any) -> Any:
         return adam(state, jax.tree.map(lambda g: g / self.count, total))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from _model import Size, adam, blocks, fresh_state, mean_squared_error
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import manymesh as mm
 
@@ -39,10 +39,16 @@ class WithManyMesh:
             return adam(state, grads), value
 
         x, y = size.data()
-        self.batch = jax.device_put(x, jax.devices()[0]), jax.device_put(y, jax.devices()[size.stages - 1])
+        self.batch = self._placed(x, meshes[0]), self._placed(y, meshes[-1])
         self.state = fresh_state(size.stage_weights())
         self.step = mm.jit(train, donate_argnums=0)
         self.gradients = mm.jit(grad)
+
+    @staticmethod
+    def _placed(x: np.ndarray, mesh: Mesh) -> jax.Array:
+        """An array on a submesh, also where another process has its devices."""
+        whole = NamedSharding(mesh, PartitionSpec())
+        return jax.make_array_from_callback(x.shape, whole, lambda index: x[index], dtype=x.dtype)
 
     def __call__(self) -> float:
         """One step; the loss before it."""

@@ -16,10 +16,13 @@ from typing import IO, Any
 
 from .. import _compat
 from .._errors import ProcessError
-from ._initialize import COORDINATOR, COUNT, HEARTBEAT_TIMEOUT, PROCESS, RESTARTS
+from ._initialize import COORDINATOR, COUNT, PROCESS, RESTARTS
 from ._restarts import Ending, Restarts
 from ._watch import ENDED_WITH_OTHERS
 
+# Seconds of silence after which JAX's service takes a process for dead, and all end: never, for a process says how often it
+# speaks to the service, by the ``stall_timeout`` it is given, and who died or stalled is found out without the service.
+HEARTBEAT_TIMEOUT = 10**8
 # Seconds that the others have to end by themselves, after the first one that failed, and then to end when told.
 GRACE, TERMINATION = 5.0, 2.0
 
