@@ -44,6 +44,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "compile": (("--rounds", "5"), ("--layers", "4", "--rounds", "1")),
     "processes": ((), ("--repetitions", "1")),
     "transports": ((), ("--rounds", "3", "--bytes", "1024", "1048576")),
+    "two_processes": (("--rounds", "8"), ("--rounds", "1", "--batch", "64", "--schedule", "1f1b")),
     "failures": (("--repetitions", "1"), ("--repetitions", "1", "--only", "kill")),
     "restarts": (("--steps", "80"), ("--steps", "20", "--processes", "2", "--every", "10", "--save-every", "5")),
     "stalls": (("--runs", "2"), ("--runs", "1", "--schedules", "gpipe")),

@@ -44,6 +44,8 @@ def benchmark(monkeypatch):
         "restarts",
         "run",
         "stalls",
+        "transports",
+        "two_processes",
     ],  # fmt: skip
 )
 def test_a_benchmark_can_be_imported(benchmark, name):
