@@ -54,6 +54,7 @@ from ._jaxprs import source_line as source_line
 from ._jaxprs import stacked as stacked
 from ._jaxprs import with_body as with_body
 from ._jaxprs import with_eqns as with_eqns
+from ._jaxprs import with_jaxprs as with_jaxprs
 from ._jaxprs import without_consts as without_consts
 from ._jaxprs import without_high as without_high
 from ._processes import backends_have_started as backends_have_started

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -137,23 +137,20 @@ def without_high(jaxpr: Any) -> Any:
     """
     done: dict[int, tuple[Any, Any]] = {}  # one jaxpr that many equations share stays one; kept, so that ids last
 
-    def low(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(low, value)) if any(map(is_jaxpr, value)) else value
-        if not is_jaxpr(value) or not value.is_high:
-            return value
-        if id(value) not in done:
-            eqns = [low_eqn(e) for e in open_jaxpr(value).eqns]
-            done[id(value)] = value, with_eqns(value, eqns, is_high=False)
-        return done[id(value)][1]
+    def low(jaxpr: Any) -> Any:
+        if not jaxpr.is_high:
+            return jaxpr
+        if id(jaxpr) not in done:
+            eqns = [low_eqn(e) for e in open_jaxpr(jaxpr).eqns]
+            done[id(jaxpr)] = jaxpr, with_eqns(jaxpr, eqns, is_high=False)
+        return done[id(jaxpr)][1]
 
     def low_eqn(eqn: Eqn) -> Eqn:
+        if any(inner.is_high for inner in jaxprs_in(eqn)):
+            return with_jaxprs(eqn, low)
         operands = [v.aval for v in eqn.invars]
         if not eqn.primitive.is_high(*operands, **eqn.params):
             return eqn
-        if jaxprs_in(eqn):
-            held: Eqn = eqn.replace(params={k: low(p) for k, p in eqn.params.items()})
-            return held
         with eqn.ctx.manager:
             body = jax.make_jaxpr(partial(eqn.primitive.to_lojax, **eqn.params))(*map(abstract, operands))
         name = type(eqn.params.get("_prim", eqn.primitive)).__name__
@@ -231,6 +228,21 @@ def jaxprs_in(eqn: Eqn) -> list[Any]:
     """The jaxprs that an equation holds: those of a call, of a loop, of branches."""
     values = [v for p in eqn.params.values() for v in (p if isinstance(p, (tuple, list)) else (p,))]
     return [v for v in values if is_jaxpr(v)]
+
+
+def with_jaxprs(eqn: Eqn, change: Callable[[Any], Any]) -> Eqn:
+    """The equation with what ``change`` makes of each jaxpr that it holds."""
+
+    def changed(value: Any) -> Any:
+        if is_jaxpr(value):
+            return change(value)
+        if isinstance(value, (tuple, list)) and any(map(is_jaxpr, value)):
+            parts = [changed(v) for v in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return value
+
+    new: Eqn = eqn.replace(params={k: changed(v) for k, v in eqn.params.items()})
+    return new
 
 
 def constrained_devices(eqn: Eqn) -> list[tuple[Any, ...]]:

@@ -86,16 +86,7 @@ class _Resolver:
             return constraint_eqn(eqn, mesh, spec)
         if not any(map(self._has_names, _compat.jaxprs_in(eqn))):
             return eqn
-
-        def resolved(value: Any) -> Any:
-            if _compat.is_jaxpr(value):
-                return self._jaxpr(value, mesh, rules)
-            if isinstance(value, (tuple, list)) and any(map(_compat.is_jaxpr, value)):
-                return type(value)(map(resolved, value))
-            return value
-
-        new: Eqn = eqn.replace(params={k: resolved(v) for k, v in eqn.params.items()})
-        return new
+        return _compat.with_jaxprs(eqn, lambda jaxpr: self._jaxpr(jaxpr, mesh, rules))
 
     def spec(
         self, context: str, names: tuple[Any, ...], shape: Sequence[int], mesh: Mesh, rules: tuple[AxisRule, ...]

@@ -48,18 +48,13 @@ class _Resolver:
             elif eqn.primitive is box_constraint_p:
                 out += self._traced(eqn, self._boxs)
             elif _holds_names(eqn):
-                params = {k: self._param(v) for k, v in eqn.params.items()}
-                out.append(eqn.replace(params=params))
+                out.append(_compat.with_jaxprs(eqn, self._jaxpr))
             else:
                 out.append(eqn)
         return out
 
-    def _param(self, value: Any) -> Any:
-        if _compat.is_jaxpr(value):
-            return _compat.with_eqns(value, self.equations(_compat.open_jaxpr(value).eqns))
-        if isinstance(value, (tuple, list)) and any(_compat.is_jaxpr(v) for v in value):
-            return type(value)(self._param(v) for v in value)
-        return value
+    def _jaxpr(self, jaxpr: Any) -> Any:
+        return _compat.with_eqns(jaxpr, self.equations(_compat.open_jaxpr(jaxpr).eqns))
 
     def _users(self, x: Any, params: dict[str, Any]) -> Any:
         if self.scope.mesh is None:
