@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
+import pathlib
 import re
 import shutil
 import subprocess
@@ -11,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import FrozenDict
 
 import manymesh as mm
 from manymesh.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
@@ -127,8 +131,41 @@ SAVE = [
     (lambda: {"n": 2**70}, {}, r"n is int 1180591620717411303424 of dtype object, which is no array of numbers"),
     (lambda: {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}, {}, r"w is a description of an array .*: there is nothing to save"),
     (lambda: {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, {}, r"leaves a/b and a.b have the same name 'a.b' in a checkpoint"),
-    (lambda: {}, {"metadata": {"x": jnp.ones(1)}}, r"metadata= of .*: expected is what JSON can say: Object of type .*Array"),
+    (lambda: {}, {"metadata": {"x": [0, jnp.ones(1)]}}, r"metadata= of .*: expected is what JSON can say; metadata\['x'\]\[1\] is ArrayImpl: write its .tol"),
+    (lambda: {}, {"metadata": {"loss": jnp.bfloat16(1)}}, r"metadata\['loss'\] is ArrayImpl: write float\(...\) around it\nsee docs"),
+    (lambda: {}, {"metadata": {"n": np.int32(1)}}, r"metadata\['n'\] is int32: write int\(...\) around it\nsee docs"),
+    (lambda: {}, {"metadata": pathlib.Path("x")}, r"; metadata is PosixPath: Object of type PosixPath is not JSON serializable"),
+    (lambda: {}, {"metadata": {(1, 2): 3}}, r"; it is dict: keys must be str, int"),
 ]  # fmt: skip
+
+
+# What a checkpoint would lose, in containers of all kinds.
+Named = collections.namedtuple("Named", "w tag")
+LOST = [
+    (lambda: {"w": jnp.ones(1), "tag": "run-7"}, r"\n  tag is str 'run-7', which is no array: keep it in metadata=, as anything"),
+    (lambda: Named(jnp.ones(1), "run-7"), r"\n  tag is str 'run-7', which is no array"),
+    (lambda: ({}, [jnp.ones(1), b"x"]), r"\n  1/1 is bytes b'x', which is no array"),
+    (lambda: FrozenDict(a={"tag": "x"}), r"\n  a/tag is str 'x', which is no array"),
+    (lambda: {"rng": np.random.default_rng(0)}, r"rng is numpy.random.*Generator, which is no array: keep its bit_generator.state in"),
+    (lambda: {"data": {"path": pathlib.PurePosixPath("/x")}}, r"data/path is pathlib.*PurePosixPath\('/x'\), which is no array"),
+    (lambda: {"at": datetime.date(2026, 1, 2)}, r"at is datetime.date datetime.date\(2026, 1, 2\), which is no array"),
+    (lambda: {f"tag{i}": "x" for i in range(7)}, r"would lose tag0 and 6 more:(\n  .*){5}\n  and 2 more\nsee docs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "words"), LOST, ids=range(len(LOST)))
+def test_what_a_checkpoint_would_lose(make, words, saved, tmp_path) -> None:
+    """It is named, by `save` and by `restore`, and nothing is written."""
+    with pytest.raises(CheckpointError, match=words):
+        mm.checkpoint.save(tmp_path / "state", make())
+    with mm.checkpoint.Manager(tmp_path / "run") as manager, pytest.raises(CheckpointError, match=words):
+        manager.save(1, make())
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(
+        CheckpointError,
+        match=words.replace("would lose tag0 and 6 more", "nothing was read").replace("and 2", r"and \d"),
+    ):
+        mm.checkpoint.restore(saved / "10", make())
 
 
 @pytest.mark.parametrize(("make", "options", "words"), SAVE, ids=range(len(SAVE)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import warnings
 
 import equinox as eqx
@@ -219,3 +220,39 @@ def test_orbax_reads_what_we_saved(ocp, tmp_path) -> None:
         assert_same_bits(theirs.restore(3, args=ocp.args.StandardRestore(state)), state)
     with ocp.StandardCheckpointer() as checkpointer:
         assert_same_bits(checkpointer.restore(tmp_path / "one", state), state)
+
+
+class Everything(eqx.Module):
+    """A module with every kind of leaf that belongs to a program."""
+
+    conv: eqx.nn.Conv1d
+    mlp: eqx.nn.MLP
+    norm: eqx.nn.BatchNorm
+    kinds: dict[str, object]
+    name: str
+    generator: object = None
+
+
+def test_leaves_of_the_program(tmp_path) -> None:
+    """Modules of Equinox are saved as they are; what may be a state nevertheless is named once for each place of a call."""
+    one, two = jax.random.split(jax.random.key(0))
+
+    def make(generator=None):
+        norm = eqx.nn.BatchNorm(4, "batch", mode="ema")
+        kinds = {"kind": "mlp", "mode": enum.Enum("Mode", "A B").A, "dtype": np.dtype("f4"), "of": jnp.bfloat16}
+        return Everything(
+            eqx.nn.Conv1d(1, 1, 3, padding_mode="REFLECT", key=one), eqx.nn.MLP(2, 2, 4, 1, key=two), norm, kinds, "net",
+            generator,
+        )  # fmt: skip
+
+    model, state = eqx.nn.make_with_state(make)()
+    whole = {"model": model, "state": state, "init": jax.nn.relu, "where": NamedSharding(FIRST, P())}
+    mm.checkpoint.save(tmp_path / "silent", whole)
+    assert_same_bits(
+        eqx.filter(mm.checkpoint.restore(tmp_path / "silent", whole), eqx.is_array), eqx.filter(whole, eqx.is_array)
+    )
+    model, _ = eqx.nn.make_with_state(make)(np.random.default_rng(0))
+    with pytest.warns(UserWarning, match=r"(?s)takes it from like=:.*model/generator is numpy.*metadata=") as seen:
+        mm.checkpoint.save(tmp_path / "named", {"model": model})
+    assert len(seen) == 1 and seen[0].filename == __file__
+    assert mm.checkpoint.restore(tmp_path / "named", {"model": model})["model"].generator is model.generator

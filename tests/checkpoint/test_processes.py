@@ -82,12 +82,19 @@ same(manager.restore(like=blank(other)), other)
 before = read()
 manager.restore(like=blank({k: saved[k] for k in ("first", "second")}))
 assert 1 <= (read() - before) / 2**18 < 1.1, read() - before
-for wrong, words in (({"w": jnp.ones(2 + me)}, "saves another tree"), ({"first": saved[["first", "second"][me]]}, "numbers were")):
+for wrong, words in (({"w": jnp.ones(2 + me)}, "9: process 1 saves another tree than process 0"),
+                     ({"w": jnp.ones(2 + me)}, "of w, process 0 has float32[2], process 1 has float32[3]"),
+                     ({"a": 1, "b": 2} if me else {"a": 1}, "of b, process 0 lacks it, process 1 has int64[]"), ({"first": saved[["first", "second"][me]]}, "numbers were")):
     try:
         mm.checkpoint.save(directory + "/9", wrong)
         assert False, "processes that save different trees"
     except CheckpointError as error:
         assert words in str(error), error
+try:
+    mm.checkpoint.save(f"{directory}-of-{me}/9", saved)
+    assert False, "a disk for each process"
+except CheckpointError as error:
+    assert "process 0 does not see what process 1 wrote" in str(error) and "on a disk that all processes share" in str(error)
 assert sorted(os.listdir(directory)) == ["1", "2", "9.orbax-checkpoint-tmp"]
 print("done", me)
 """

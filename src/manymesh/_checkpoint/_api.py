@@ -25,8 +25,9 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, metadata: Any = None) ->
 
     Args:
       path: directory that is made.
-      tree: any pytree: arrays on any submeshes, of NumPy, numbers, typed random keys. Other leaves, as functions in modules
-        of Equinox, belong to the program and are left out.
+      tree: any pytree: arrays on any submeshes, of NumPy, numbers, typed random keys. Functions, and text in fields of
+        classes, as in modules of Equinox, belong to the program and are left out; other leaves are refused, or warned of
+        where they are fields of classes.
       metadata: anything that JSON can say, as the position in the data; in several processes that of the first.
 
     Raises:

@@ -34,11 +34,13 @@ class Leaf:
       name: the words of its path.
       in_sequence: for each word, whether it is the position in a tuple or list.
       value: the leaf itself.
+      in_class: whether a field of a class is on the way to it; told of what is no array.
     """
 
     name: Name
     in_sequence: tuple[bool, ...]
     value: Any
+    in_class: bool = False
 
     def __str__(self) -> str:
         return text(self.name)
@@ -64,7 +66,12 @@ def leaves_of(tree: PyTree, *, with_empty: bool = False) -> tuple[list[Leaf], An
     is_leaf = is_empty if with_empty else None
     flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [
-        Leaf(tuple(map(_word, path)), tuple(isinstance(key, SequenceKey) for key in path), value)
+        Leaf(
+            tuple(map(_word, path)),
+            tuple(isinstance(key, SequenceKey) for key in path),
+            value,
+            not is_array(value) and _in_class(tree, path),
+        )
         for path, value in flat
     ], structure
 
@@ -121,3 +128,18 @@ def _word(key: Any) -> str:
     if isinstance(key, (DictKey, FlattenedIndexKey)):
         return str(key.key)
     return str(key)
+
+
+def _in_class(tree: PyTree, path: Iterable[Any]) -> bool:
+    """Whether there is more on the way to a leaf than dictionaries, lists and tuples, named ones too."""
+    node: Any = tree
+    for key in path:
+        if isinstance(node, Mapping) and isinstance(key, DictKey):
+            node = node[key.key]
+        elif isinstance(node, (list, tuple)) and isinstance(key, SequenceKey):
+            node = node[key.idx]
+        elif isinstance(node, tuple) and isinstance(key, GetAttrKey):
+            node = getattr(node, key.name)
+        else:
+            return True
+    return False

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
 from .. import _compat
+from .._distributed._world import world
 from .._errors import CheckpointError
 
 # Seconds. As long as the slowest process may take to write its part; the watchdog of a run notices a death much earlier.
 PATIENCE = 3600.0
+_LOOKS_EVERY = 0.5  # seconds
+_ALL = "every process has to call checkpoint.save, or Manager.save, alike and in the same order"
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,98 @@ class Processes:
     def first(self) -> bool:
         """Whether this is the process that makes directories and renames them."""
         return self.index == 0
+
+    @contextlib.contextmanager
+    def preparing(self, number: int, path: Path) -> Iterator[None]:
+        """Tells the others how the block ends, in which this process makes everything ready to save. Waits for nobody.
+
+        Args:
+          number: how many saves this process began before.
+          path: what is saved.
+        """
+        run = world() if self.count > 1 else None
+        if run is not None:  # nobody is impatient with a copy to the host
+            run.doing = run.doing._replace(busy="copying a checkpoint to the host")
+        failed = "it was interrupted"
+        try:
+            yield
+            failed = ""
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if self.count > 1:
+                self._say(number, path, failed)
+            if run is not None:
+                run.is_ready()
+
+    def calls(self) -> int:
+        """How many things this process has begun that all do together; none is known where nobody watches."""
+        run = world()
+        return 0 if run is None else run.doing.calls
+
+    def agree(self, number: int, path: Path, calls: int) -> None:
+        """Goes on once every process saves the same; how long they then take to write is their affair.
+
+        Args:
+          number: how many saves this process began before.
+          path: what is saved. It may be called otherwise elsewhere, but for its last part.
+          calls: what `calls` gave as this one began. Who has begun more, and not this save, will not come to it.
+
+        Raises:
+          CheckpointError: a process saves something else, could not, or does something else.
+        """
+        try:
+            for p in range(self.count):
+                if p != self.index:
+                    self._compare(number, p, path, calls)
+        except CheckpointError as error:
+            self._say(number, path, str(error))  # to who comes later
+            raise
+
+    def _say(self, number: int, path: Path, failed: str) -> None:
+        said = json.dumps({"path": str(path), "failed": failed})
+        _compat.coordination_client().key_value_set(_key(number, self.index), said, allow_overwrite=True)
+
+    def _compare(self, number: int, p: int, path: Path, calls: int) -> None:
+        said = json.loads(self._said(number, p, path, calls))
+        if Path(said["path"]).name != path.name:
+            raise CheckpointError(
+                f"process {self.index} saves {path}, while process {p} saves {said['path']}; {_ALL}, with the same "
+                "path; each writes what it has of the arrays, and nothing was saved"
+            )
+        if said["failed"]:
+            raise CheckpointError(f"{path}: nothing was saved, because of process {p}: {said['failed']}")
+
+    def _said(self, number: int, p: int, path: Path, calls: int) -> str:
+        """What another process said of a save, once it has."""
+        run, left, waited = world(), 0.0, 0.0
+        limit = PATIENCE if run is None else run.stall_timeout
+        while True:
+            why = ""
+            if run is not None:  # seen before it is asked: it says what it saves before it goes on
+                other = run.progress[p]
+                if other.calls > calls:
+                    why = f"it has gone on, and is in {other.label}"
+                elif other.left and left > run.death_timeout:
+                    why = "its script has ended"
+                left += _LOOKS_EVERY if other.left else 0.0
+                waited -= _LOOKS_EVERY if other.busy else 0.0
+            if waited > limit:
+                why = why or f"it has not come to it for {limit:g} s"
+            try:
+                key = _key(number, p)
+                return str(_compat.coordination_client().blocking_key_value_get(key, int(1000 * _LOOKS_EVERY)))
+            except Exception as error:  # what it raises has no class of its own
+                if "DEADLINE_EXCEEDED" not in str(error) and "NOT_FOUND" not in str(error):
+                    raise
+            waited += _LOOKS_EVERY
+            if why:
+                name = f"process {p}" if run is None else run.name(p)
+                raise CheckpointError(
+                    f"process {self.index} is in checkpoint.save of {path}, and {name} is not: {why}; {_ALL}, not process "
+                    "0 alone: each writes what it has of the arrays"
+                )
 
     def meet(self, place: str, error: Exception | None) -> None:
         """Waits until every process is at the same place, and raises in all of them what went wrong in one.
@@ -59,3 +158,8 @@ class Processes:
                 raise CheckpointError(f"nothing was saved, because of {'; '.join(failed)}")
         if error is not None:
             raise error
+
+
+def _key(number: int, process: int) -> str:
+    """Under which a process says what its save with this number is."""
+    return f"manymesh.checkpoint/{number}/said/{process}"

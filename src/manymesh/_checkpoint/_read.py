@@ -16,6 +16,7 @@ from .._errors import CheckpointError
 from .._types import PyTree
 from ._format import Record, Saved, find_saved
 from ._leaves import NUMBERS, Leaf, is_key_dtype, leaves_of
+from ._left_out import is_lost, said
 from ._match import Source, match, read_stackings
 from ._store import Store, dtype_of, open_arrays, stack
 from ._target import Target
@@ -97,6 +98,7 @@ def read(path: Path, like: PyTree, stacked: Mapping[str, str] | None, cast: bool
         return read_as_saved(saved)
     leaves, structure = leaves_of(like)
     sources, problems = match(leaves, saved.records, read_stackings(stacked))
+    problems += [said(leaf) for leaf in leaves if is_lost(leaf) and not leaf.in_class]
     stores = _open(path, saved, sources)
     readings = {}
     for i, source in sources.items():

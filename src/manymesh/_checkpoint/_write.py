@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from .._errors import CheckpointError
 from .._types import PyTree
 from ._format import ASIDE, write_descriptions, write_json
 from ._leaves import Leaf, leaves_of, text
+from ._left_out import check_left_out
 from ._processes import Processes
 from ._snapshot import Part, snapshot
 from ._store import Database, merge
@@ -40,6 +44,7 @@ class Writing:
       metadata: the user's.
       processes: who else writes.
       number: how many saves this process began before.
+      calls: how many steps and other things that all processes do together.
     """
 
     path: Path
@@ -49,6 +54,7 @@ class Writing:
     metadata: Any
     processes: Processes
     number: int
+    calls: int
 
     @property
     def aside(self) -> Path:
@@ -69,6 +75,7 @@ class Writing:
         Raises:
           CheckpointError: a process could not, so nothing was saved.
         """
+        self.processes.agree(self.number, self.path, self.calls)
         finish = functools.partial(self._finish, afterwards)
         for place, work in (("made", self._make), ("written", self._write), ("current", finish)):
             error = None
@@ -100,7 +107,7 @@ class Writing:
             return
         if self.processes.count > 1:
             everyone = range(self.processes.count)
-            self._check([json.loads(self._account(k).read_text("utf-8")) for k in everyone])
+            self._check([self._read_account(k) for k in everyone])
             merge(self.directory, [place for k in everyone if (place := self._place(k)).exists()])
         write_descriptions(
             self.aside, self.item, self.leaves, [(part.record, part.chunk) for part in self.parts], self.metadata
@@ -115,7 +122,8 @@ class Writing:
         for k, account in enumerate(accounts):
             if account["arrays"] != accounts[0]["arrays"]:
                 raise CheckpointError(
-                    f"process {k} saves another tree than process 0; every process saves the same one"
+                    f"{self.path}: process {k} saves another tree than process 0; every process saves the same one, with the "
+                    f"same shapes and dtypes: {_first_difference(k, accounts[0]['arrays'], account['arrays'])}"
                 )
         for i, part in enumerate(self.parts):
             written = sum(account["counts"][i] for account in accounts)
@@ -124,6 +132,17 @@ class Writing:
                     f"{text(part.record.name)} of shape {part.shape}: {written} of its numbers were written, expected are "
                     f"{math.prod(part.shape)}; its sharding is not the same in every process"
                 )
+
+    def _read_account(self, process: int) -> Any:
+        """What a process says that it wrote."""
+        file = self._account(process)
+        try:
+            return json.loads(file.read_text("utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"process {self.processes.index} does not see what process {process} wrote: there is no {file}; the directory "
+                "has to be on a disk that all processes share"
+            ) from None
 
     def _place(self, process: int) -> Path:
         """Where a process makes its database."""
@@ -146,18 +165,58 @@ def prepare(path: Path, item: str | None, tree: PyTree, metadata: Any, *, keep: 
     Raises:
       CheckpointError: there is a checkpoint already, or something cannot be saved.
     """
+    processes, number = Processes.of_this_run(), next(_numbers)
+    calls = processes.calls()
+    with processes.preparing(number, path):
+        _check_metadata(path, metadata)
+        if path.exists():
+            raise CheckpointError(f"{path} exists already: remove it, or save under another name")
+        if ASIDE in path.name:
+            raise CheckpointError(f"{path}: names with {ASIDE!r} are those of checkpoints that are not finished")
+        leaves, _ = leaves_of(tree, with_empty=True)
+        check_left_out(path, leaves)
+        parts = snapshot(leaves, processes, keep=keep)
+    return Writing(path, item, leaves, parts, metadata, processes, number, calls)
+
+
+def _check_metadata(path: Path, metadata: Any) -> None:
+    """Refuses what JSON cannot say, and names it."""
     try:
         json.dumps(metadata)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"metadata= of {path}: expected is what JSON can say: {error}") from None
-    if path.exists():
-        raise CheckpointError(f"{path} exists already: remove it, or save under another name")
-    if ASIDE in path.name:
-        raise CheckpointError(f"{path}: names with {ASIDE!r} are those of checkpoints that are not finished")
-    leaves, _ = leaves_of(tree, with_empty=True)
-    processes = Processes.of_this_run()
-    parts = snapshot(leaves, processes, keep=keep)
-    return Writing(path, item, leaves, parts, metadata, processes, next(_numbers))
+        found = _unsayable("metadata", metadata) if isinstance(error, TypeError) else None  # not in a circle
+        where, value = found or ("it", metadata)
+        remedy = str(error)
+        if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+            number = {"b": "bool", "i": "int", "u": "int"}.get(getattr(value.dtype, "kind", ""), "float")
+            remedy = f"write {number}(...) around it" if value.ndim == 0 else "write its .tolist()"
+        raise CheckpointError(
+            f"metadata= of {path}: expected is what JSON can say; {where} is {type(value).__name__}: {remedy}"
+        ) from None
+
+
+def _unsayable(where: str, value: Any) -> tuple[str, Any] | None:
+    """The first part of a value that JSON cannot say, and where it is, as ``metadata['loss']``."""
+    if isinstance(value, dict):
+        parts = [(f"{where}[{key!r}]", part) for key, part in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts = [(f"{where}[{k}]", part) for k, part in enumerate(value)]
+    else:
+        return None if value is None or isinstance(value, (str, bool, int, float)) else (where, value)
+    return next((found for place, part in parts if (found := _unsayable(place, part)) is not None), None)
+
+
+def _first_difference(other: int, first: Sequence[Any], second: Sequence[Any]) -> str:
+    """``process 0 has w of shape [2] and dtype float32, process 1 none`` for the first leaf that two processes differ in."""
+    here, there = ({tuple(name): (dtype, shape) for *name, dtype, shape in arrays} for arrays in (first, second))
+    name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), None)
+    if name is None:
+        return "the order of the leaves is another"
+
+    def said(process: int, array: tuple[str, list[int]] | None) -> str:
+        return f"process {process} " + ("lacks it" if array is None else f"has {array[0]}{array[1]}")
+
+    return f"of {text(name)}, {said(0, here.get(name))}, {said(other, there.get(name))}"
 
 
 def _sync(directory: Path) -> None:
