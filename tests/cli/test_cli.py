@@ -191,6 +191,19 @@ def test_a_prediction_that_is_none(run, recording, tmp_path):
 # --- plan -----------------------------------------------------------------------------------------------------------
 
 
+def test_plan_of_a_script_with_arguments(run, script, monkeypatch):
+    """It finds none of the words that are the command's, and what it requires is said."""
+    head = "import argparse, sys\nparser = argparse.ArgumentParser()\nparser.add_argument('--steps', type=int{})\n"
+    script.write_text(head.format(", default=3") + "given = parser.parse_args()\n" + SCRIPT)
+    monkeypatch.setattr(sys, "argv", words := ["manymesh", "plan", f"{script}:plan"])
+    code, out, err = run(*words[1:])
+    assert code == 0 and "front" in out, err
+    assert sys.modules["described"].given.steps == 3 and sys.argv is words
+    script.write_text(head.format(", required=True") + SCRIPT + "def asks(): parser.parse_args()\n")
+    code, out, err = run("plan", f"{script}:asks")
+    assert code == 1 and "described.py ended with 2" in err and "if __name__ == '__main__':" in err
+
+
 def test_plan(run, script, monkeypatch):
     """For devices that nobody has: what runs where, and what crosses; nothing is compiled."""
     jax.devices()  # of this process, which asking for 64 must not change any more

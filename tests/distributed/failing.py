@@ -46,6 +46,8 @@ def main(case, limit, *address):
     step = mm.jit(train)
     other = mm.jit(lambda w, x: back(w, front(w, x)))
     w, x = jnp.eye(4), jnp.ones((6, 4))
+    if case == "leaves at once" and failing:
+        sys.exit(3)
     for number in range(1, 5):
         if number == 3 and case == "lost launcher":
             now("fails")
@@ -60,6 +62,8 @@ def main(case, limit, *address):
                 raise ValueError("on purpose")
             elif case == "leaves early":
                 sys.exit(0)
+            elif case == "leaves with 3":
+                sys.exit(3)
             elif case == "sleeps":
                 time.sleep(100)
             elif case == "other step":

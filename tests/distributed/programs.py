@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
+import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -222,13 +223,29 @@ def disagreement(case):
     if case == "program":
         fun = (lambda x: front(x) + 1.5) if me == 0 else (lambda x: front(x) + 2.5)
     else:
-        fun = front
+        fun = lambda x: front(x)  # noqa: E731
         x = jax.device_put(x, device) if case == "committed" else jnp.ones(4 + me)
+    if case == "more":
+        fun = lambda x: front(x["b"])  # noqa: E731
+        x = {"b": jnp.ones(4)} | ({"a": jnp.ones(4)} if me else {})
+    if case == "place" and me == 0:
+        x = jax.device_put(jnp.ones(7), device)
+    step = mm.fetch if case == "place" and me == 0 else mm.jit(fun)
     try:
-        mm.jit(fun)(x)
+        step(x)
     except mm.errors.ProcessError as error:
         return str(error)
     return None
+
+
+def recorded():
+    """Which submeshes have spans in a recording of each process, and which it says are elsewhere."""
+    front, back = (mm.task(lambda x: x + 1, name, devices=[d]) for name, d in (("front", 0), ("back", 4)))
+    step = mm.jit(lambda x: back(front(x)))
+    step(jnp.ones(4))
+    with mm.inspect.record() as run:
+        step(jnp.ones(4))
+    return sorted({s.submesh for s in run.spans}), run.elsewhere, str(run.timeline())
 
 
 def generated(number):
@@ -263,9 +280,13 @@ def parts_of_a_batch():
     step, state, _, prepare = parallelize_step(
         Model(), optax.adam(1e-2), mesh(0, 1, 4, 5), local_batch=local, num_microbatches=2
     )
+    shorter = jax.tree.map(lambda x: np.split(x[:4], count)[me], whole)
     losses = []
-    for _ in range(3):
-        loss, state = step(state, prepare(local))
+    for part in (local, local, shorter, local):
+        if count > 1:
+            with pytest.raises(mm.errors.ArgumentError, match=r"step\(state, prepare_batch\(batch\)\)"):
+                step(state, part)
+        loss, state = step(state, prepare(part))
         losses.append(float(loss))
     return losses, int(state.step)
 

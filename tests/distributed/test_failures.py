@@ -4,7 +4,10 @@ How soon, in seconds, is measured by benchmarks/failures.py.
 """
 
 import io
+import os
 import re
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +28,8 @@ CASES = {
     "stop": (ENDED_WITH_OTHERS, "process 1 (submesh 1) has shown no sign of life for 5 s"),
     "raise": (1, "process 1 (submesh 1) ended with ValueError: on purpose"),
     "leaves early": (ENDED_WITH_OTHERS, "the script of process 1 (submesh 1) has ended, after 4 calls"),
+    "leaves with 3": (3, "the script of process 1 (submesh 1) has ended, after 4 calls"),
+    "leaves at once": (3, "the script of process 1 has ended, after 0 calls"),
     "sleeps": (ENDED_WITH_OTHERS, "process 1 (submesh 1) has not come to call 3 of train"),
     "other shape": (None, "the compilation of train"),
 }
@@ -46,10 +51,12 @@ def test_survivors_end_with_words(case):
     code, output = run(case)
     assert code == expected if expected is not None else code in (1, ENDED_WITH_OTHERS), output
     assert words in output
-    if case in ("kill", "stop", "leaves early", "sleeps"):
+    if case in ("kill", "stop", "leaves early", "leaves with 3", "sleeps"):
         said = next(line for line in output.splitlines() if "process 0 (submesh 0) ends with the others" in line)
         assert re.search(WAITS, said)
     assert "ended well" not in output
+    if code in (1, 3):
+        assert output.endswith(f"manymesh: process 1 ended with exit code {code}\n")
 
 
 def test_a_process_that_never_starts():
@@ -58,6 +65,22 @@ def test_a_process_that_never_starts():
     assert code == ENDED_WITH_OTHERS
     assert "all 2 processes did not come to distributed.initialize within 6 s" in output
     assert "ended well" not in output
+
+
+def test_process_0_hosts_the_service_and_leaves_with_a_code_of_its_own():
+    """Which is its own without `launch` too: neither JAX's service nor its farewell takes part in it."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"localhost:{probe.getsockname()[1]}"
+    command = [sys.executable, str(SCRIPT), "leaves with 3", "5", address, "2"]
+    variables = {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p)}
+    variables["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+    children = [subprocess.Popen([*command, str(p)], env=variables, stderr=subprocess.DEVNULL) for p in range(2)]
+    try:
+        assert [child.wait(120) for child in children] == [3, ENDED_WITH_OTHERS]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 
 def test_nothing_fails():

@@ -5,6 +5,7 @@ import operator
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 
 import manymesh as mm
 from manymesh._cli import main
+from manymesh._distributed import _launch
 from manymesh._distributed._launch import run_processes
 from manymesh._distributed._wires import Wires
 
@@ -59,6 +61,20 @@ def test_a_time_limit(script, capsys):
     assert gone(output)
 
 
+def test_the_service_waits_longer_than_any_process_says(script, monkeypatch):
+    """A process speaks to it once in its ``stall_timeout``, which may be an hour; after its own, the service ends all."""
+    waits = []
+    start = _launch._compat.start_coordination_service
+
+    def noted(address, processes, heartbeat_timeout):
+        waits.append(heartbeat_timeout)
+        return start(address, processes, heartbeat_timeout)
+
+    monkeypatch.setattr(_launch._compat, "start_coordination_service", noted)
+    assert run_processes([sys.executable, script], 2, 1, output=io.StringIO()) == 0
+    assert waits[0] > 365 * 24 * 3600
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_launch_leaves_nothing(script, number):
     """Ctrl-C and SIGTERM."""
@@ -75,10 +91,93 @@ def test_an_interrupted_launch_leaves_nothing(script, number):
         child.stdout.close()
 
 
+INTERRUPTED = """
+import sys, time
+import manymesh as mm
+mm.distributed.initialize()
+import jax
+me = jax.process_index()
+try:
+    print("ready", flush=True)
+    time.sleep(100)
+except KeyboardInterrupt:
+    time.sleep(0.5 * me)  # the slower one is not cut short by the other
+    print("saves", flush=True)
+    if "goes" in sys.argv: sys.exit(0)
+    raise
+finally:
+    print("tidies up", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["raises", "goes"])
+def test_ctrl_c_comes_to_the_script(tmp_path, how):
+    """In each process, after `initialize`, where JAX keeps SIGTERM to itself; and launch says what it does."""
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    command = [sys.executable, "-m", "manymesh", "launch", "-n", "2", str(tmp_path / "script.py"), how]
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output = ""
+        while output.count("ready") < 2:
+            output += (line := child.stdout.readline())
+            assert line, output
+        child.send_signal(signal.SIGINT)
+        output += child.communicate(timeout=30)[0]
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == 130
+    assert "\nmanymesh: interrupted; all processes are ended" in output
+    for process in range(2):
+        assert f"[{process}] saves\n" in output and f"[{process}] tidies up\n" in output, output
+    assert output.count("KeyboardInterrupt") == (2 if how == "raises" else 0), output
+
+
 def test_a_wrong_count(script, capsys):
     """Said before anything starts."""
     assert main(["launch", "-n", "0", script]) == 2
     assert "processes has to be at least 1, found 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("calls", "processes", "says"), [("", 2, 1), ("", 1, 0), ("mm.distributed.initialize()", 2, 0)]
+)
+def test_a_forgotten_initialize(calls, processes, says):
+    """Leaves each process to itself; launch says so, which is no error."""
+    output = io.StringIO()
+    assert (
+        run_processes([sys.executable, "-c", f"import manymesh as mm; {calls}"], processes, output=output, timeout=60)
+        == 0
+    )
+    words = "manymesh: no process called manymesh.distributed.initialize(), so each of the 2 ran the script for itself"
+    assert output.getvalue().count(words) == says
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--timeout", "0", "SCRIPT"], "timeout has to be a positive number of seconds, found 0.0"),
+        (["--timeout", "-5", "SCRIPT"], "timeout has to be a positive number of seconds, found -5.0"),
+        (["--timeout", "nan", "SCRIPT"], "timeout has to be a positive number of seconds, found nan"),
+        (["not_there.py"], "there is no file 'not_there.py'"),
+    ],
+)
+def test_what_cannot_be_meant(script, capsys, words, says):
+    """Is one line, and nothing starts."""
+    assert main(["launch", "-n", "2", *(script if word == "SCRIPT" else word for word in words)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and says in err
+
+
+def test_a_module(tmp_path, monkeypatch, capsys):
+    """As of python -m; its options are left to it."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text("import sys; print(__name__, __package__, sys.argv[1:])")
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "-n", "1", "-m", "package.train", "-m", "--steps", "5"]) == 0
+    assert capsys.readouterr().out == "[0] __main__ package ['-m', '--steps', '5']\n"
 
 
 def test_a_function_in_two_processes():
@@ -86,6 +185,37 @@ def test_a_function_in_two_processes():
     assert mm.distributed.launch(operator.add, 2, args=(1, 2), timeout=300) == [3, 3]
     with pytest.raises(mm.errors.ProcessError, match=r"launch\(truediv\) failed with exit code 1"):
         mm.distributed.launch(operator.truediv, 1, args=(1, 0), timeout=300)
+
+
+def test_an_array_goes_to_a_function():
+    """It is made again in each process, which has joined by then."""
+    answers = mm.distributed.launch(operator.mul, 2, args=(jax.numpy.arange(3.0), 2), timeout=300)
+    assert [list(map(float, x)) for x in answers] == [[0.0, 2.0, 4.0]] * 2
+
+
+def test_a_mesh_does_not_go_to_a_function():
+    """Its devices are those of this process; the message says where to make one."""
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    for given in (mesh, mm.task(operator.neg, "front", mesh=mesh)):
+        with pytest.raises(
+            mm.errors.ProcessError, match=r"launch\(pos\): .*; make meshes, tasks and steps inside the function"
+        ):
+            mm.distributed.launch(operator.pos, 2, args=(given,), timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "words"),
+    [
+        ("train", {"processes": 2}, "function has to be a function, found 'train'; import it"),
+        (operator.pos, {"processes": "2"}, "processes has to be an int, found '2'"),
+        (operator.pos, {"processes": 2, "devices_per_process": 1.5}, "devices_per_process has to be an int, found 1.5"),
+        (operator.pos, {"processes": 2, "timeout": "5"}, "timeout has to be a positive number of seconds, found '5'"),
+    ],
+)
+def test_a_function_and_numbers_of_other_types(function, options, words):
+    """Are refused before anything starts."""
+    with pytest.raises(mm.errors.ProcessError, match=re.escape(words)):
+        mm.distributed.launch(function, **options)
 
 
 def test_a_function_that_others_cannot_import():
@@ -108,6 +238,18 @@ def test_wrong_arguments_of_initialize(arguments, words):
     assert jax.devices()
     with pytest.raises(mm.errors.ProcessError, match=re.escape(words)):
         mm.distributed.initialize(*arguments)
+
+
+@pytest.mark.parametrize(("host", "taken"), [("localhost", "127.0.0.1"), ("some.host", "127.0.0.1"), ("some.host", "")])
+def test_a_port_in_use(host, taken):
+    """Is found before JAX starts, whose service would crash there."""
+    with socket.create_server((taken, 0)) as other:
+        port = other.getsockname()[1]
+        text = f"import manymesh as mm; mm.distributed.initialize('{host}:{port}', 2, 0, start_timeout=5)"
+        done = subprocess.run([sys.executable, "-c", text], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    words = f"process 0 is to host the service at coordinator_address='{host}:{port}', but port {port} of this machine is in use"
+    assert words in done.stderr
 
 
 def test_twice_is_once_too_often():

@@ -91,8 +91,14 @@ def test_results_go_where_they_are_wanted(pool):
     ("case", "words"),
     [
         ("program", ["in: program", "1.5", "2.5"]),
-        ("shape", ["arguments", "[4]", "[5]"]),
-        ("committed", ["arguments", "argument 0"]),
+        ("shape", ["in: arguments\n", "args[0]: float32[4]", "args[0]: float32[5]"]),
+        (
+            "more",
+            [
+                "in: arguments\n  arguments:\n    process 0: (nothing)\n    process 1: args[0]['a']: float32[4] None\nEvery"
+            ],
+        ),
+        ("committed", ["in: arguments\n", "process 0: args[0]: float32[4]", "process 1: args[0]: float32[4]"]),
     ],
 )
 def test_processes_that_differ_are_refused(pool, case, words):
@@ -101,6 +107,20 @@ def test_processes_that_differ_are_refused(pool, case, words):
         assert "the processes did not derive the same; process 1 differs from process 0" in text
         for word in words:
             assert word in text
+
+
+def test_processes_at_different_places_are_told_where(pool):
+    """And not that everything differs."""
+    for text in pool.call("programs.disagreement", "place"):
+        assert "manymesh.fetch" in text and "<lambda>" in text
+        assert "derive" not in text
+
+
+def test_each_process_records_what_it_runs(pool):
+    """And says of the rest that it is elsewhere."""
+    for process, (here, elsewhere, text) in enumerate(pool.call("programs.recorded")):
+        assert (here, elsewhere) == ([process], (1 - process,))
+        assert f"{1 - process} | recorded in another process" in text
 
 
 PARTS = 5

@@ -129,10 +129,11 @@ def test_an_interrupted_launch_starts_nothing_again(script, number):
 
 
 def test_pressing_ctrl_c_twice_leaves_nothing(tmp_path):
-    """Processes that do not listen to SIGTERM are killed at the second time, and not left alone."""
+    """Processes that listen to neither SIGINT nor SIGTERM are killed at the second time, and not left alone."""
     stubborn = tmp_path / "stubborn.py"
     stubborn.write_text(
-        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('pid', os.getpid())\ntime.sleep(100)"
+        "import os, signal, time\nfor n in (signal.SIGINT, signal.SIGTERM): signal.signal(n, signal.SIG_IGN)\n"
+        "print('pid', os.getpid())\ntime.sleep(100)"
     )
     command = [sys.executable, "-m", "manymesh", "launch", "-n", "1", str(stubborn)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

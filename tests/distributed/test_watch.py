@@ -9,6 +9,7 @@ import pytest
 from manymesh._distributed._initialize import _leave
 from manymesh._distributed._watch import Watch
 from manymesh._distributed._world import Doing, Waiting, World
+from manymesh.errors import ProcessError
 
 pytestmark = pytest.mark.once
 
@@ -98,3 +99,38 @@ def test_what_is_old_is_not_noted_nor_passed_on() -> None:
     watch._hear(1, told(3, "c"))
     assert [(m["calls"], m["left"]) for m in wires.told] == [(3, False), (3, True)]
     assert watch.world.progress[1] == Doing(3, "c", "", True)
+
+
+class _Late:
+    """A store in which a text is written right after somebody has looked for it, and who wrote it goes on."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self.looks = 0
+
+    def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
+        self.looks += 1
+        if key not in self.texts:
+            raise RuntimeError("DEADLINE_EXCEEDED")
+        return self.texts[key]
+
+
+def test_what_another_process_wrote_before_it_went_on_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes between two looks, and goes on; that it is somewhere else by then is no reason to give up."""
+    store = _Late()
+    world = World(0, 2, _Wires(), "localhost", 1.0, 1.0)  # type: ignore[arg-type]
+    monkeypatch.setattr(World, "store", store)
+
+    def gone_on() -> None:
+        store.texts["manymesh/agree/7/1"] = "said"
+        raise ProcessError("process 1 is in call 8")
+
+    assert world.read("agree/7/1", check=gone_on) == "said"
+    assert store.looks == 2
+    store.texts.clear()
+
+    def elsewhere() -> None:
+        raise ProcessError("process 1 is in call 8")
+
+    with pytest.raises(ProcessError, match="call 8"):
+        world.read("agree/7/1", check=elsewhere)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from .._distributed._launch import run_processes
@@ -22,6 +23,7 @@ _EPILOG = """
 examples:
   python -m manymesh launch -n 4 train.py --steps 100                  four processes
   python -m manymesh launch -n 4 --devices-per-process 2 train.py      each with two simulated CPU devices
+  python -m manymesh launch -n 4 -m package.train --steps 100          a module, as of python -m
   python -m manymesh launch -n 2 --timeout 600 train.py                ended after ten minutes, with code 124
   python -m manymesh launch -n 4 --max-restarts 9 train.py             started again up to nine times when one dies
 """
@@ -44,18 +46,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-processes", type=int, metavar="M",
         help="each time that one was killed or fell silent, start one fewer, but M at least; the same number without it",
     )  # fmt: skip
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="the script is the name of a module, as of python -m"
+    )
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the script; gives the exit code of the first process that failed, or 0."""
-    command = [sys.executable, args.script, *args.arguments]
+    if not args.module and not os.path.exists(args.script):
+        print(f"python -m manymesh launch: there is no file {args.script!r}; a module is run by -m", file=sys.stderr)
+        return 2
+    command = [sys.executable, *["-m"] * args.module, args.script, *args.arguments]
     restarts = Restarts(args.max_restarts, args.min_processes)
     try:
-        return run_processes(command, args.processes, args.devices_per_process, timeout=args.timeout, restarts=restarts)
+        code = run_processes(command, args.processes, args.devices_per_process, timeout=args.timeout, restarts=restarts)
+        _flush()
+        return code
     except ProcessError as error:
         print(f"python -m manymesh {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _flush() -> None:
+    """What cannot be written any more is not tried again when Python ends, with an exit code of its own."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what is flushed at exit goes there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -10,7 +11,7 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -69,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """See `COMMANDS`."""
     begin = time.perf_counter()
-    lowered = _lowered(args.function, args.devices)
+    with _without_our_words(args.function):
+        lowered = _lowered(args.function, args.devices)
     report = lowered.report(None if args.hardware is None else Hardware.ready()[args.hardware])
     if args.json:
         print_json({"function": args.function, "devices": args.devices, "report": report.to_dict()})
@@ -80,6 +82,22 @@ def run(args: argparse.Namespace) -> int:
         out.print(str(lowered.layout), soft_wrap=True, markup=False)
     out.print(f"planned in {time.perf_counter() - begin:.1f} s; nothing was compiled", soft_wrap=True)
     return 0
+
+
+@contextlib.contextmanager
+def _without_our_words(spec: str) -> Iterator[None]:
+    """A script that reads its arguments finds none: those of this process are not its own."""
+    before, script = sys.argv, spec.rpartition(":")[0]
+    sys.argv = [script]
+    try:
+        yield
+    except SystemExit as exit:
+        raise ArgumentError(
+            f"{script} ended with {exit.code!r} as it was imported or called, without arguments; put what needs them under "
+            "if __name__ == '__main__':, or give them defaults"
+        ) from exit
+    finally:
+        sys.argv = before
 
 
 def _lowered(spec: str, devices: int | None) -> Lowered:

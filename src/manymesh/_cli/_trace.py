@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     comparison = None if prediction is None else recording.compare(prediction)
     if args.json:
         print_json({
-            "steps": recording.steps, "submeshes": recording.submeshes, "seconds": recording.seconds,
+            "steps": recording.steps, "submeshes": recording.submeshes,
+            "elsewhere": recording.elsewhere, "seconds": recording.seconds,
             "bubble_fraction": bubble_fraction(recording.spans), "saved": saved, "comparison": comparison,
             "spans": [s._asdict() for s in recording.spans],
         })  # fmt: skip

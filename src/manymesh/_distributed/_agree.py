@@ -11,6 +11,7 @@ from ._world import World
 
 SHOWN_LINES = 4  # of each section that differs
 SHOWN_WIDTH = 240  # characters of a line
+FIRST = "arguments"  # the section that all others follow from
 
 
 def agree(
@@ -29,7 +30,7 @@ def agree(
       ProcessError: a process said something else; the message shows the lines that differ. Or it is somewhere else, or
         has ended.
     """
-    own = json.dumps(dict(sections))
+    own = json.dumps([world.doing.label, dict(sections)])
     key = f"agree/{number}"
     world.write(f"{key}/{world.process}", own)
     said = {world.process: own}
@@ -39,8 +40,15 @@ def agree(
     different = [p for p in sorted(said) if said[p] != first]
     if not different:
         return
-    theirs = json.loads(said[different[0]])
-    names = [name for name, digest in json.loads(first).items() if theirs.get(name) != digest]
+    (label, ours), (other_label, theirs) = json.loads(first), json.loads(said[different[0]])
+    if label != other_label:
+        raise ProcessError(
+            f"{world.name(0)} is in {label}, {world.name(different[0])} in {other_label}; every process has to call the same "
+            "steps, and manymesh.fetch, in the same order"
+        )
+    names = [name for name, digest in ours.items() if theirs.get(name) != digest]
+    if FIRST in names:
+        names = [FIRST]
     if world.process in (0, different[0]):
         world.write(f"{key}/lines/{world.process}", json.dumps({name: list(lines(name)) for name in names}))
     texts = [json.loads(world.read(f"{key}/lines/{p}")) for p in (0, different[0])]
@@ -79,7 +87,9 @@ def _read(world: World, what: str, number: int, p: int, key: str) -> str:
 
 
 def _difference(name: str, other: int, first: list[str], second: list[str]) -> list[str]:
-    pairs = itertools.zip_longest(first, second, fillvalue="(nothing)")
+    here, there = set(first), set(second)
+    alone = [line for line in first if line not in there], [line for line in second if line not in here]
+    pairs = itertools.zip_longest(*(alone if any(alone) else (first, second)), fillvalue="(nothing)")
     different = [(a, b) for a, b in pairs if a != b]
     shown = [f"  {name}:"]
     for a, b in different[:SHOWN_LINES]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
+import multiprocessing
 import os
 import re
+import signal
 import socket
 import sys
 import threading
 import time
 import types
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
@@ -24,8 +29,12 @@ from ._world import Doing, World, enter, flood_of, world
 # What `launch` tells the processes that it starts.
 COORDINATOR, COUNT, PROCESS = "MANYMESH_COORDINATOR", "MANYMESH_PROCESSES", "MANYMESH_PROCESS"
 RESTARTS = "MANYMESH_RESTARTS"  # how often all were started again
+NOTES = "MANYMESH_NOTES"  # a folder of `launch`, where a process notes that it called `initialize`
+# The number that the system gives to the process that has joined; what that one starts finds it, and does not join.
+JOINED = "MANYMESH_JOINED"
 # JAX's own watch looks at the coordinator only and ends a process without words: it comes after ours.
 HEARTBEAT_TIMEOUT = 100
+_INTERRUPTED = "its end, after Ctrl-C"  # what a process is busy with that nobody interrupts any more
 
 
 def initialize(
@@ -42,7 +51,8 @@ def initialize(
     """Makes this process one of those that run a script together; to be called first, before JAX looks for devices.
 
     Without arguments it takes what ``python -m manymesh launch`` says, or else what JAX finds out about a cluster
-    (Slurm, Kubernetes, Open MPI, TPU pods). Where there is neither, it does nothing: the script runs in one process.
+    (Slurm, Kubernetes, Open MPI, TPU pods). Where there is neither, it does nothing: the script runs in one process. So it
+    does in what a process of the run starts itself, such as the workers of `multiprocessing` that load data.
 
     From then on a thread watches the other processes. When one of them dies, falls silent or ends with an exception, all
     end, each with a message that says which process it was and what was waited for.
@@ -59,8 +69,8 @@ def initialize(
         environment variable ``MANYMESH_TRANSPORT`` says so, or else the backend. All processes have to say the same.
 
     Raises:
-      ProcessError: it is called twice, or after JAX has looked for devices; a number is missing or out of range; there is
-        no such transport, or the processes ask for different ones; the others did not come.
+      ProcessError: it is called twice, or after JAX has looked for devices; a number is missing or out of range; the port
+        of the coordinator is in use; there is no such transport, or the processes ask for different ones; the others did not come.
 
     Example:
       >>> import manymesh as mm
@@ -68,8 +78,12 @@ def initialize(
     """
     if world() is not None:
         raise ProcessError("distributed.initialize is called twice; call it once, at the beginning of the script")
+    with contextlib.suppress(KeyError, OSError):  # nobody launched it, or launch is gone
+        (Path(os.environ[NOTES]) / "called").touch()
     asked = asked_for(transport)
     given = coordinator_address is not None or num_processes is not None or process_id is not None
+    if _is_started_by_one_that_joined(given):
+        return
     launched = not given and COORDINATOR in os.environ
     if launched:
         coordinator_address = os.environ[COORDINATOR]
@@ -89,6 +103,8 @@ def initialize(
         host = (coordinator_address or "").rpartition(":")[0]
         # The launcher hosts the service, so that no process is special; what process 0 would host is never asked.
         local = "127.0.0.1:0" if launched else coordinator_address if _is_loopback(host) else None
+        if given and process_id == 0 and coordinator_address is not None:
+            _check_port(coordinator_address, local or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"))
         # JAX would end the process with a stack trace of its own.
         timer = threading.Timer(start_timeout, _nobody_came, (coordinator_address, num_processes, start_timeout))
         timer.daemon = True
@@ -103,7 +119,20 @@ def initialize(
             raise ProcessError(f"distributed.initialize: {_first_line(error)}; {_hint(coordinator_address)}") from error
         finally:
             timer.cancel()
+    os.environ[JOINED] = str(os.getpid())
     _enter(death_timeout, stall_timeout, start_timeout, asked)
+
+
+def _is_started_by_one_that_joined(given: bool) -> bool:
+    """Whether what this process finds in its environment is meant for the one that started it.
+
+    Args:
+      given: whether the script says by itself which process this is. A worker of `multiprocessing` imports the script of
+        its parent, and says what that says; another program may mean it.
+    """
+    if os.environ.get(JOINED, str(os.getpid())) == str(os.getpid()):
+        return False
+    return not given or multiprocessing.parent_process() is not None
 
 
 def _widen_pool() -> None:
@@ -137,6 +166,28 @@ def _check(
             raise ProcessError(
                 f"distributed.initialize: {name} has to be a positive number of seconds, found {seconds}"
             )
+
+
+def _check_port(address: str, local: str | None) -> None:
+    """Refuses a port that another program listens on; JAX crashes there.
+
+    Args:
+      address: what was asked for.
+      local: where the service will listen; None where that is every address of this machine.
+    """
+    host, _, port = (local or address).rpartition(":")
+    host = host.strip("[]") if local else ""
+    every = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if every or ":" in host else socket.AF_INET
+    try:
+        socket.create_server(("::" if every else host, int(port)), family=family, dualstack_ipv6=every).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:  # of what else may be wrong JAX has words
+            raise ProcessError(
+                f"distributed.initialize: process 0 is to host the service at coordinator_address={address!r}, but port {port} "
+                "of this machine is in use, by another program or by a run that has not ended; end that one, or give every "
+                "process another port"
+            ) from error
 
 
 def _nobody_came(address: str | None, count: int | None, timeout: float) -> None:
@@ -224,14 +275,40 @@ class _Hook:
         if not self.watch.takes_the_end():
             time.sleep(5)  # the watch ends this process
         self.before(kind, error, traceback)  # type: ignore[operator]  # whatever was there
+        if issubclass(kind, KeyboardInterrupt):
+            _wait_for_the_interrupted(world)
         world.wires.flood(flood_of("end", world, why=f"{world.name(world.process)} ended with {text}"))
         say("")
-        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        code = 1
+        if issubclass(kind, KeyboardInterrupt):
+            code = 130
+        elif issubclass(kind, ProcessError) and any(p.left for p in world.progress.values()):
+            code = ENDED_WITH_OTHERS  # what went wrong is why that one has left
+        os._exit(code)
+
+
+def _wait_for_the_interrupted(world: World) -> None:
+    """Ctrl-C mostly comes to all processes, and what each still does then is not cut short by the first that has ended."""
+    world.doing = world.doing._replace(busy=_INTERRUPTED)
+    world.wires.flood(flood_of("progress", world, **world.doing._asdict()))
+    with world.changed, contextlib.suppress(KeyboardInterrupt):  # once more: at once
+        world.changed.wait_for(
+            lambda: all(p.left or p.busy == _INTERRUPTED for p in world.progress.values()),
+            min(world.death_timeout, 2.0),
+        )
 
 
 def _leave(world: World) -> None:
     """The script has ended: what others still want is given, and nobody is left alone with JAX's own farewell."""
     world.doing = world.doing._replace(left=True)
     world.wires.flood(flood_of("progress", world, **world.doing._asdict()))
-    with world.changed:
-        world.changed.wait_for(lambda: all(p.left for p in world.progress.values()))
+    try:
+        with world.changed:
+            world.changed.wait_for(lambda: world.over or all(p.left for p in world.progress.values()))
+    except KeyboardInterrupt:  # JAX's own farewell would wait for the others too
+        say("")
+        os._exit(130)
+    if world.over:
+        _compat.leave_without_farewell()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)  # whatever else Python still does: nobody waits for it

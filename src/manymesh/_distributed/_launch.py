@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,15 +17,20 @@ from typing import IO, Any
 
 from .. import _compat
 from .._errors import ProcessError
-from ._initialize import COORDINATOR, COUNT, PROCESS, RESTARTS
+from ._initialize import COORDINATOR, COUNT, JOINED, NOTES, PROCESS, RESTARTS
+from ._output import Output
 from ._restarts import Ending, Restarts
 from ._watch import ENDED_WITH_OTHERS
 
-# Seconds of silence after which JAX's service takes a process for dead, and all end: never, for a process says how often it
-# speaks to the service, by the ``stall_timeout`` it is given, and who died or stalled is found out without the service.
-HEARTBEAT_TIMEOUT = 10**8
-# Seconds that the others have to end by themselves, after the first one that failed, and then to end when told.
+# Seconds of silence after which JAX's service takes a process for dead and ends all of them: a process speaks to it as often as
+# its own ``stall_timeout`` says, and who died or stalls is found out without the service.
+NEVER = 10**8
+# Seconds that processes have to end by themselves, after the first one that failed or Ctrl-C, and then to end when told.
 GRACE, TERMINATION = 5.0, 2.0
+
+
+class _Terminated(KeyboardInterrupt):
+    """Somebody ended this process by SIGTERM."""
 
 
 def run_processes(
@@ -42,7 +48,7 @@ def run_processes(
     Each line that they print is prefixed with the number of its process. This process hosts the service through which
     they find each other, on loopback. However this function ends, no process is left. Where restarts were asked for, all
     are ended when one has failed, and all are started again, with a service of their own; a line on standard error, or
-    in the output that was given, says so.
+    in the output that was given, says so. Where nobody takes the output any more, all are ended.
 
     Args:
       command: what to run.
@@ -55,29 +61,45 @@ def run_processes(
 
     Returns:
       0 where all ended well, else the exit code of the first that failed; 128 and the signal, where it was killed. With
-      restarts, that of the last attempt.
+      restarts, that of the last attempt. Where the output cannot be written, that of `Output`.
 
     Raises:
-      ProcessError: fewer than one process or device, or restarts that make no sense.
+      ProcessError: fewer than one process or device, no time, or restarts that make no sense.
     """
     for name, number in (("processes", processes), ("devices_per_process", devices_per_process)):
+        if number is not None and not isinstance(number, int):
+            raise ProcessError(f"launch: {name} has to be an int, found {number!r}")
         if number is not None and number < 1:
             raise ProcessError(f"launch: {name} has to be at least 1, found {number}")
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        raise ProcessError(f"launch: timeout has to be a positive number of seconds, found {timeout!r}")
     restarts = restarts or Restarts()
     restarts.check(processes)
     until = (time.monotonic(), timeout)
+    out = Output(sys.stdout if output is None else output)
     endings: tuple[Ending, ...] = ()
     again: int | None = processes
-    with _terminated_as_interrupted():
+    with _terminated_as_interrupted(), tempfile.TemporaryDirectory(prefix="manymesh-") as notes:
         while again is not None:
-            variables = {**_environment(devices_per_process), **(more or {}), RESTARTS: str(len(endings))}
-            ending = _attempt(command, again, variables, sys.stdout if output is None else output, until)
+            variables = {**_environment(devices_per_process), **(more or {}), RESTARTS: str(len(endings)), NOTES: notes}
+            ending = _attempt(command, again, variables, out, until)
+            if out.error is not None:
+                if not isinstance(out.error, BrokenPipeError):  # whose reader has seen enough
+                    Output(sys.stderr).line(
+                        f"manymesh: what the processes print cannot be written: {out.error}; all are ended"
+                    )
+                return out.code
+            if again > 1 and not os.listdir(notes):
+                out.line(
+                    f"manymesh: no process called manymesh.distributed.initialize(), so each of the {again} ran the script for "
+                    "itself; call it first in the script, before anything makes an array"
+                )
             if not ending.code:
                 return 0
             endings = (*endings, ending)
             again, words = restarts.after(endings, again)
             if words:
-                print(words, file=sys.stderr if output is None else output, flush=True)
+                Output(sys.stderr if output is None else output).line(words)
     return endings[-1].code
 
 
@@ -85,7 +107,7 @@ def _attempt(
     command: Sequence[str],
     processes: int,
     variables: Mapping[str, str],
-    stream: IO[str],
+    output: Output,
     limit: tuple[float, float | None],
 ) -> Ending:
     """Starts all processes, and leaves none.
@@ -93,12 +115,13 @@ def _attempt(
     Args:
       command, processes: see `run_processes`.
       variables: the environment of all.
-      stream: where lines go.
+      output: where lines go.
       limit: when the first attempt began, and how many seconds all have together.
     """
     with _service(processes) as address:
         children: list[subprocess.Popen[str]] = []
         pumps: list[threading.Thread] = []
+        steps = [(signal.SIGTERM, TERMINATION)]
         try:
             for process in range(processes):
                 own = {COORDINATOR: address, COUNT: str(processes), PROCESS: str(process)}
@@ -107,11 +130,17 @@ def _attempt(
                     stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
                 )  # fmt: skip
                 children.append(child)
-                pumps.append(threading.Thread(target=_copy, args=(process, child, stream), daemon=True))
+                pumps.append(threading.Thread(target=_copy, args=(process, child, output), daemon=True))
                 pumps[-1].start()
-            return _wait(children, stream, limit)
+            return _wait(children, output, limit)
+        except KeyboardInterrupt as error:
+            if not isinstance(error, _Terminated):  # a script may save something then; JAX keeps SIGTERM to itself
+                steps.insert(0, (signal.SIGINT, GRACE))
+            said = "ended by SIGTERM" if isinstance(error, _Terminated) else "interrupted"
+            output.line(f"manymesh: {said}; all processes are ended, after {steps[0][1]:g} s by force")
+            raise
         finally:
-            _end(children)
+            _end(children, steps)
             for pump in pumps:
                 pump.join(2)
             for child in children:
@@ -121,7 +150,7 @@ def _attempt(
 
 def _environment(devices: int | None) -> dict[str, str]:
     """The environment of a process that has a number of simulated devices."""
-    variables = {k: v for k, v in os.environ.items() if k not in (COORDINATOR, COUNT, PROCESS)}
+    variables = {k: v for k, v in os.environ.items() if k not in (COORDINATOR, COUNT, PROCESS, JOINED)}
     variables["PYTHONUNBUFFERED"] = "1"
     if devices is not None:
         flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", variables.get("XLA_FLAGS", ""))
@@ -136,7 +165,7 @@ def _service(processes: int) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     address = f"127.0.0.1:{port}"
-    service: Any = _compat.start_coordination_service(address, processes, HEARTBEAT_TIMEOUT)
+    service: Any = _compat.start_coordination_service(address, processes, NEVER)
     try:
         yield address
     finally:
@@ -151,7 +180,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
         return
 
     def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise _Terminated
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -160,17 +189,16 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _copy(process: int, child: subprocess.Popen[str], stream: IO[str]) -> None:
-    """Copies the lines of a process, each with its number in front."""
+def _copy(process: int, child: subprocess.Popen[str], output: Output) -> None:
+    """Copies the lines of a process, each with its number in front; reads on where they cannot be written."""
     assert child.stdout is not None, "it was asked for"
     for line in child.stdout:
         if line.startswith("[Gloo] Rank "):
             continue  # printed by each process for each group of devices
-        stream.write(f"[{process}] {line if line.endswith(chr(10)) else line + chr(10)}")
-        stream.flush()
+        output.line(f"[{process}] {line.removesuffix(chr(10))}")
 
 
-def _wait(children: Sequence[subprocess.Popen[str]], stream: IO[str], limit: tuple[float, float | None]) -> Ending:
+def _wait(children: Sequence[subprocess.Popen[str]], output: Output, limit: tuple[float, float | None]) -> Ending:
     """Waits until all have ended, or the first that failed was given company."""
     codes: dict[int, int] = {}
     started, failed = time.monotonic(), None
@@ -187,8 +215,10 @@ def _wait(children: Sequence[subprocess.Popen[str]], stream: IO[str], limit: tup
             break
         if timeout is not None and now - first_start > timeout:
             words = f"after {timeout:g} s process {_unfinished(codes, children)} still ran"
-            stream.write(f"manymesh: {words}; all are ended\n")
+            output.line(f"manymesh: {words}; all are ended")
             return Ending(124, words, now - started, final=True)
+        if output.error is not None:
+            break
         time.sleep(0.01)
     wrong = {p: code for p, code in codes.items() if code}
     # Who ended because another one did is not the first that failed, in whatever order they are seen.
@@ -197,9 +227,9 @@ def _wait(children: Sequence[subprocess.Popen[str]], stream: IO[str], limit: tup
         return Ending(0, "all ended well", time.monotonic() - started)
     first = wrong[failure]
     how = f"was killed by {signal.Signals(-first).name}" if first < 0 else f"ended with exit code {first}"
-    stream.write(f"manymesh: process {failure} {how}\n")
+    output.line(f"manymesh: process {failure} {how}")
     if left := _unfinished(codes, children):
-        stream.write(f"manymesh: process {left} did not end by itself and is killed\n")
+        output.line(f"manymesh: process {left} did not end by itself and is killed")
     seconds = (failed or started) - started
     return Ending(first if first > 0 else 128 - first, f"process {failure} {how}", seconds)
 
@@ -208,15 +238,21 @@ def _unfinished(codes: Mapping[int, int], children: Sequence[object]) -> str:
     return ", ".join(str(p) for p in range(len(children)) if p not in codes)
 
 
-def _end(children: Sequence[subprocess.Popen[str]]) -> None:
-    """Ends what still runs, with all that it has started, and reaps it."""
-    running = [child for child in children if child.poll() is None]
+def _end(children: Sequence[subprocess.Popen[str]], steps: Sequence[tuple[signal.Signals, float]]) -> None:
+    """Ends what still runs, with all that it has started, and reaps it.
+
+    Args:
+      children: the processes, which may have ended.
+      steps: signals for those that have not, each with the seconds that they have then; SIGKILL follows.
+    """
     try:
-        for child in running:
-            _signal(child, signal.SIGTERM)
-        deadline = time.monotonic() + (TERMINATION if running else 0)
-        while time.monotonic() < deadline and any(child.poll() is None for child in running):
-            time.sleep(0.01)
+        for number, seconds in steps:
+            running = [child for child in children if child.poll() is None]
+            for child in running:
+                _signal(child, number)
+            deadline = time.monotonic() + (seconds if running else 0)
+            while time.monotonic() < deadline and any(child.poll() is None for child in running):
+                time.sleep(0.01)
     finally:  # also when somebody presses Ctrl-C once more
         for child in children:
             _signal(child, signal.SIGKILL)  # also what an ended one may have left in its session

@@ -122,7 +122,7 @@ class Watch(threading.Thread):
         return self._ending.acquire(blocking=False)
 
     def end(self, why: str, told: Message | None = None, code: int = ENDED_WITH_OTHERS) -> None:
-        """Ends this process, and tells the others.
+        """Ends this process, and tells the others. One whose script has ended ends with its own exit code.
 
         Args:
           why: what happened.
@@ -133,6 +133,11 @@ class Watch(threading.Thread):
             return
         world = self.world
         world.wires.flood(told or flood_of("end", world, why=why))
+        if world.doing.left:  # it waits for the others in `_leave`
+            with world.changed:
+                world.over = True
+                world.changed.notify_all()
+            return
         waiting = world.waiting
         doing = f"; it was in {world.doing.label}" if world.doing.label else ""
         if waiting is not None:

@@ -43,13 +43,18 @@ def launch(
       What the function returned in each process; it has to be picklable, such as `manymesh.fetch` gives it.
 
     Raises:
-      ProcessError: one of them failed. Its output has been printed, each line with the number of its process.
+      ProcessError: one of them failed, and its output has been printed, each line with the number of its process; or
+        something cannot be meant, or cannot go to another process.
 
     Example:
       >>> import operator, manymesh as mm
       >>> mm.distributed.launch(operator.add, processes=2, args=(1, 2), timeout=60)
       [3, 3]
     """
+    if not callable(function):
+        raise ProcessError(
+            f"distributed.launch: function has to be a function, found {function!r}; import it, and give it itself"
+        )
     with tempfile.TemporaryDirectory(prefix="manymesh-") as folder:
         task = Path(folder) / "task"
         task.write_bytes(_pickled(function, tuple(args)))
@@ -65,22 +70,34 @@ def launch(
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    if getattr(function, "__module__", "__main__") != "__main__" and "<" not in getattr(function, "__qualname__", "<"):
-        return pickle.dumps((function, args))
+    name = getattr(function, "__qualname__", repr(function))
+    dumps: Callable[[object], bytes] = pickle.dumps
+    if getattr(function, "__module__", "__main__") == "__main__" or "<" in getattr(function, "__qualname__", "<"):
+        dumps = _cloudpickle(name)
+    try:
+        return bytes(dumps((function, args)))
+    except Exception as error:  # whatever an object says that cannot be pickled
+        raise ProcessError(
+            f"distributed.launch({name}): the function, what it closes over or its arguments cannot go to another process "
+            f"({error}); make meshes, tasks and steps inside the function, and give it numpy arrays and other plain values"
+        ) from error
+
+
+def _cloudpickle(name: str) -> Callable[[object], bytes]:
     try:
         import cloudpickle  # type: ignore[import-not-found, import-untyped, unused-ignore]  # optional
     except ImportError:
-        name = getattr(function, "__qualname__", repr(function))
         raise ProcessError(
             f"distributed.launch({name}): the other processes cannot import it; put it in a module of its own, or "
             "install cloudpickle"
         ) from None
-    return bytes(cloudpickle.dumps((function, args)))
+    dumps: Callable[[object], bytes] = cloudpickle.dumps
+    return dumps
 
 
 def main(folder: str) -> None:
     """What runs in each process."""
+    initialize()  # before anything makes an array: one may be among what is read now
     function, args = pickle.loads((Path(folder) / "task").read_bytes())
-    initialize()
     result = function(*args)
     (Path(folder) / f"result{os.environ[PROCESS]}").write_bytes(pickle.dumps(result))

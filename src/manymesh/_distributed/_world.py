@@ -63,6 +63,7 @@ class World:
       death_timeout, stall_timeout: seconds; see `initialize`.
       asked: name of the transport that was asked for; None where the backend decides.
       carriers: name of a transport -> what carries arrays by it, once it was needed.
+      over: whether the script of this process has ended before those of others, which do not go on.
       agreed: what all processes have agreed to mean, so that they need not ask again.
     """
 
@@ -77,6 +78,7 @@ class World:
     waiting: Waiting | None = None
     progress: dict[int, Doing] = field(default_factory=dict)
     submeshes: dict[int, str] = field(default_factory=dict)
+    over: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
     carriers: dict[str, Any] = field(default_factory=dict)
     agreed: set[Any] = field(default_factory=set)
@@ -145,16 +147,27 @@ class World:
           TimeoutError: nobody wrote it.
         """
         left = self.stall_timeout if timeout is None else timeout
-        while True:
+        while left > 0:
+            if (found := self._written(key, min(0.5, left))) is not None:
+                return found
             try:
-                return str(self.store.blocking_key_value_get(f"manymesh/{key}", max(1, int(1000 * min(0.5, left)))))
-            except Exception as error:  # what it raises has no class of its own
-                if "DEADLINE_EXCEEDED" not in str(error) and "NOT_FOUND" not in str(error):
-                    raise
-            check()
+                check()
+            except Exception:
+                # It may have written this, and have gone on to what makes waiting senseless, since we looked.
+                if (found := self._written(key, 0)) is not None:
+                    return found
+                raise
             left -= 0.5
-            if left <= 0:
-                raise TimeoutError(key)
+        raise TimeoutError(key)
+
+    def _written(self, key: str, seconds: float) -> str | None:
+        """A text, if it is written within a time; no time is a thousandth of a second."""
+        try:
+            return str(self.store.blocking_key_value_get(f"manymesh/{key}", max(1, int(1000 * seconds))))
+        except Exception as error:  # what it raises has no class of its own
+            if "DEADLINE_EXCEEDED" not in str(error) and "NOT_FOUND" not in str(error):
+                raise
+            return None
 
 
 _worlds: list[World] = []
