@@ -98,3 +98,23 @@ def test_what_nobody_needs_is_beside_its_neighbours():
         for name in ("a 0 x count", "a 1 of", "a 0 z value", "a 2", "d", "b c y z")
     }
     assert found == {"a 0 x count": 1, "a 1 of": 1, "a 0 z value": None, "a 2": None, "d": None, "b c y z": 2}
+
+
+def test_a_gradient_is_where_the_task_is_that_takes_it():
+    """Where it meets another one in equal bytes, and where what it is multiplied by is brought to that task anyhow."""
+    flat = program("""
+        tasks: one 0, two 1
+        inputs: x f32[512], y f32[512]
+        a = one: lax.exp(x)
+        b = two: lax.sin(y) + a
+        p = one_bwd: x * 2.0
+        q = two_bwd: y * 2.0
+        s = lax.add(p, q) [backward]
+        r = two_bwd: lax.cos(s)
+        t = lax.mul(a, 3.0) [backward]
+        u = lax.add(t, y) [backward]
+        v = two_bwd: lax.cos(u)
+        results: b, r, v
+    """)
+    after = run("place", flat)
+    assert [at for n in after.nodes if n.task is None for at in after.placement.node[n]] == [1, 1, 1]

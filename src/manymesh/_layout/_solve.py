@@ -22,7 +22,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
-from .._compat import Propagated, Var
+from .._compat import Jaxpr, Propagated, Var
 from .._key import Keys
 from .._program import Fragment, Program
 from ._constraints import Constraints
@@ -294,11 +294,12 @@ def _shards(value: Any) -> bool:
     return isinstance(value, Sharding)
 
 
-def fragment_function(f: Fragment) -> Callable[..., Any]:
-    """A fragment as a function of flat arrays, under its name."""
+def fragment_function(f: Fragment, jaxpr: Jaxpr | None = None) -> Callable[..., Any]:
+    """A fragment, or another jaxpr for it, as a function of flat arrays, under its name."""
+    body = f.jaxpr if jaxpr is None else jaxpr
 
     def fragment(*args: jax.Array) -> Any:
-        return jax.core.eval_jaxpr(f.jaxpr, [], *args)
+        return jax.core.eval_jaxpr(body, [], *args)
 
     fragment.__name__ = fragment.__qualname__ = f.name
     return fragment

@@ -124,7 +124,7 @@ class _Placer:
         ]
         # Results that the caller wants somewhere decide first, then what is already placed, then readers.
         while open_nodes:
-            rest = self._sweep(open_nodes, lambda n: self._vote_inputs(n, {}), "reads")
+            rest = self._sweep(open_nodes, lambda n: self._vote_inputs(n, {}, waits=n.backward), "reads")
             if len(rest) == len(open_nodes):
                 # A weight's cast or transpose inside a loop or a backward pass goes with what reads it: the weight
                 # itself then crosses once a call, not its copy once a microbatch.
@@ -161,7 +161,15 @@ class _Placer:
             return self._place_of(self.index.comes_from[v], seen + 1)
         return self.pinned.get(v)
 
-    def _vote_inputs(self, n: Node, home: dict[Var, int]) -> int | None:
+    def _vote_inputs(self, n: Node, home: dict[Var, int], waits: bool = False) -> int | None:
+        """Where most of what a node reads is.
+
+        Args:
+          n: the node.
+          home: where inputs of the program are, if they count.
+          waits: whether it is left to those who read it where as much is in one place as in another, what is brought
+            there for others included. A gradient that meets another one is then where the task is that takes it.
+        """
         wanted = [self.wanted[v] for v in n.outputs if v in self.wanted]
         if wanted:
             return wanted[0]
@@ -171,15 +179,21 @@ class _Placer:
             if at is None:
                 at = home.get(v)
             if at is not None:
-                votes[at] += nbytes(v.aval) + 1
+                brought = {self.at[c] for c in self.consumers.get(v, ()) if c in self.at} if waits else set()
+                for k in {at, *brought}:
+                    votes[k] += nbytes(v.aval) + 1
         most = max(votes.values(), default=0)
         ties = [k for k in votes if votes[k] == most]
-        if len(ties) > 1 and not n.backward and not any(v in self.index.comes_from for v in n.inputs):
-            # A skip connection meets a task's result: the forward pass goes on from the later of the two.
-            made = [(self.position[self.producer[v]], v) for v in n.inputs if v in self.producer]
-            late = [at for _, v in sorted(made, key=lambda p: -p[0]) if (at := self._place_of(v)) in ties]
-            return late[0] if late else min(ties)
-        return _winner(votes)
+        if len(ties) < 2 or any(v in self.index.comes_from for v in n.inputs):
+            return _winner(votes)
+        if waits:
+            return None
+        if n.backward:
+            return min(ties)
+        # A skip connection meets a task's result: the forward pass goes on from the later of the two.
+        made = [(self.position[self.producer[v]], v) for v in n.inputs if v in self.producer]
+        late = [at for _, v in sorted(made, key=lambda p: -p[0]) if (at := self._place_of(v)) in ties]
+        return late[0] if late else min(ties)
 
     @staticmethod
     def _repeats(n: Node) -> bool:

@@ -125,8 +125,8 @@ class _Finder:
         root = v
         while root in self.producer and self.producer[root].task is None and len(self.producer[root].inputs) == 1:
             (root,) = self.producer[root].inputs
-        if root not in self.inputs or root in self.uneven:
-            return
+        if root not in self.inputs or root in self.uneven or _compat.shape(root) != _compat.shape(v):
+            return  # the keys that a key is split into, say, are no layers of it
         size = nbytes(root.aval) // max(_compat.shape(v)[d], 1)
         held: dict[Mesh, int] = defaultdict(int)
         for a, b, m in dict.fromkeys(known):
