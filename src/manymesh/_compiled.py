@@ -74,7 +74,7 @@ class Compiled(Shown):
         if processes is None:
             self._executor = bind(
                 program, lowered.plan, lowered, lowered.executables, owner, LocalTransport(),
-                literals=literals, leaving=moved,
+                starts=lowered.starts, literals=literals, leaving=moved,
                 arriving={at[i].start: s for i, s in arriving.items() if len(at[i]) == 1},
             )  # fmt: skip
         else:
@@ -83,11 +83,7 @@ class Compiled(Shown):
             self._executor = across = bind_processes(lowered, owner, results, processes, name)
             leaving, moved = across.result_shardings, {}
         shift = len(program.consts)
-        homes = [
-            lowered.sharding(v, home if (home := program.home[v]) in places else places[0])
-            for v in program.invars[shift:]
-            for places in (program.input_submeshes[v],)
-        ]
+        homes = [lowered.sharding(v, _home(program, v)) for v in program.invars[shift:]]
         self._stacks = stacks = Stacks(stacked_in, stacked_out, self._executor)
         for i, sharding in arriving.items():
             if len(at[i]) > 1:
@@ -278,6 +274,12 @@ class Compiled(Shown):
             for f, executable in zip(self.program.fragments, self._lowered.executables, strict=True)
             if executable is not None
         )
+
+
+def _home(program: Program, v: _compat.Var) -> int:
+    """The submesh on which an argument is between calls: its home, or the first that reads it where that does not."""
+    home, readers = program.home[v], program.input_submeshes[v]
+    return home if home in readers else readers[0]
 
 
 def outline(program: Program, plan: Plan) -> str:

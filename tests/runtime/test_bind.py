@@ -38,7 +38,7 @@ def trained():
 def bound(compiled, transport, *submeshes):
     """A step bound anew, for those submeshes."""
     lowered, owner = compiled._lowered, Ownership(frozenset(submeshes))
-    return bind(lowered.program, lowered.plan, lowered, lowered.executables, owner, transport)
+    return bind(lowered.program, lowered.plan, lowered, lowered.executables, owner, transport, starts=lowered.starts)
 
 
 class Recording(LocalTransport):
@@ -224,3 +224,22 @@ def test_an_observer_is_told_arguments_that_have_to_be_moved():
     given[1] = jax.device_put(given[1], DEVICES[5])
     compiled.call_flat(given, Watch())
     assert moved == [(1, home[1])]
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "float4_e2m1fn"])
+def test_elements_smaller_than_a_byte(dtype):
+    """As arguments that come from elsewhere, change their layout, cross, and come back in the next step."""
+    weights = (np.arange(16) % 4).reshape(4, 4).astype(dtype)
+    front = mm.task(lambda q, x: (x @ q.astype(x.dtype), q), "front", mesh=FOUR)
+    back = mm.task(lambda q, h: jnp.sum(h) + q.astype(h.dtype).sum(), "back", mesh=TWO)
+
+    def step(q, x):
+        h, q = front(mm.with_sharding_constraint(q, ("data", "model")), x)
+        return q, back(q, h)
+
+    q, jitted = jax.device_put(weights, DEVICES[7]), mm.jit(step)
+    for _ in range(2):
+        expected = jax.jit(step)(weights, jnp.ones((2, 4)))
+        q, found = jitted(q, jnp.ones((2, 4)))
+        np.testing.assert_array_equal(np.asarray(q), weights)
+        np.testing.assert_array_equal(found, expected[1])

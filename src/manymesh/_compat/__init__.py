@@ -14,6 +14,7 @@ from ._arrays import key_kind as key_kind
 from ._arrays import key_words as key_words
 from ._arrays import pieces as pieces
 from ._executables import caches_on_disk as caches_on_disk
+from ._executables import call_of as call_of
 from ._executables import load_executable as load_executable
 from ._executables import save_executable as save_executable
 from ._frames import boundary as boundary
@@ -61,6 +62,7 @@ from ._processes import backends_have_started as backends_have_started
 from ._processes import cluster_name as cluster_name
 from ._processes import coordination_client as coordination_client
 from ._processes import coordinator_address as coordinator_address
+from ._processes import leave_without_farewell as leave_without_farewell
 from ._processes import process_numbers as process_numbers
 from ._processes import start_coordination_service as start_coordination_service
 from ._processes import transfers_across_hosts as transfers_across_hosts
@@ -70,6 +72,7 @@ from ._tracing import InternalFloatingPointError as InternalFloatingPointError
 from ._tracing import checks_floats as checks_floats
 from ._tracing import default_key_kind as default_key_kind
 from ._tracing import differentiated as differentiated
+from ._tracing import escaped as escaped
 from ._tracing import is_staging as is_staging
 from ._tracing import jit_is_disabled as jit_is_disabled
 from ._tracing import linear_identity as linear_identity

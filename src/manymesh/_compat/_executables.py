@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import compiler
 from jax.experimental import serialize_executable
@@ -60,3 +63,36 @@ def load_executable(saved: Any, source: Mesh, target: Mesh) -> Any:
     except Exception:  # as above
         return None
     return jax.stages.Compiled(loaded, [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs)
+
+
+def call_of(compiled: Any, avals: Sequence[Any]) -> Callable[..., Any]:
+    """What is called to run an executable on arrays.
+
+    Args:
+      compiled: a ``jax.stages.Compiled`` whose arguments are arrays, none of which it leaves out.
+      avals: what they are. JAX 0.10 checks the layouts of those that have elements smaller than a byte against other
+        layouts than it gives them, so that only the call behind the check takes them.
+    """
+    if any(_is_small(a.dtype) for a in avals) and _checks_small_elements():
+        unchecked = compiled._executable.unsafe_call
+        return lambda *args: compiled.out_tree.unflatten(unchecked(*args))
+    called: Callable[..., Any] = compiled
+    return called
+
+
+def _is_small(dtype: Any) -> bool:
+    """Whether an element takes less than a byte on a device; JAX keeps a bool in one."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return bool(jnp.iinfo(dtype).bits < 8)  # type: ignore[no-untyped-call]
+    return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _checks_small_elements() -> bool:
+    """Whether this JAX refuses to run an executable ahead of time on an array of int4 that was put where it runs."""
+    x = jax.device_put(np.zeros(2, jnp.int4), jax.local_devices()[0])
+    try:
+        jax.jit(lambda x: x.astype(jnp.int8)).lower(x).compile()(x)
+    except ValueError:
+        return True
+    return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -141,3 +141,12 @@ def with_weak_type(x: Any, weak: bool) -> Any:
 
 def _without_mesh(aval: Any) -> Any:
     return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def escaped(consts: Sequence[Any]) -> Exception | None:
+    """JAX's error for a value that a traced function has let out, where one is among those that another closed over."""
+    for x in consts:
+        if isinstance(x, jax.core.Tracer):
+            found: Exception = core.escaped_tracer_error(x)
+            return found
+    return None

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import NamedSharding, Sharding
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from .._layout._transfers import Step, plan_transfer
@@ -37,6 +38,7 @@ def bind(
     owner: Ownership,
     transport: Transport,
     *,
+    starts: Mapping[int, Sequence[int]] | None = None,
     literals: Mapping[int, jax.Array] | None = None,
     arriving: Mapping[int, Sharding] | None = None,
     leaving: Mapping[int, NamedSharding] | None = None,
@@ -50,6 +52,7 @@ def bind(
       executables: one for each fragment; None for those of other owners' submeshes.
       owner: which submeshes are run here. The instructions of the others are left out.
       transport: moves what crosses.
+      starts: fragment -> where pieces begin, for the executables that are handed it (`Cuts`).
       literals: position of a result -> its value, where that is a literal.
       arriving: position of an argument -> the sharding it is known to come with.
       leaving: position of a result -> the sharding it is given at last, where that is another one.
@@ -57,7 +60,7 @@ def bind(
     Returns:
       The executor of the plan.
     """
-    binder = Binder(program, plan, layout, executables, owner, transport)
+    binder = Binder(program, plan, layout, executables, owner, transport, starts)
     issues = binder.issues()
     consts, inputs = binder.inputs()
     for x in inputs:
@@ -112,9 +115,12 @@ class Binder:
         executables: Sequence[Callable[..., Sequence[jax.Array]] | None],
         owner: Ownership,
         transport: Transport,
+        starts: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self.program, self.plan, self.layout = program, plan, layout
         self.executables, self.owner, self.transport = executables, owner, transport
+        self.starts = starts or {}
+        self.calls: dict[int, Callable[..., Sequence[jax.Array]]] = {}
         self.variables = variables_of(program)
         self.results = frozenset(plan.outputs)
         self.relayouts, self.positions = Relayouts(), Positions()
@@ -149,9 +155,7 @@ class Binder:
         for k, ins in enumerate(self.plan.instructions):
             if isinstance(ins, Run):
                 if self.owner.owns(ins.submesh):
-                    call = self.executables[ins.fragment]
-                    assert call is not None, f"fragment {ins.fragment} was not compiled for its owner"
-                    issues.append(issue_of(self.launch(call, ins), at, (k, ins)))
+                    issues.append(issue_of(self.launch(self._call(ins), ins), at, (k, ins)))
             elif isinstance(ins, Send):
                 sender = k, ins
                 if self.owner.owns(ins.submesh) and self.owner.owns(ins.target):
@@ -169,6 +173,19 @@ class Binder:
                 else:
                     issues.append(issue_of(self._receive(batch, crossings[k]), at, (k, ins)))
         return issues
+
+    def _call(self, run: Run) -> Callable[..., Sequence[jax.Array]]:
+        """What a run calls; the same for every microbatch."""
+        if run.fragment not in self.calls:
+            self.calls[run.fragment] = self._new_call(run.fragment, self.program.submeshes[run.submesh])
+        return self.calls[run.fragment]
+
+    def _new_call(self, fragment: int, mesh: Any) -> Callable[..., Sequence[jax.Array]]:
+        executable = self.executables[fragment]
+        assert executable is not None, f"fragment {fragment} was not compiled for its owner"
+        call = _compat.call_of(executable, [v.aval for v in self.program.fragments[fragment].invars])
+        given = [put(np.int32(start), NamedSharding(mesh, PartitionSpec())) for start in self.starts.get(fragment, ())]
+        return (lambda *args: call(*args, *given)) if given else call
 
     def launch(self, call: Callable[..., Sequence[jax.Array]], run: Run) -> Callable[..., Sequence[jax.Array]]:
         """What a run calls."""
@@ -279,9 +296,8 @@ class Binder:
             self._prepare(v.aval, self.layout.sharding(v, s), sharding)
 
     def _prepare(self, aval: Any, source: Sharding, target: NamedSharding) -> None:
-        if not source.is_equivalent_to(target, len(aval.shape)):
-            given = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=source)
-            self.relayouts.prepare_steps(given, plan_transfer(aval.shape, source, target))
+        given = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=source)
+        self.relayouts.prepare_steps(given, plan_transfer(aval.shape, source, target))
 
 
 def _same(values: Sequence[jax.Array]) -> Sequence[jax.Array]:

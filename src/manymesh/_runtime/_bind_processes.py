@@ -114,7 +114,9 @@ def _describe_submeshes(program: Program, world: World) -> None:
 
 class _ProcessesBinder(Binder):
     def __init__(self, lowered: Lowered, owner: Ownership, transport: ProcessesTransport, launches: Launches) -> None:
-        super().__init__(lowered.program, lowered.plan, lowered, lowered.executables, owner, transport)
+        super().__init__(
+            lowered.program, lowered.plan, lowered, lowered.executables, owner, transport, lowered.starts
+        )  # fmt: skip
         self._launches, self._donation, self._processes = launches, lowered.layout.donation, transport
         self.relayouts = CountedRelayouts(launches)
         runs = [i for i in lowered.plan.instructions if isinstance(i, Run)]

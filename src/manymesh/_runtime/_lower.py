@@ -19,6 +19,7 @@ from .._layout._solve import Specs, fragment_function
 from .._plan._instructions import Plan
 from .._program import Fragment, Program
 from ._compile import Executables, Request, run_requests, workers
+from ._cuts import Cuts
 from ._ownership import Ownership
 
 
@@ -31,22 +32,18 @@ class Lowered:
       plan: the instructions.
       layout: the sharding of every value.
       executables: one for each fragment; None for those of other processes.
+      starts: for each fragment that is handed where pieces begin (`Cuts`), where they do.
     """
 
     program: Program
     plan: Plan
     layout: Layout
     executables: list[Any]
+    starts: dict[int, tuple[int, ...]]
 
     def sharding(self, v: Var, s: int) -> NamedSharding:
         """The sharding of a value on a submesh."""
         return self.layout.sharding(v, s)
-
-    @property
-    def input_shardings(self) -> dict[tuple[int, int], NamedSharding]:
-        """(input position, submesh) -> the sharding that the input has to have there."""
-        program = self.program
-        return {(i, s): self.sharding(v, s) for i, v in enumerate(program.invars) for s in program.input_submeshes[v]}
 
     @property
     def outputs(self) -> list[NamedSharding | None]:
@@ -87,7 +84,7 @@ def lower(
             raise
         finally:
             cache.settle()
-    return Lowered(program, plan, layout, executables)
+    return Lowered(program, plan, layout, executables, worker.starts)
 
 
 class _Lowerer:
@@ -102,6 +99,7 @@ class _Lowerer:
         self.program, self.layout, self.cache = program, layout, cache
         self.options, self.pool = options, pool
         self.keys = Keys()
+        self.starts: dict[int, tuple[int, ...]] = {}
 
     def request(self, f: Fragment) -> Request:
         """Asks for the executable of a fragment."""
@@ -109,13 +107,18 @@ class _Lowerer:
         donated = tuple(sorted(k for k, _ in self.layout.donation.get(f.index, ())))
         key = (self.keys(f.jaxpr), ins, outs, donated, tuple(sorted((self.options or {}).items())))
         mesh = self.program.submeshes[f.submesh]
-        return self.cache.request(self.pool, key, mesh, lambda: self._make(f, donated))
+        cuts = Cuts.of(f, lambda v: self.layout.spec(v, f.submesh))
+        if cuts.starts:
+            self.starts[f.index] = cuts.starts
+        return self.cache.request(self.pool, key, mesh, lambda: self._make(f, cuts, donated))
 
-    def _make(self, f: Fragment, donated: Sequence[int]) -> Callable[[], Any]:
+    def _make(self, f: Fragment, cuts: Cuts, donated: Sequence[int]) -> Callable[[], Any]:
         """Lowers a fragment; what is returned compiles it."""
         ins, outs = ([self.layout.sharding(v, f.submesh) for v in each] for each in (f.invars, f.outvars))
-        avals = [_compat.abstract(v.aval) for v in f.invars]
-        fun = fragment_function(f)
+        ins += [NamedSharding(self.program.submeshes[f.submesh], PartitionSpec())] * len(cuts.starts)
+        jaxpr = cuts.jaxpr(f)
+        avals = [_compat.abstract(v.aval) for v in jaxpr.invars]
+        fun = fragment_function(f, jaxpr)
         with _compat.without_mesh():
             jitted = jax.jit(fun, in_shardings=ins, out_shardings=outs, donate_argnums=donated, keep_unused=True)
             return functools.partial(jitted.lower(*avals).compile, self.options)

@@ -40,7 +40,7 @@ class Positions:
         return self._at[slot]
 
     def issue(
-        self, reads: Sequence[int], fills: Sequence[int], frees: Iterable[int]
+        self, reads: Sequence[int], fills: Sequence[int], frees: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...], Runs]:
         """The positions of what an instruction reads and fills, and those that are to be emptied after it.
 

@@ -15,8 +15,6 @@ from .. import _compat
 from .._layout._transfers import Step, plan_transfer
 from ._compile import workers
 
-Relayout = jax.stages.Compiled
-
 
 class Relayouts:
     """Compiled identities, each from one sharding to another over the same devices.
@@ -26,7 +24,7 @@ class Relayouts:
     """
 
     def __init__(self) -> None:
-        self._compiled: dict[Any, Relayout] = {}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
 
     def prepare(self, wanted: Iterable[tuple[jax.ShapeDtypeStruct, NamedSharding]]) -> None:
         """Compiles what brings values into other layouts.
@@ -45,7 +43,8 @@ class Relayouts:
                 compiled = list(pool.map(lambda x: x.compile(), lowered.values()))
         else:
             compiled = [x.compile() for x in lowered.values()]
-        self._compiled.update(zip(lowered, compiled, strict=True))
+        for key, executable in zip(lowered, compiled, strict=True):
+            self._compiled[key] = _compat.call_of(executable, [executable.in_avals[0][0]])
 
     def prepare_steps(self, aval: jax.ShapeDtypeStruct, steps: Iterable[Step]) -> None:
         """Compiles what the steps of a transfer need, from a value with the sharding it has."""
