@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 from _process import prepare
-from _timing import alternate, ratio, row, write_rows
+from _timing import alternate, ratio, row
 
 if __name__ == "__main__":
     prepare(devices=1)
 
 import jax
 import numpy as np
-from jax.experimental import transfer
+from _apart import Link, in_two, say
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import manymesh as mm
-from manymesh._distributed._launch import run_processes
 from manymesh._distributed._transports import NAMES, VARIABLE
 from manymesh._distributed._world import several
 from manymesh._runtime._carriers import carrier
@@ -39,24 +34,20 @@ IN_A_ROUND = {1 << 10: 20, 1 << 20: 10}  # arrays there and back, of a size; big
 
 
 class ByHand:
-    """What one writes who has read the documentation: a server, a connection, and a number for each array."""
+    """Arrays over a link."""
 
     def __init__(self) -> None:
-        self.server = transfer.start_transfer_server(jax.local_devices()[0].client, "127.0.0.1:0", ["127.0.0.1:0"] * 2)
-        self.me, world = jax.process_index(), several()
-        world.write(f"by-hand/{self.me}", self.server.address())
-        self.other = self.server.connect(world.read(f"by-hand/{1 - self.me}"))
-        self.number = 0
+        self.link, self.number = Link(), 0
 
     def there_and_back(self, x: jax.Array, times: int) -> jax.Array:
         """Sends an array to the other process, which sends it back."""
         wanted = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         for turn in range(2 * times):
             self.number += 1
-            if turn % 2 == self.me:
-                self.server.await_pull(self.number, [x])
+            if turn % 2 == self.link.me:
+                self.link.give(self.number, x)
             else:
-                (x,) = jax.block_until_ready(self.other.pull(self.number, [wanted]))
+                x = jax.block_until_ready(self.link.take(self.number, wanted))
         return x
 
 
@@ -103,8 +94,7 @@ def worker(folder: str, rounds: int, sizes: list[int]) -> None:
                 f"{speed.median:.2f} of its speed ({speed.low:.2f} to {speed.high:.2f})", target,
                 speed.median >= 0.95 if target else None,
             ))  # fmt: skip
-    if me == 0:
-        Path(folder, "rows").write_text(json.dumps(rows))
+    say(folder, rows)
 
 
 def _size(size: int) -> str:
@@ -126,16 +116,9 @@ def main() -> int:
     if given.worker:
         worker(given.worker, given.rounds, given.bytes)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        options = ["--rounds", str(given.rounds), "--bytes", *map(str, given.bytes), "--worker", folder]
-        # `device_put` has to be prepared before the backend starts; the others need nothing.
-        more = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), VARIABLE: "device_put"}
-        code = run_processes([sys.executable, __file__, *options], 2, 1, more=more, timeout=1200)
-        rows = json.loads(Path(folder, "rows").read_text()) if code == 0 else []
-    for found in rows:
-        print(found)
-    write_rows(given.json, rows)
-    return code
+    # `device_put` has to be prepared before the backend starts; the others need nothing.
+    options = ["--rounds", given.rounds, "--bytes", *given.bytes]
+    return in_two(__file__, options, given.json, {VARIABLE: "device_put"})
 
 
 if __name__ == "__main__":

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from _process import prepare
-from _timing import alternate, ratio, row, write_rows
+from _timing import alternate, ratio, row
 
 if __name__ == "__main__":
     if "MANYMESH_PROCESS" in os.environ and hasattr(os, "sched_setaffinity"):
@@ -29,36 +26,14 @@ if __name__ == "__main__":
 
 import jax
 import numpy as np
+from _apart import Link, in_two, say
 from _hand import SCHEDULES, ByHand, rows
 from _model import Size
 from _ours import WithManyMesh
-from jax.experimental import transfer
 
 import manymesh as mm
-from manymesh._distributed._launch import run_processes
-from manymesh._distributed._world import several
 
 TARGET = 0.98
-
-
-class Link:
-    """A server, a connection, and a number for each array."""
-
-    def __init__(self) -> None:
-        self.server = transfer.start_transfer_server(jax.local_devices()[0].client, "127.0.0.1:0", ["127.0.0.1:0"] * 2)
-        me, world = jax.process_index(), several()
-        world.write(f"by-hand/{me}", self.server.address())
-        self.other = self.server.connect(world.read(f"by-hand/{1 - me}"))
-        self.number = 0  # of the last step's last array
-
-    def give(self, number: int, x: jax.Array) -> None:
-        """Has an array ready for the other process."""
-        self.server.await_pull(self.number + number, [x])
-
-    def take(self, number: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """An array of the other process, asynchronously."""
-        (x,) = self.other.pull(self.number + number, [like])
-        return x
 
 
 class ByHandApart(ByHand):
@@ -69,7 +44,7 @@ class ByHandApart(ByHand):
         super().__init__(size, schedule)
 
     def _begin(self) -> None:
-        self.me, device = jax.process_index(), jax.local_devices()[0]
+        self.me, device = self.link.me, jax.local_devices()[0]
         self.stage = self._stage(self.me, device)
         self.data = jax.device_put(
             self.size.data()[self.me], device
@@ -113,7 +88,7 @@ class ByHandApart(ByHand):
         else:
             loss = link.take(2 * count, self.loss)
         jax.block_until_ready(s.state)
-        link.number += 2 * count + 1
+        link.begin += 2 * count + 1
         return float(loss)
 
 
@@ -150,8 +125,7 @@ def worker(folder: str, schedules: list[str], rounds: int, size: Size) -> None:
     mm.distributed.initialize(stall_timeout=300)
     link = Link()
     found = [compared(schedule, rounds, size, link) for schedule in schedules]
-    if jax.process_index() == 0:
-        Path(folder, "rows").write_text(json.dumps(found))
+    say(folder, found)
 
 
 def main() -> int:
@@ -166,16 +140,8 @@ def main() -> int:
     if given.worker:
         worker(given.worker, given.schedule, given.rounds, Size(batch=given.batch))
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--schedule", *given.schedule, "--rounds", str(given.rounds)]
-        command += ["--batch", str(given.batch), "--worker", folder]
-        more = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        code = run_processes(command, 2, 1, more=more, timeout=1200)
-        found = json.loads(Path(folder, "rows").read_text()) if code == 0 else []
-    for each in found:
-        print(each)
-    write_rows(given.json, found)
-    return code
+    options = ["--schedule", *given.schedule, "--rounds", given.rounds, "--batch", given.batch]
+    return in_two(__file__, options, given.json)
 
 
 if __name__ == "__main__":

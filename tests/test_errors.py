@@ -165,6 +165,30 @@ def test_errors_of_jax_pass_through():
 # Control flow
 
 
+def test_a_value_that_a_task_lets_out():
+    """JAX's words for it, which name the task's function and its line, and what to do."""
+    kept = []
+
+    def attention(w, x):
+        kept.append(jnp.tanh(x))
+        return kept[-1] @ w
+
+    front = mm.task(attention, "front", devices=[0])
+    with pytest.raises(jax.errors.UnexpectedTracerError, match="attention at .*test_errors.py") as caught:
+        mm.jit(lambda w, x: front(w, x).sum() + kept[-1].sum())(jnp.ones((3, 3)), jnp.ones((2, 3)))
+    assert "return the value from the task" in caught.value.__notes__[0]
+
+
+def test_a_piece_that_does_not_divide_over_devices():
+    """The user gave eight rows; a note says how many a microbatch has."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    task = mm.task(lambda w, x: mm.with_sharding_constraint(x @ w, ("data",)), "t", mesh=mesh)
+    run = mm.microbatch(task, argnum=1, num_microbatches=8, reduce="concat")
+    with pytest.raises(errors.AxisError) as caught:
+        mm.jit(run)(jnp.ones((3, 3)), jnp.ones((8, 3)))
+    assert "each of 8 microbatches has 1 of 8 along dimension 0" in str(caught.value.__notes__)
+
+
 def test_a_task_in_a_while_loop():
     """The construct, its tasks on several submeshes, and what to do instead."""
 

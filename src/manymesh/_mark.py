@@ -165,8 +165,16 @@ def task(
         use = "write manymesh.flax.task for a Flax module" if of_flax else "wrap a function that calls what it makes"
         raise TaskError(f"task: {fun.__name__} is a class, and calling it computes nothing yet; {use}")
     if not callable(fun):
+        use = f"task(fun, {fun!r}, ...)" if isinstance(fun, str) else "task(fun, ...)"
         raise ArgumentError(
-            f"task {name!r}: the first argument has to be a function, found {type(fun).__name__} {fun!r}"
+            f"task: the first argument has to be a function, found {type(fun).__name__} {fun!r}; write {use}, or put "
+            "functools.partial(task, ...) before the function as a decorator"
+        )
+    if any(c.__module__.startswith("flax.linen.") for c in type(fun).__mro__) and getattr(fun, "scope", None) is None:
+        kind = type(fun).__name__
+        raise TaskError(
+            f"task: found the Linen module {kind}(...), which computes nothing without init and apply; write "
+            f"manymesh.flax.task({kind}, ...)(...), or wrap a function that calls apply"
         )
     if task is not None:
         if any(a is not None for a in (mesh, devices, device_axes, logical_axes)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _compat, schedules
-from ._errors import MicrobatchError, ScheduleError
+from ._errors import AxisError, MicrobatchError, ScheduleError
 from ._mark import Recording, current_recording, with_sharding_constraint
 from ._means import is_mean
 from ._single import check_single
@@ -171,7 +172,8 @@ def microbatch(
         try:
             return call.traced(record, spec)
         except Exception as error:
-            for text in suspect:  # it may well be the cause
+            pieces = [call.about_pieces(name)] if isinstance(error, AxisError) else []
+            for text in (*suspect, *pieces, *_about_modules(name, args)):  # it may well be the cause
                 error.add_note(text)
             raise
 
@@ -225,6 +227,17 @@ def _suspect_batch(name: str, fun: Any, argnums: tuple[int, ...], count: int) ->
         f"microbatch({name}): argnum={k} is the batch, which is cut into {count} pieces, and {name} differentiates the same "
         f"argument; if that is the parameters, write argnum={1 - k if k in (0, 1) else 0}, or whichever is the batch"
         for k in both
+    ]
+
+
+def _about_modules(name: str, args: Sequence[Any]) -> list[str]:
+    """A sentence about NNX modules, which the loop takes for pytrees."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    found = [k for k, x in enumerate(args) if nnx is not None and isinstance(x, nnx.Pytree)]
+    return [
+        f"microbatch({name}): argument {k} is a {type(args[k]).__name__}; for functions of NNX modules write "
+        "manymesh.nnx.microbatch, inside manymesh.nnx.jit"
+        for k in found[:1]
     ]
 
 
@@ -375,6 +388,13 @@ class _Call:
             return piece
         return with_sharding_constraint(piece, self.arg_shardings if len(self.argnums) == 1 else self.arg_shardings[n])
 
+    def about_pieces(self, name: str) -> str:
+        """A sentence about how long the pieces are, for what does not divide."""
+        (length, *_) = [
+            np.shape(x)[self.dim] for k in self.argnums for x in jax.tree.leaves(self.args[k]) if np.ndim(x)
+        ]
+        return f"microbatch({name}): each of {self.count} microbatches has {length // self.count} of {length} along dimension {self.dim}"
+
     def _piece(self, x: Any, i: int) -> Any:
         length = np.shape(x)[self.dim] // self.count
         index = [slice(None)] * np.ndim(x)
@@ -418,9 +438,9 @@ class _Call:
             if self.rng_argnum is not None:
                 full[self.rng_argnum] = key
             if self.state_argnum is None:
-                return self.fun(*full, **kwargs), {}
+                return _arrays(name, self.fun(*full, **kwargs)), {}
             full[self.state_argnum] = jax.tree.unflatten(structure, state)
-            out, following = self._state_of(self.fun(*full, **kwargs), structure)
+            out, following = self._state_of(_arrays(name, self.fun(*full, **kwargs)), structure)
             pairs = enumerate(zip(state, jax.tree.leaves(following), strict=True))
             return out, {i: new for i, (old, new) in pairs if new is not old}
 
@@ -492,6 +512,19 @@ _ACCUMULATE: dict[str, Callable[[Any, Any], Any]] = {
     "max": jnp.maximum,
     "last": lambda old, new: new,
 }
+
+
+def _arrays(name: str, out: PyTree) -> PyTree:
+    """What a function returned for a microbatch; JAX's own words for what is no array count from our tuples."""
+    for path, x in jax.tree_util.tree_leaves_with_path(out):
+        try:
+            jax.typeof(x)
+        except TypeError:
+            raise MicrobatchError(
+                f"microbatch({name}): result{jax.tree_util.keystr(path)} is {type(x).__name__} {x!r:.80}, no array; return arrays "
+                "and numbers alone, and keep the rest outside of the loop"
+            ) from None
+    return out
 
 
 def _first(stacked: jax.Array) -> jax.ShapeDtypeStruct:

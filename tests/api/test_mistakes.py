@@ -62,6 +62,10 @@ def mistaken(**options):
     return lambda: mm.jit(microbatched(**options))(parameters(), rows())
 
 
+def mistaken_result(result):
+    return mm.jit(mm.microbatch(lambda x: result, num_microbatches=2))(rows())
+
+
 CHOICE = schedules.search(schedules.Costs(), 2, [2])
 TABLE = [[(0, "front"), (0, "back")]]
 
@@ -85,6 +89,18 @@ CASES = {
         lambda: mm.Task("a", devices=[[0, 1]], device_axes=("x", "x")), ValueError, "task 'a'", "'x' more than once",
     ),
     "a class for a function": (lambda: mm.task(nn.Dense, devices=[0]), ValueError, "Dense is a class", "manymesh.flax.task"),
+    "a module for a function": (
+        lambda: mm.task(nn.Dense(3), devices=[0]), ValueError, "the Linen module Dense(...)", "manymesh.flax.task(Dense",
+    ),
+    "a name for a function": (
+        lambda: mm.task("front", devices=[0]), TypeError, "found str 'front'", "write task(fun, 'front'",
+    ),
+    "a column of strings": (
+        lambda: mm.jit(lambda x: x)({"id": np.array(["a", "b"])}), TypeError, "args[0]['id']", "dtype <U1", "leave it out",
+    ),
+    "a string for a result of a microbatch": (
+        lambda: mistaken_result((1.0, {"kind": "train"})), ValueError, "result[1]['kind'] is str 'train'", "arrays and numbers",
+    ),
     "swapped arguments of submeshes": (lambda: mm.submeshes("stage", MESH), TypeError, "found str", "the other way round"),
     "submeshes of an abstract mesh": (
         lambda: mm.submeshes(AbstractMesh((2,), ("stage",)), "stage"), TypeError, "abstract mesh, which has no devices",

@@ -143,12 +143,16 @@ def test_boxes_mean_what_the_task_says(boxes):
 
 
 @pytest.mark.parametrize("boxes", ["ours", "flax"])
-def test_the_box_of_a_parameter_may_hold_a_factored_moment(boxes):
-    """Adafactor keeps a row and a column in it: the two names are not for those."""
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_the_box_of_a_parameter_may_hold_what_has_other_dimensions(boxes, name):
+    """Adafactor keeps a row and a column in it, Muon nothing in some: the two names are not for those."""
     mm.register_task("embed|first", mesh=mesh(0, 1), logical_axes=RULES)
     mm.register_task("second|head", mesh=mesh(2, 3), logical_axes=RULES)
     loss, params = training(Model(boxes=boxes))
-    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9)
+    optimizer = {
+        "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=2, momentum=0.9),
+        "muon": optax.contrib.muon(1e-2),
+    }[name]
 
     def step(state, x):
         params, moments = state

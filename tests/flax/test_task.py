@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import pickle
 import re
 
@@ -14,7 +15,7 @@ import optax
 import pytest
 from flax.errors import ScopeParamNotFoundError
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
@@ -506,3 +507,25 @@ def test_missing_parameters_are_reported_by_flax():
     model = nn.Sequential([task(nn.Dense, "a", **FRONT)(WIDTH)])
     with raises(ScopeParamNotFoundError, 'parameter named "kernel"'):
         mm.jit(model.apply)({"params": {"layers_0": {"bias": jnp.zeros(WIDTH)}}}, rows())
+
+
+def test_random_keys_do_not_depend_on_how_often_a_method_is_traced():
+    """What comes laid out on the mesh of another task is traced again where the method has arrays of its own."""
+    front, back = (Mesh(np.array(jax.devices()[k : k + 2]), ("data",)) for k in (0, 2))
+
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dropout(0.5, deterministic=False)(x + jnp.asarray(np.arange(4.0)))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = task(nn.Dense, mesh=front)(4)(x)
+            x = jax.device_put(x, NamedSharding(back, P("data", None)))
+            return task(Noisy, mesh=back)()(x)
+
+    model, x, keys = Model(), jnp.ones((2, 4)), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    params = model.init(keys, x)
+    run = functools.partial(model.apply, rngs={"dropout": jax.random.key(2)})
+    np.testing.assert_allclose(mm.jit(run)(params, x), jax.jit(run)(params, x), rtol=1e-6)

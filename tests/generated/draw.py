@@ -102,7 +102,7 @@ def of_modules(draw, small: bool) -> Program:
     framework = draw(st.sampled_from(["linen", "nnx", "equinox"]))
     submeshes = draw(st.sampled_from([c for c in APART if len(c) == 2] if small else APART))
     count = draw(st.sampled_from([1, 2] if small else [2, 3]))
-    microbatches = draw(st.sampled_from([1, 2] if small else [1, 2, 2, 3]))
+    microbatches = draw(st.sampled_from([1, 2, 4] if small else [1, 2, 3, 4]))
     layers = tuple(_block(draw, i, count, submeshes, framework) for i in range(count))
     schedules = _schedules(draw, "chain", layers, submeshes, microbatches, "train", small)
     optimizers = sorted(set(OPTIMIZERS).difference(BY_SIGN))
@@ -171,7 +171,7 @@ def of_functions(draw, small: bool) -> Program:
     layers = tuple(_renamed(layer, used) for layer in layers)
     if mode == "gathered" and draw(st.booleans()):  # towers: what is kept of each for its gradient is the batch itself
         layers = tuple(dataclasses.replace(layer, reads=(0,), operations=()) for layer in layers)
-    microbatches = draw(st.sampled_from([1, 2] if small else [1, 2, 2, 2, 3]))
+    microbatches = draw(st.sampled_from([1, 2, 4] if small else [1, 2, 2, 3, 4]))
     aux = mode not in LOOPS and draw(st.booleans())
     reduces = ["mean", "mean", "sum"] + (["max", "last", "weighted", "stack"] if aux else [])
     return Program(

@@ -227,7 +227,8 @@ def _layout_before(compiled: Any) -> None:
     for f, executable in zip(lowered.program.fragments, lowered.executables, strict=True):
         if executable is None:
             continue  # another process has it
-        shardings = (*executable.input_shardings[0], *executable.output_shardings)
+        # Behind what a fragment reads comes where pieces of a batch begin.
+        shardings = (*executable.input_shardings[0][: len(f.invars)], *executable.output_shardings)
         for v, sharding in zip((*f.invars, *f.outvars), shardings, strict=True):
             decided = lowered.layout.decisions[v, f.submesh]
             if not sharding.is_equivalent_to(lowered.layout.sharding(v, f.submesh), len(v.aval.shape)):

@@ -203,22 +203,23 @@ def test_names_of_variables_travel_to_tasks_of_patterns() -> None:
     assert tuple(model.kernel.get_value().sharding.spec) == (None, "model")
 
 
-def test_a_variable_with_names_may_hold_the_norm_of_a_gradient() -> None:
-    """NovoGrad keeps one number for each parameter, in a variable like it: the names are not for that."""
+@pytest.mark.parametrize("optimizer", [optax.novograd, optax.contrib.muon])
+def test_a_variable_with_names_may_hold_what_has_other_dimensions(optimizer: Any) -> None:
+    """NovoGrad keeps a number for each parameter in a variable like it, Muon nothing for a bias: the names are not for that."""
 
     def trained(jit: Any) -> Any:
         with nnx.use_eager_sharding(False):
             init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "hidden"))
             model = nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0))
-            optimizer = nnx.Optimizer(model, optax.novograd(1e-2), wrt=nnx.Param)
+            state = nnx.Optimizer(model, optimizer(1e-2), wrt=nnx.Param)
 
         @jit
-        def step(model, optimizer, x):
+        def step(model, state, x):
             value, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
-            optimizer.update(model, grads)
+            state.update(model, grads)
             return value
 
-        return [float(step(model, optimizer, X)) for _ in range(3)]
+        return [float(step(model, state, X)) for _ in range(3)]
 
     mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[2:4])
     with mm.register_task("Linear", mesh=mesh, logical_axes=[("hidden", "model"), ("embed", None)]):

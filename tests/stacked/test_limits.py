@@ -207,3 +207,18 @@ def test_blocks_lie_alike():
     layout = solve(program, asked=asked, arriving={}, wanted={}, states=[], names={})
     blocks = [program.invars[len(program.consts) + i] for i in (0, 1)]
     assert [layout.spec(v, program.home[v]) for v in blocks] == [P(None, None, "m")] * 2
+
+
+@pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey])
+def test_the_keys_of_a_key_are_no_layers(key, recwarn):
+    """A step that splits one in three, for two submeshes and for the next step."""
+    first, last = (mm.task(lambda w, x: x @ w, name, devices=[d]) for d, name in enumerate(("first", "last")))
+
+    @mm.jit
+    def step(w, key):
+        key, a, b = jax.random.split(key, 3)
+        h = first(w, jax.random.normal(a, (4, 3)))
+        return last(w, h + jax.random.uniform(b, (4, 1))), key
+
+    step(jnp.ones((3, 3)), key(0))
+    assert not recwarn.list

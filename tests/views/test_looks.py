@@ -260,3 +260,26 @@ if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
     for name, view in VIEWS.items():
         (GOLDEN / f"{name}.txt").write_text(view() + "\n", "utf-8")
+
+
+def test_submeshes_of_other_processes(tmp_path) -> None:
+    """They are said to be recorded there, in every form, and not to have waited."""
+    run = made_up()
+    here = inspect.Recording(tuple(s for s in run.spans if s.submesh == 0), run.submeshes, run.steps, elsewhere=(1,))
+    lines = str(here.timeline()).splitlines()
+    assert "1 | recorded in another process" in lines
+    (row,) = [line for line in lines if line.split()[:2] == ["1", "device"]]
+    assert row.split()[:5] == ["1", "device", "2", "recorded", "in"] and "%" not in row
+    assert "in another process, device 2" in here.timeline().html()
+    assert "submesh 1 (in another process, device 2)" in here.timeline().save(tmp_path / "t.json").read_text("utf-8")
+    path = here.save(tmp_path / "run.json")
+    assert inspect.Recording.load(path) == here
+    data = json.loads(path.read_text("utf-8"))
+    del data["manymesh"]["elsewhere"]  # as in files of before
+    path.write_text(json.dumps(data), "utf-8")
+    assert inspect.Recording.load(path).elsewhere == ()
+    beside = str(here.timeline(run.spans))
+    assert "1 | recorded in another process" in beside and beside.count("\n  ' ") == 2
+    assert "recorded in another" not in str(inspect.Timeline((), run.spans, run.submeshes, elsewhere=(1,)))
+    nothing = str(inspect.Timeline((), (), run.submeshes, elsewhere=(0, 1)))
+    assert nothing.count("| recorded in another process") == 2 and "%" not in nothing

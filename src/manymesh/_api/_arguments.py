@@ -148,6 +148,11 @@ def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeSt
     try:
         return _compat.abstract(jax.typeof(x))
     except TypeError:
+        if isinstance(x, np.ndarray):
+            raise ArgumentError(
+                f"mm.jit({name}): argument{keystr(path)} is an array of dtype {x.dtype}, which JAX has not; leave it out of the "
+                "arguments"
+            ) from None
         raise ArgumentError(
             f"mm.jit({name}): argument{keystr(path)} is {type(x).__name__} {x!r}, which is no array; make it static "
             f"(static_argnums, static_argnames) or close over it{_in_a_module(path, given)}"

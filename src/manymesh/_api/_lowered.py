@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from .._task import mesh_devices
 from .._topology import PlannedDevice, auto_mesh, require_devices
 from .._types import PyTree
 from ._floats import explain_float
-from ._names import names_of_values
+from ._names import names_of_inputs, names_of_values
 from ._step import Step
 
 
@@ -234,8 +234,15 @@ class Lowered(Shown):
         number = processes.begin(f"the compilation of {self._step.name}", busy="compiling")
         agree(
             processes, f"mm.jit({self._step.name})", number, digest(self.program, self.plan, **said),
-            lambda section: lines(section, self.program, self.plan, **said),
+            lambda section: self._named(section, lines(section, self.program, self.plan, **said)),
         )  # fmt: skip
+
+    def _named(self, section: str, said: Iterable[str]) -> Iterable[str]:
+        """The lines of a section, with the names that users know: ``args[0]['w']: float32[4]`` for ``argument 0: ...``."""
+        if section != "arguments":
+            return said
+        names = names_of_inputs(self.program, self._in_tree)
+        return (f"{name}:{line.partition(':')[2]}" for name, line in zip(names, said, strict=True))
 
     def _made_in_place(self) -> dict[int, Any]:
         """The wanted shardings that a fragment can give its result; another task's submesh, or a second layout of one

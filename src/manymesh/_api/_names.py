@@ -38,10 +38,13 @@ def names_of_values(program: Program, in_tree: Any, out_tree: Any) -> dict[Var, 
             names[v] = name
     count = len(program.consts)
     names.update(dict.fromkeys(program.invars[:count], "constant"))
-    names.update(
-        zip(program.invars[count:], _of_blocks(names_of_arguments(in_tree), program.stacked_inputs), strict=True)
-    )
+    names.update(zip(program.invars[count:], names_of_inputs(program, in_tree), strict=True))
     return names
+
+
+def names_of_inputs(program: Program, in_tree: Any) -> list[str]:
+    """``args[0]['w']`` of every input of a program that is an argument, with one for each block of what is stacked."""
+    return _of_blocks(names_of_arguments(in_tree), program.stacked_inputs)
 
 
 def paths_of_arguments(in_tree: Any) -> list[tuple[str, ...]]:

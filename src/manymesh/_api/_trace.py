@@ -48,6 +48,9 @@ def trace(step: Step, given: Arguments) -> Traced:
             closed, shapes = jax.make_jaxpr(flat_fun, return_shape=True)(*avals)
     except AxisError as error:
         raise with_parameter(error, given) from None
+    if (leak := _compat.escaped(closed.consts)) is not None:
+        leak.add_note(f"mm.jit({step.name}): return the value from the task that makes it, and use it from there")
+        raise leak
     closed, moved = read_moves(_compat.without_high(closed), record)
     step.report(record, None)
     return Traced(step, given, record, closed, shapes, out_tree[-1], flat_fun, moved)

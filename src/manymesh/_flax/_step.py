@@ -27,14 +27,15 @@ class TrainStep:
     """``step(state, batch) -> (loss, new_state)``, compiled ahead of time for the batch it was made with.
 
     Called inside `manymesh.ignore_transforms` it is the same step as plain JAX on one device. A batch of another
-    shape compiles once more. The state is donated: use the returned one.
+    shape compiles once more. The state is donated: use the returned one. Made with a ``local_batch`` in several processes, it
+    takes what ``prepare_batch`` gives.
 
     Attributes:
       compiled: the `manymesh.Compiled` step, with ``report()``, ``memory_analysis()`` and shardings.
     """
 
-    def __init__(self, fun: Callable[[Any, Any], Any], state: PyTree, batch: PyTree, strict: bool) -> None:
-        self._jitted = jit(fun, donate_argnums=0, strict=strict)
+    def __init__(self, fun: Callable[[Any, Any], Any], state: PyTree, batch: PyTree, strict: bool, joins: bool) -> None:
+        self._jitted, self._joins = jit(fun, donate_argnums=0, strict=strict), joins
         self._shapes = _shapes((state, batch))
         self.compiled: Compiled = self._jitted.lower(state, batch).compile()
 
@@ -57,6 +58,12 @@ class TrainStep:
             raise ArgumentError(
                 f"step(state, batch): expected the train state as the first argument, found {_text(state)}; the step returns "
                 "(loss, state): write loss, state = step(state, batch)"
+            )
+        if self._joins and not transforms_ignored() and any(map(_is_part, jax.tree.leaves(batch))):
+            raise ArgumentError(
+                f"step(state, batch): the step was made with local_batch in {jax.process_count()} processes, and a host value is "
+                f"taken to be the same in all of them; found {_text(batch)}: write step(state, prepare_batch(batch)), which "
+                "joins the parts of the processes"
             )
         known = not transforms_ignored() and _shapes((state, batch)) == self._shapes
         run: Callable[..., Any] = self.compiled if known else self._jitted
@@ -145,7 +152,8 @@ def parallelize_step(
     init = _make_init(model, optimizer, keys, pick(batch))
     abstract_state = jax.eval_shape(init)
     _check_loss(loss_of, abstract_state.params, batch, run_key)
-    step = TrainStep(_make_update(grad, run_key), abstract_state, batch, strict)
+    joins = local_batch is not None and jax.process_count() > 1
+    step = TrainStep(_make_update(grad, run_key), abstract_state, batch, strict, joins)
     _check_devices(step.compiled, mesh)
     state = jit(_without_tasks(init), out_shardings=step.state_shardings)()
     return (step, state, mesh) if local_batch is None else (step, state, mesh, _make_prepare(step, local_batch))
@@ -278,17 +286,29 @@ def _make_prepare(step: TrainStep, local_batch: PyTree) -> Callable[[Any], Any]:
     shapes, processes = _shapes(local_batch), jax.process_count()
 
     def prepare_batch(local: Any) -> Any:
-        """Places a batch where the step wants it."""
-        if _shapes(local) != shapes:
+        """Places a batch where the step wants it; one with another number of rows, for which the step compiles once more."""
+        found = _shapes(local)
+        if found != shapes and _of_rows(found) != _of_rows(shapes):
             raise ArgumentError(
-                f"prepare_batch: the step was made for a batch {_text(local_batch)}, found {_text(local)}; call the step "
-                "itself with a batch of another shape, which compiles it once more"
+                f"prepare_batch: the step was made for a batch {_text(local_batch)}, found {_text(local)}; only the number of "
+                "rows may be another one"
             )
         if processes > 1:
             return jax.tree.map(joined, local)
-        return jax.tree.map(jax.device_put, local, step.batch_shardings)
+        return jax.tree.map(jax.device_put, local, step.batch_shardings) if found == shapes else local
 
     return prepare_batch
+
+
+def _is_part(x: Any) -> bool:
+    """Whether a leaf of a batch is what one process has loaded."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def _of_rows(shapes: Any) -> Any:
+    """What `_shapes` says of a batch, whatever its number of rows."""
+    kinds, treedef = shapes
+    return tuple((shape[1:] if shape else None, dtype) for shape, dtype in kinds), treedef
 
 
 def _shapes(tree: PyTree) -> Any:

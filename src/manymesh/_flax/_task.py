@@ -155,8 +155,9 @@ def _mark_scopes(
             with _task_rules(described):
                 with _unconstrained() if initializing else contextlib.nullcontext():
                     scopes = make_scopes(_readable(variables, mutable), rngs)
-                    for scope in jax.tree.leaves(scopes):
+                    for scope, counters in zip(jax.tree.leaves(scopes), counted, strict=True):
                         scope.__class__ = _TaskScope
+                        _reset(scope.rng_counters, counters)
                     out = fun(scopes, *args, **kwargs)
                 made = repack(scopes)
                 return out, jax.tree.map(_constrained, made, is_leaf=_is_box) if initializing else made
@@ -169,12 +170,30 @@ def _mark_scopes(
 
     packed: Callable[..., Any] = lift.pack(mark, (True,), (True,), (True,), enable_kwargs=True)
     mutable: list[Any] = []
+    counted: list[Any] = []
 
     def call(scopes: list[Scope], *args: PyTree, **kwargs: PyTree) -> PyTree:
         mutable[:] = [scope.mutable for scope in scopes]
+        counted[:] = [_copied(scope.rng_counters) for scope in scopes]
         return packed(scopes, *args, **kwargs)
 
     return call
+
+
+def _copied(counters: Any) -> Any:
+    """Counters of random keys, those of the scopes inside included; what names these stays the same object."""
+    return {name: _copied(count) if isinstance(count, dict) else count for name, count in counters.items()}
+
+
+def _reset(counters: Any, before: Any) -> None:
+    """Counts random keys from where a method began, however often JAX traces it; scopes inside share the dictionaries."""
+    for name in list(counters):
+        if name not in before:
+            del counters[name]
+        elif isinstance(counters[name], dict):
+            _reset(counters[name], before[name])
+        else:
+            counters[name] = before[name]
 
 
 def _readable(variables: PyTree, mutable: list[Any]) -> Any:

@@ -115,6 +115,8 @@ def constrained(tree: PyTree, constrain: Callable[[Any, Axes, Rules], Any]) -> A
             return x
         rules = (axes.rules or ()) + (as_rules(get_logical_axis_rules()) or meta.get_logical_axis_rules())
         value = x.get_value()
+        if not hasattr(value, "ndim"):  # a state of Optax has no array for what `optax.masked` leaves out
+            return x
         try:
             return x.replace(constrain(value, axes, rules))
         except AxisError as error:

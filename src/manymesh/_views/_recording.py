@@ -9,14 +9,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import jax
+from jax.sharding import Mesh
+
 from .._errors import ArgumentError
+from .._runtime._ownership import ownership
 from .._runtime._watch import watching
 from ._chrome import chrome_trace
 from ._compare import Comparison, compare
 from ._recorder import Recorder, spans_of_calls
 from ._spans import Prediction, Span, bubble_fraction, busy, extent
 from ._timeline import Timeline
-from ._words import describe_mesh, format_seconds
+from ._words import describe_mesh, format_seconds, with_elsewhere
 
 FORMAT = 1
 
@@ -29,11 +33,13 @@ class Recording:
       spans: every stretch of time, in order of start; seconds since the first call began.
       submeshes: of each submesh its mesh and devices, in words.
       steps: name of the step of each call.
+      elsewhere: the submeshes that other processes run, and record; nothing of them is among the spans.
     """
 
     spans: tuple[Span, ...] = ()
     submeshes: tuple[str, ...] = ()
     steps: tuple[str, ...] = field(default=())
+    elsewhere: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -74,10 +80,10 @@ class Recording:
           The path.
         """
         path = Path(path)
-        trace = chrome_trace(self.spans, self.submeshes)
+        trace = chrome_trace(self.spans, with_elsewhere(self.submeshes, self.elsewhere))
         trace["manymesh"] = {
             "format": FORMAT, "submeshes": self.submeshes, "steps": self.steps,
-            "fields": Span._fields, "spans": [list(s) for s in self.spans],
+            "elsewhere": self.elsewhere, "fields": Span._fields, "spans": [list(s) for s in self.spans],
         }  # fmt: skip
         path.write_text(json.dumps(trace), "utf-8")
         return path
@@ -94,7 +100,7 @@ class Recording:
             data = json.loads(Path(path).read_text("utf-8"))["manymesh"]
             fields = data["fields"]
             spans = tuple(Span(**dict(zip(fields, row, strict=True))) for row in data["spans"])
-            return cls(spans, tuple(data["submeshes"]), tuple(data["steps"]))
+            return cls(spans, tuple(data["submeshes"]), tuple(data["steps"]), tuple(data.get("elsewhere", ())))
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(
                 f"{os.fspath(path)} is no recording of manymesh ({type(error).__name__}: {error}); make one with "
@@ -117,7 +123,7 @@ def record() -> Iterator[Recording]:
 
     Leaving the block waits until the devices are done. Times come from the devices: a thread of its own waits for what
     each launch makes, so that the step runs as it does unrecorded. Run the step once before, or the time that its
-    first call takes longer is in the recording too.
+    first call takes longer is in the recording too. In several processes each records what its own devices do.
 
     Yields:
       A `Recording`, which is filled when the block is left.
@@ -140,11 +146,13 @@ def record() -> Iterator[Recording]:
         calls = recorder.calls
         recording.steps = tuple(call.name for call in calls)
         recording.spans = tuple(spans_of_calls(calls))
-        recording.submeshes = _submeshes(recorder)
+        meshes = _submeshes(recorder)
+        recording.submeshes = tuple(describe_mesh(mesh) for mesh in meshes)
+        ours = ownership(meshes, jax.process_index()).submeshes
+        recording.elsewhere = tuple(i for i in range(len(meshes)) if i not in ours)
 
 
-def _submeshes(recorder: Recorder) -> tuple[str, ...]:
-    """The submeshes in words; where steps with different ones are recorded, those with most."""
+def _submeshes(recorder: Recorder) -> tuple[Mesh, ...]:
+    """The submeshes; where steps with different ones are recorded, those with most."""
     programs = [call.lowered.program for call in recorder.calls]
-    meshes = max((p.submeshes for p in programs), key=len, default=())
-    return tuple(describe_mesh(mesh) for mesh in meshes)
+    return max((tuple(p.submeshes) for p in programs), key=len, default=())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich.segment import Segment
 from rich.style import Style
@@ -13,6 +13,7 @@ from ._words import format_seconds
 
 FILL = {"forward": ">", "backward": "<", "weight": "w", "other": "o"}
 _WAITING = "."
+ELSEWHERE = "recorded in another process"
 _LEGEND = {"forward": "forward", "backward": "backward", "weight": "weight gradient", "other": "outside loops"}
 _STYLES = {
     "forward": Style(color="white", bgcolor="#3f7fd6"),
@@ -23,7 +24,9 @@ _STYLES = {
 }
 
 
-def rows(spans: Sequence[Span], predicted: Sequence[Span], submeshes: int, width: int) -> list[list[Segment]]:
+def rows(
+    spans: Sequence[Span], predicted: Sequence[Span], submeshes: int, width: int, elsewhere: Collection[int] = ()
+) -> list[list[Segment]]:
     """The rows of the picture, each a list of segments; at most ``width`` characters wide.
 
     A span is its microbatch's number followed by ``>`` forward, ``<`` backward, ``w`` weight gradient or ``o`` for what
@@ -34,7 +37,10 @@ def rows(spans: Sequence[Span], predicted: Sequence[Span], submeshes: int, width
     begin, end = extent([*spans, *predicted])
     drawn = []
     for s in range(submeshes):
-        for which, head in ((spans, f"{s:{margin}} | "), (predicted, f"{'':{margin}} ' ")):
+        if s in elsewhere and (spans or not predicted):
+            drawn.append([Segment(f"{s:{margin}} | {ELSEWHERE}")])
+        measured = () if s in elsewhere else spans
+        for which, head in ((measured, f"{s:{margin}} | "), (predicted, f"{'':{margin}} ' ")):
             if which:
                 drawn.append([Segment(head), *_cells([x for x in which if x.submesh == s], begin, end, columns)])
     return drawn
@@ -85,12 +91,17 @@ def _segment(span: Span | None, width: int) -> Segment:
     return Segment(text.ljust(width, FILL[span.kind]), _STYLES[span.kind])
 
 
-def table(spans: Sequence[Span], submeshes: Sequence[str], unit: str = "s") -> list[list[str]]:
-    """Where the time of each submesh goes, the head first."""
+def table(
+    spans: Sequence[Span], submeshes: Sequence[str], unit: str = "s", elsewhere: Collection[int] = ()
+) -> list[list[str]]:
+    """Where the time of each submesh goes, the head first; nothing is known of those that are recorded elsewhere."""
     kinds = [k for k in KINDS if k != "transfer" and any(s.kind == k for s in spans)]
     begin, end = extent(spans)
     found = [["submesh", "where", "busy", *(_LEGEND[k] for k in kinds), "waits", "mostly for"]]
     for i, words in enumerate(submeshes):
+        if i in elsewhere:
+            found.append([str(i), words, *[""] * (len(kinds) + 2), ELSEWHERE])
+            continue
         own = [s for s in spans if s.submesh == i and s.kind != "transfer"]
         works = busy(spans, i)
         part = works / (end - begin) if end > begin else 0.0

@@ -17,7 +17,7 @@ from ._chrome import chrome_trace
 from ._figure import figure
 from ._page import page
 from ._spans import Prediction, Span, bubble_fraction, extent, spans_of
-from ._words import format_seconds
+from ._words import format_seconds, with_elsewhere
 
 if TYPE_CHECKING:  # imported when a timeline is printed or drawn
     from matplotlib.figure import Figure
@@ -39,6 +39,10 @@ class _Recorded(Protocol):
     def steps(self) -> tuple[str, ...]:
         """The recorded calls."""
 
+    @property
+    def elsewhere(self) -> tuple[int, ...]:
+        """The submeshes that were recorded in other processes."""
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -50,6 +54,7 @@ class Timeline:
       submeshes: the submeshes in words.
       steps: names of the recorded calls.
       unit: of times: ``s``, or nothing where they have none, as in a schedule.
+      elsewhere: the submeshes of which nothing was measured here, because other processes run them.
     """
 
     spans: tuple[Span, ...]
@@ -57,6 +62,7 @@ class Timeline:
     submeshes: tuple[str, ...] = ()
     steps: tuple[str, ...] = ()
     unit: str = "s"
+    elsewhere: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, recorded: _Recorded, prediction: Prediction | None = None) -> Timeline:
@@ -71,7 +77,7 @@ class Timeline:
             predicted = tuple(
                 p._replace(start=p.start + t, end=p.end + t, step=i) for i, t in enumerate(starts) for p in predicted
             )
-        return cls(spans, predicted, submeshes, recorded.steps)
+        return cls(spans, predicted, submeshes, recorded.steps, elsewhere=recorded.elsewhere)
 
     @property
     def title(self) -> str:
@@ -91,19 +97,27 @@ class Timeline:
                 parts.append(f"{format_seconds(end - begin, self.unit)}{word}, bubble {bubble_fraction(spans):.1%}")
         return "; ".join(parts) or "nothing ran"
 
+    @property
+    def _words(self) -> tuple[str, ...]:
+        return with_elsewhere(self.submeshes, self.elsewhere)
+
+    def _table(self) -> list[list[str]]:
+        if self.predicted and not self.spans:
+            return _text.table(self.predicted, self.submeshes, self.unit)
+        return _text.table(self.spans, self.submeshes, self.unit, self.elsewhere)
+
     def figure(self) -> Figure:
         """The picture as a figure of Matplotlib.
 
         Raises:
           ArgumentError: Matplotlib is not installed.
         """
-        return figure(self.title, self.summary, self.submeshes, self.spans, self.predicted, self.unit)
+        return figure(self.title, self.summary, self._words, self.spans, self.predicted, self.unit)
 
     def html(self) -> str:
         """One page with rows to zoom into, tooltips and a table; it loads nothing."""
         return page(
-            self.title, self.summary, self.submeshes, self.steps, self.spans, self.predicted,
-            _text.table(self.spans or self.predicted, self.submeshes, self.unit), self.unit,
+            self.title, self.summary, self._words, self.steps, self.spans, self.predicted, self._table(), self.unit,
         )  # fmt: skip
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -123,7 +137,7 @@ class Timeline:
         writers: dict[str, Callable[[], object]] = {
             ".html": lambda: path.write_text(self.html(), "utf-8"),
             ".json": lambda: path.write_text(
-                json.dumps(chrome_trace(self.spans, self.submeshes, self.predicted)), "utf-8"
+                json.dumps(chrome_trace(self.spans, self._words, self.predicted)), "utf-8"
             ),
             ".txt": lambda: path.write_text(str(self), "utf-8"),
             **dict.fromkeys((".svg", ".png", ".pdf"), lambda: self.figure().savefig(path)),
@@ -143,11 +157,11 @@ class Timeline:
 
         width = min(options.max_width, 200)
         yield Text(f"{self.title}: {self.summary}", style="bold")
-        for row in _text.rows(self.spans, self.predicted, len(self.submeshes), width):
+        for row in _text.rows(self.spans, self.predicted, len(self.submeshes), width, self.elsewhere):
             yield from row
             yield Segment.line()
         yield Text(_text.legend(self.spans, self.predicted), style="dim")
-        head, *rows = _text.table(self.spans or self.predicted, self.submeshes, self.unit)
+        head, *rows = self._table()
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
         for name in head:
             table.add_column(name, justify="left" if name in ("where", "mostly for") else "right", overflow="fold")

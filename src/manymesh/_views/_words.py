@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from jax.sharding import Mesh
 
 from .._table import format_ids
@@ -29,3 +31,8 @@ def describe_mesh(mesh: Mesh) -> str:
     ids = tuple(d.id for d in mesh_devices(mesh))
     devices = f"device{'s' * (len(ids) != 1)} {format_ids(ids)}"
     return f"{axes}, {devices}" if axes else devices
+
+
+def with_elsewhere(submeshes: Sequence[str], elsewhere: Collection[int]) -> tuple[str, ...]:
+    """Submeshes in words, where those of other processes are said to be so."""
+    return tuple(f"in another process, {words}" if i in elsewhere else words for i, words in enumerate(submeshes))
