@@ -99,3 +99,51 @@ def test_fragments_are_called_after_their_tasks():
     assert [f.name for f in built.fragments] == ["one", "two", "two_bwd", "one_bwd"]
     assert [(e.source, e.target, e.loop, e.nbytes) for e in built.edges] == [(0, 1, None, 2048), (1, 0, None, 2048)]
     assert [f.kind for f in built.fragments] == ["F", "F", "B", "B"]
+
+
+def test_an_optimizer_keeps_no_scaled_moments():
+    """What only prepares a state for the gradients is computed with them, and a state's own arithmetic as well."""
+    assert clusters("""
+        tasks: one 0
+        inputs: w f32[512], m f32[512], n i32[]
+        a = one: w * 2.0
+        g = one_bwd: a + 1.0
+        scaled = 0.9 * m
+        after = scaled + g
+        count = n + 1
+        d = lax.convert_element_type(count, jnp.float32)
+        u = after / d
+        v = w - u
+        results: v, after, count
+    """) == [["one"], ["one", "mul", "add", "add", "convert_element_type", "div", "sub"]]
+
+
+def test_what_a_later_phase_reads_elsewhere_stays_early():
+    """The other submesh does not wait for the backward pass of the one that has it."""
+    assert clusters("""
+        tasks: one 0, two 1
+        inputs: w f32[512], m f32[512]
+        a = one: w * 2.0
+        b = two: w * 3.0
+        scaled = lax.sin(m)
+        g = one_bwd: a + scaled
+        h = two_bwd: b + scaled
+        results: g, h
+    """) == [["one"], ["two"], ["sin"], ["one"], ["two"]]
+
+
+def test_what_one_fragment_alone_waits_for_joins_it():
+    """A step size and what uses it, behind a loop: one launch."""
+    assert clusters("""
+        tasks: one 0
+        inputs: x f32[512], n i32[]
+        loop 0: 2 microbatches, gpipe
+        carry h f32[512] = x, then k, at last total
+        0: k = one: h * 2.0
+        count = n + 1
+        d = lax.convert_element_type(count, jnp.float32)
+        e = lax.sin(d)
+        u = total / d
+        v = total * e
+        results: u, v, count
+    """)[-1] == ["add", "convert_element_type", "sin", "div", "mul"]

@@ -75,6 +75,7 @@ class _Clusterer:
         self._build_edges()
         self._join_feeders()
         self._join_levels()
+        self._join_followers()
         self._join_tasks()
         order = self._sorted()
         return order, {c: set(self.preds[c]) for c in order}
@@ -126,8 +127,37 @@ class _Clusterer:
                 of.update(dict.fromkeys(n.outputs, phases[n]))
             found = {c.inner: of[c.out] for c in carries if of.get(c.out)}
             if found == carried:
-                return phases
+                break
             carried = found
+        if self.scope is None:
+            self._prepare_late(phases)
+        return phases
+
+    def _prepare_late(self, phases: dict[Node, int]) -> None:
+        """What only prepares arguments for a later phase belongs to it, so that nothing is kept until then.
+
+        An optimizer multiplies its moments by a constant before it adds a gradient: in the forward pass, that would be
+        a copy of all of them.
+        """
+        follows = set(self.loop_of_result)  # values that a task or a loop had a part in
+        for n in self.nodes:
+            if n.task is not None or not follows.isdisjoint(n.inputs):
+                follows.update(n.outputs)
+        readers: dict[Var, list[Node]] = defaultdict(list)
+        early = self._read_by_loops()
+        for n in reversed(self.nodes):
+            of = [r for v in n.outputs for r in readers[v]]
+            here = set(self.placement.node[n])
+            if (
+                of
+                and follows.isdisjoint(n.outputs)
+                and early.isdisjoint(n.outputs)
+                and not (n.layout_follows_loop or n.unstacks)
+                and all(here.issuperset(self.placement.node[r]) for r in of)
+            ):
+                phases[n] = max(phases[n], min(phases[r] for r in of))
+            for v in n.inputs:
+                readers[v].append(n)
 
     def _join_readers(self) -> None:
         """An unmarked equation that one cluster alone reads becomes part of it; never a cycle."""
@@ -250,6 +280,14 @@ class _Clusterer:
         for group in groups.values():
             for c in group[1:]:
                 self._merge(group[0], c)
+
+    def _join_followers(self) -> None:
+        """An unmarked cluster that only one alike waits for joins it: it is launched, and compiled, with it."""
+        for c in reversed(self._sorted()):
+            if len(self.succs[c]) == 1:
+                (follower,) = self.succs[c]
+                if _alike(c, follower):
+                    self._merge(follower, c)
 
     def _join_tasks(self) -> None:
         """What is still unmarked joins a neighbouring task of its submesh and phase, if no cycle comes of it.
