@@ -58,10 +58,11 @@ def test_every_layout_crosses(pool, transport):
 
 
 @every_transport
-def test_a_megabyte_crosses(pool, transport):
-    """There and back; benchmarks/transports.py sends 64 MB."""
+def test_every_size_crosses(pool, transport):
+    """1 KB, 1 MB and 64 MB, there and back."""
     places = [((1,), WHOLE), ((6,), WHOLE)]
-    assert pool.call("programs.under", transport, "crossing", ("int8",), [(1 << 20,)], places, places[::-1]) == [[], []]
+    shapes = [(nbytes // 8,) for nbytes in (1 << 10, 1 << 20, 64 << 20)]
+    assert pool.call("programs.under", transport, "crossing", ("complex64",), shapes, places, places[::-1]) == [[], []]
 
 
 @every_transport
