@@ -262,11 +262,13 @@ def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, oper
     # What comes from another task brings along the mesh of that task, which JAX under vmap would enter inside this one.
     traced = jitted.trace(*[_compat.abstract(jax.typeof(x)) for x in operands])
     _check_constraints(described, traced.jaxpr)
-    inner = _compat.open_jaxpr(traced.jaxpr)
+    # JAX cannot differentiate a loop around a jitted function that makes references.
+    body = _compat.without_refs(traced.jaxpr)
+    inner = _compat.open_jaxpr(body)
     if inner.consts or len(inner.invars) != len(operands):  # it reads values from around the function
         return list(jitted(*operands))
-    key = record.keys(traced.jaxpr), described.mesh.abstract_mesh if described.mesh is not None else None
-    return _compat.call(mark, record.bodies.setdefault(key, traced.jaxpr), operands)
+    key = record.keys(body), described.mesh.abstract_mesh if described.mesh is not None else None
+    return _compat.call(mark, record.bodies.setdefault(key, body), operands)
 
 
 def _check_constraints(described: Task, body: Any) -> None:

@@ -368,7 +368,7 @@ def _same_values(program: Program, run: _Run, expected: _Run, outcome: Outcome) 
     ]
     if really and any(np.isnan(e.value).any() for _, _, e in pairs if e.value.dtype.kind == "f"):
         # Under jax.jit XLA may round once where eager JAX rounds twice: no element equals the maximum of its row any more,
-        # whose gradient is then 0/0. Which rows it meets depends on what is fused with what.
+        # whose gradient is then 0/0, or x/0. Which rows it meets depends on what is fused with what.
         with jax.disable_jit():
             eager = jax.tree.leaves(_reference(program, Outcome({}), jit=False).results)
         values = [(a.value, e.value, x.value) for (_, a, e), x in zip(pairs, eager, strict=True)]
@@ -396,8 +396,8 @@ def _close(a: np.ndarray, e: np.ndarray, tolerance: float, spread: Any) -> bool:
 
 
 def _where_both_are(a: np.ndarray, e: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of both where the second has a NaN somewhere; all of them where it has none."""
-    if a.dtype.kind != "f" or not np.isnan(e).any():
+    """The numbers of both where the second is not finite somewhere; all of them where it is."""
+    if a.dtype.kind != "f" or np.isfinite(e).all():
         return a, e
     there = np.isfinite(a) & np.isfinite(e)
     return a[there], e[there]

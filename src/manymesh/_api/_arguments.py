@@ -132,6 +132,12 @@ def signature(x: Any) -> Any:
     return type(x)
 
 
+REFERENCE = (
+    "a reference (jax.new_ref), which a step cannot write to on several submeshes: pass its value, ref[...], and return "
+    "what is to be written; references that are made in the step can be used as everywhere"
+)
+
+
 def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeStruct:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
@@ -141,6 +147,8 @@ def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeSt
             "be a part of jax.jit, jax.grad, jax.vmap or jax.eval_shape: apply these inside the function that mm.jit "
             "wraps, or use the step's own eval_shape"
         )
+    if _compat.is_ref(x):
+        raise ArgumentError(f"mm.jit({name}): argument{keystr(path)} is {REFERENCE}")
     if isinstance(x, jax.Array) and x.is_deleted():
         raise RuntimeError(
             f"mm.jit({name}): argument{keystr(path)} of shape {x.shape}: Array has been deleted (it was donated to an earlier call)"

@@ -8,12 +8,12 @@ import jax
 
 from .. import _compat
 from .._collector import collector_paused
-from .._errors import AxisError
+from .._errors import ArgumentError, AxisError
 from .._implicit import Matcher, registered
 from .._mark import Recording, recording
 from .._stands_for import stands_for
 from .._types import PyTree
-from ._arguments import Arguments, abstract
+from ._arguments import REFERENCE, Arguments, abstract
 from ._boxes import carried, is_foreign_box, with_parameter
 from ._moves import read_moves
 from ._results import check_results
@@ -51,6 +51,8 @@ def trace(step: Step, given: Arguments) -> Traced:
     if (leak := _compat.escaped(closed.consts)) is not None:
         leak.add_note(f"mm.jit({step.name}): return the value from the task that makes it, and use it from there")
         raise leak
-    closed, moved = read_moves(_compat.without_high(closed), record)
+    if any(map(_compat.is_ref, closed.consts)):
+        raise ArgumentError(f"mm.jit({step.name}): the step closes over {REFERENCE}")
+    closed, moved = read_moves(_compat.without_refs(_compat.without_high(closed)), record)
     step.report(record, None)
     return Traced(step, given, record, closed, shapes, out_tree[-1], flat_fun, moved)
