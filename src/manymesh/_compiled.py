@@ -74,7 +74,7 @@ class Compiled(Shown):
         if processes is None:
             self._executor = bind(
                 program, lowered.plan, lowered, lowered.executables, owner, LocalTransport(),
-                starts=lowered.starts, literals=literals, leaving=moved,
+                starts=lowered.starts, literals=literals, leaving=moved, donation=lowered.layout.donation,
                 arriving={at[i].start: s for i, s in arriving.items() if len(at[i]) == 1},
             )  # fmt: skip
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Protocol
 
 import jax
@@ -17,10 +18,12 @@ from .._plan._number import variables_of
 from .._program import Program
 from ._exchange import put
 from ._execute import Executor, Input, Issue, issue_of, untold
+from ._launches import CountedRelayouts, Handle, Launches
 from ._ownership import Ownership
 from ._positions import Positions
 from ._relayout import Relayouts, with_sharding
 from ._transport import Batch, Transport
+from ._witness import witness_of
 
 
 class Layout(Protocol):
@@ -28,6 +31,9 @@ class Layout(Protocol):
 
     def sharding(self, variable: _compat.Var, submesh: int, /) -> NamedSharding:
         """The sharding of a variable on a submesh."""
+
+
+Donation = Mapping[int, Sequence[tuple[int, int]]]
 
 
 def bind(
@@ -42,6 +48,7 @@ def bind(
     literals: Mapping[int, jax.Array] | None = None,
     arriving: Mapping[int, Sharding] | None = None,
     leaving: Mapping[int, NamedSharding] | None = None,
+    donation: Donation | None = None,
 ) -> Executor:
     """Makes a plan ready to run. All that a call may need is compiled here.
 
@@ -56,11 +63,13 @@ def bind(
       literals: position of a result -> its value, where that is a literal.
       arriving: position of an argument -> the sharding it is known to come with.
       leaving: position of a result -> the sharding it is given at last, where that is another one.
+      donation: fragment -> pairs (input, result) where the result takes the array of the input.
 
     Returns:
       The executor of the plan.
     """
-    binder = Binder(program, plan, layout, executables, owner, transport, starts)
+    launches = Launches(ordered=False) if _may_block(program) else None
+    binder = Binder(program, plan, layout, executables, owner, transport, starts, launches, donation)
     issues = binder.issues()
     consts, inputs = binder.inputs()
     for x in inputs:
@@ -73,6 +82,18 @@ def bind(
     binder.relayouts.prepare(binder.wanted)
     outputs = binder.outputs()
     return Executor(len(binder.positions), consts, inputs, issues, outputs, literals or {}, binder.relayouts)
+
+
+def _may_block(program: Program) -> bool:
+    """Whether running far ahead could stop it for ever.
+
+    JAX on CPU launches no more than 32 unfinished computations on a device, and launches and runs all devices on threads
+    of one pool. Where submeshes share some of their devices, a launch on the larger one may have begun on those with room;
+    they wait for the others in a collective, and what would make room there finds no thread.
+    """
+    together = [frozenset(m.devices.flat) for m in program.submeshes]
+    shares_some = any(a & b and a != b for a in together for b in together)
+    return shares_some and next(iter(together[0])).platform == "cpu"
 
 
 @dataclass(frozen=True)
@@ -116,6 +137,8 @@ class Binder:
         owner: Ownership,
         transport: Transport,
         starts: Mapping[int, Sequence[int]] | None = None,
+        launches: Launches | None = None,
+        donation: Donation | None = None,
     ) -> None:
         self.program, self.plan, self.layout = program, plan, layout
         self.executables, self.owner, self.transport = executables, owner, transport
@@ -123,7 +146,12 @@ class Binder:
         self.calls: dict[int, Callable[..., Sequence[jax.Array]]] = {}
         self.variables = variables_of(program)
         self.results = frozenset(plan.outputs)
-        self.relayouts, self.positions = Relayouts(), Positions()
+        self.positions = Positions()
+        self.relayouts = Relayouts() if launches is None else CountedRelayouts(launches)
+        self._launches, self._donation = launches, donation or {}
+        runs = [i for i in plan.instructions if isinstance(i, Run)]
+        self._donated = frozenset(slot for run in runs for slot in self._uses_up(run))
+        self._witnesses: dict[int, Handle] = {}
         self.wanted: list[tuple[jax.ShapeDtypeStruct, NamedSharding]] = []
         self.crossings: dict[tuple[int, int, tuple[int, ...]], _Crossing] = {}
 
@@ -187,9 +215,23 @@ class Binder:
         given = [put(np.int32(start), NamedSharding(mesh, PartitionSpec())) for start in self.starts.get(fragment, ())]
         return (lambda *args: call(*args, *given)) if given else call
 
+    def _uses_up(self, run: Run) -> list[int]:
+        """The slots of which a run takes the arrays away."""
+        return [run.inputs[k] for k, _ in self._donation.get(run.fragment, ())]
+
     def launch(self, call: Callable[..., Sequence[jax.Array]], run: Run) -> Callable[..., Sequence[jax.Array]]:
-        """What a run calls."""
-        return call
+        """What a run calls; where launches are counted, one that waits for its turn. Asked for in the order of the plan."""
+        if self._launches is None:
+            return call
+        witness = witness_of(self.program, run, self._donated, self.results)
+        taken = [h for slot in self._uses_up(run) if (h := self._witnesses.pop(slot, None)) is not None]
+        for slot in run.outputs:
+            self._witnesses.pop(slot, None)
+        if witness is None:
+            return call
+        handle = self._witnesses[run.outputs[witness]] = Handle()
+        mesh = self.program.submeshes[run.submesh]
+        return self._launches.counted(call, run, itemgetter(witness), mesh, handle, taken)
 
     def pass_by(self, sender: tuple[int, Send]) -> Callable[[], Sequence[jax.Array]] | None:
         """What is called where values go from one submesh of others to another; None where that is nothing."""

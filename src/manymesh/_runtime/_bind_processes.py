@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import jax
@@ -12,14 +11,14 @@ from jax.sharding import NamedSharding, Sharding
 
 from .. import _compat
 from .._distributed._world import Waiting, World
-from .._plan._instructions import Plan, Run, Send
+from .._plan._instructions import Plan, Send
 from .._program import Program
 from ._bind import Binder
 from ._carrier import Carrier
 from ._carriers import carrier
 from ._exchange import ProcessesTransport, assembled, processes_of, put
 from ._execute import Executor
-from ._launches import CountedRelayouts, Handle, Launches
+from ._launches import Launches
 from ._lower import Lowered
 from ._observe import Observer
 from ._ownership import Ownership, processes_of_mesh
@@ -31,7 +30,6 @@ from ._processes import (
     committed_sharding,
     waiting_for,
     with_weak,
-    witness_of,
 )
 from ._relayout import Relayouts
 
@@ -115,13 +113,10 @@ def _describe_submeshes(program: Program, world: World) -> None:
 class _ProcessesBinder(Binder):
     def __init__(self, lowered: Lowered, owner: Ownership, transport: ProcessesTransport, launches: Launches) -> None:
         super().__init__(
-            lowered.program, lowered.plan, lowered, lowered.executables, owner, transport, lowered.starts
+            lowered.program, lowered.plan, lowered, lowered.executables, owner, transport, lowered.starts, launches,
+            lowered.layout.donation,
         )  # fmt: skip
-        self._launches, self._donation, self._processes = launches, lowered.layout.donation, transport
-        self.relayouts = CountedRelayouts(launches)
-        runs = [i for i in lowered.plan.instructions if isinstance(i, Run)]
-        self._donated = frozenset(slot for run in runs for slot in self._uses_up(run))
-        self._witnesses: dict[int, Handle] = {}
+        self._processes = transport
 
     def pass_by(self, sender: tuple[int, Send]) -> Callable[[], Sequence[jax.Array]] | None:
         """See `Binder`."""
@@ -130,22 +125,6 @@ class _ProcessesBinder(Binder):
         _, send = sender
         crossing = self.crossing(send.submesh, send.target, send.variables)
         return self._processes.passes_by(self.batch(sender, crossing)) if crossing.copies else None
-
-    def _uses_up(self, run: Run) -> list[int]:
-        """The slots of which a run takes the arrays away."""
-        return [run.inputs[k] for k, _ in self._donation.get(run.fragment, ())]
-
-    def launch(self, call: Callable[..., Sequence[jax.Array]], run: Run) -> Callable[..., Sequence[jax.Array]]:
-        """A launch that waits for its turn. Asked for in the order of the plan."""
-        witness = witness_of(self.program, run, self._donated, self.results)
-        taken = [h for slot in self._uses_up(run) if (h := self._witnesses.pop(slot, None)) is not None]
-        for slot in run.outputs:
-            self._witnesses.pop(slot, None)
-        if witness is None:
-            return call
-        handle = self._witnesses[run.outputs[witness]] = Handle()
-        mesh = self.program.submeshes[run.submesh]
-        return self._launches.counted(call, run, itemgetter(witness), mesh, handle, taken)
 
 
 class ProcessesExecutor(Executor):

@@ -4,7 +4,8 @@ JAX on CPU runs everything of a process on one pool of threads, and a rank of a 
 come. Two things would stop it for ever, so a launch waits here, in the thread that issues instructions:
 
 - for its turn: past 32 unfinished launches on a device JAX blocks whoever launches, and Python then cannot send what others
-  wait for;
+  wait for; nor can a launch go on that has begun on some of its devices, which is why one process whose submeshes share
+  some of theirs counts them as well;
 - where it may hold a collective, for the unfinished ones on its devices that may: two collectives under way on the same
   devices take each other's threads. `distributed.initialize` sees to it that there are more threads than devices.
 

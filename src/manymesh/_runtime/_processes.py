@@ -14,7 +14,7 @@ from .._distributed._agree import agree
 from .._distributed._world import Waiting
 from .._layout._transfers import Step, plan_transfer
 from .._plan._digest import describe
-from .._plan._instructions import Plan, Receive, Run
+from .._plan._instructions import Plan, Receive
 from .._program import Program
 from ._carrier import Carrier
 from ._exchange import Exchange, assembled, everywhere, is_key, processes_of, put
@@ -272,20 +272,3 @@ def waiting_for(
         return f"task {f.name!r}{microbatch} on submesh {f.submesh} is not finished{of}"
 
     return Waiting(number, label, others, finished, text)
-
-
-def witness_of(program: Program, run: Run, donated: frozenset[int], kept: frozenset[int | None]) -> int | None:
-    """The result by which it is told that a run is finished; None if it has none.
-
-    One that nobody donates in this call, better one that the next call cannot donate either; among those the smallest.
-    """
-    outvars, slots = program.fragments[run.fragment].outvars, run.outputs
-    possible = [k for k in range(len(slots)) if not is_key(_compat.dtype(outvars[k]))]
-    return min(possible, key=lambda k: (slots[k] in donated, slots[k] in kept, _size(outvars[k])), default=None)
-
-
-def _size(v: Any) -> int:
-    size = 1
-    for n in _compat.shape(v):
-        size *= n
-    return size
