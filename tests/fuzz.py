@@ -142,7 +142,8 @@ def finish(tally: Tally, seed: int, minutes: float, given: argparse.Namespace) -
     text = table(tally.primitives, tally.constructs, tally.ran)
     print(text)
     for kind, all_of_it in sorted(tally.broken.items(), key=lambda item: -len(item[1])):
-        print(f"{len(all_of_it)} programs: {kind}")
+        numbers = ", ".join(str(found.get("seed", found.get("begins"))) for found in all_of_it[:20])
+        print(f"{len(all_of_it)} programs ({numbers}): {kind}")
     broken = sum(map(len, tally.broken.values()))
     print(f"Remarks: {dict(tally.remarks)}")
     print(f"{tally.ran} programs ran in {minutes:.1f} minutes from seed {seed}; {broken} broke a law")

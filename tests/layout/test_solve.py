@@ -78,6 +78,7 @@ OPTIMIZERS = {
     "adamw, clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
     "ema of parameters": optax.chain(optax.sgd(0.1), optax.ema(0.9)),
     "lion": optax.lion(1e-3),
+    "muon": optax.contrib.muon(1e-2),  # whose momentum meets the parameter in products of matrices only
 }
 
 
@@ -107,6 +108,23 @@ def test_a_state_is_laid_out_like_its_parameter(name, loop):
     with jax.transfer_guard("disallow"):
         again = compiled(*results[:2], jax.tree.map(jax.device_put, batch, compiled.input_shardings[0][2]))
     assert [x.sharding for x in jax.tree.leaves(again[:2])] == after
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_two_parameters_of_one_shape_are_not_one_anothers_states(marked):
+    """Under plain SGD nothing is tied to either, and one has a part in the gradient of the other."""
+    if marked:
+        a, b = halves()
+        one, two = (mm.task(lambda w, x: jnp.tanh(x @ w), n, mesh=m) for n, m in (("one", a), ("two", b)))
+    else:  # all that is not in the second task is the model's own
+        (a, b) = halves()
+        one, two = (lambda w, x: jnp.tanh(x @ w)), mm.task(lambda w, x: jnp.tanh(x @ w), "two", mesh=a)
+    optimizer = optax.sgd(0.1)
+    step = training(lambda p, batch: jnp.mean((two(p["w2"], one(p["w1"], batch["x"])) - batch["y"]) ** 2), optimizer)
+    p, s, batch = arguments(optimizer)
+    said = {"w1": None, "w2": NamedSharding(b if marked else a, P(None, "model"))}
+    decision = leaves(mm.jit(step, in_shardings=(said, None, None)).lower(p, s, batch).layout, "args[0]['w1']")
+    assert not decision["args[0]['w1']"].rule.startswith("as args[0]['w2']")
 
 
 def test_the_users_word_comes_first():

@@ -8,6 +8,7 @@ found here, by union of the variables of each elementwise equation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -41,11 +42,38 @@ def mirrors(program: Program, states: Iterable[Var]) -> list[tuple[Var, ...]]:
     for f in program.fragments:
         if f.loop is None:
             ties.join(groups, _compat.open_jaxpr(f.jaxpr).eqns)
+    known = [v for v in dict.fromkeys(states) if _compat.shape(v)]
+    _join_lonely(program, groups, known)
     found: dict[Var, list[Var]] = {}
-    for v in dict.fromkeys(states):
-        if _compat.shape(v):
-            found.setdefault(groups.find(v), []).append(v)
+    for v in known:
+        found.setdefault(groups.find(v), []).append(v)
     return [tuple(members) for members in found.values() if len(members) > 1]
+
+
+def _join_lonely(program: Program, groups: Groups[Var], states: Sequence[Var]) -> None:
+    """Joins a state that nothing is tied to with the only other one that it has a part in, if that has its shape.
+
+    Muon multiplies its momentum with itself before it adds it to the parameter.
+    """
+    count = Counter(groups.find(v) for v in states)
+    lonely = [v for v in states if count[groups.find(v)] == 1]
+    reach: dict[Var, frozenset[Var]] = {v: frozenset((v,)) for v in lonely}
+    nothing: frozenset[Var] = frozenset()
+    for f in program.fragments if lonely else ():
+        for eqn in _compat.open_jaxpr(f.jaxpr).eqns if f.loop is None else ():
+            if not (_compat.is_jit(eqn) and MARK in eqn.params["name"]):
+                found = nothing.union(*(reach.get(v, nothing) for v in eqn.invars if _compat.is_var(v)))
+                if found:
+                    reach.update((v, found) for v in eqn.outvars if _compat.is_var(v))
+    results: dict[Var, set[Var]] = {v: set() for v in lonely}
+    for out, _ in program.outputs:
+        for v in reach.get(out, nothing) if _compat.is_var(out) else ():
+            results[v].add(groups.find(out))
+    homes = {groups.find(v): v for v in states}
+    for v, found_in in results.items():
+        others = [homes.get(group) for group in found_in if group != groups.find(v)]
+        if len(others) == 1 and others[0] is not None and _compat.shape(others[0]) == _compat.shape(v):
+            groups.join(v, others[0])
 
 
 class _Ties:
