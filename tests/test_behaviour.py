@@ -461,6 +461,42 @@ def train_step(optimizer, p, opt, x, **options):
     return optax.apply_updates(p, updates), opt, value
 
 
+@pytest.mark.parametrize("looped", [False, True])
+def test_ordered_effects_outside_tasks_keep_their_turn(looped):
+    """Before those of a task that comes later, also where only the update behind it reads what they go with."""
+    seen = []
+
+    def tell(word, x):
+        jax.debug.callback(lambda _: seen.append(word), x, ordered=True)
+
+    def layer(w, x):
+        tell("task", x.sum())
+        return dense(w, x)
+
+    task = mm.task(layer, "layer", devices=[0])
+
+    def rate_of(n):
+        ask = jax.experimental.io_callback
+        return ask(lambda n: seen.append("rate") or np.float32(0.1 * n), n, n, ordered=True)
+
+    def step(w, n, x):
+        rate, halved = rate_of(n), n / 2
+        tell("halved", halved)
+        grad = jax.value_and_grad(lambda w, x: jnp.mean(task(w, x) ** 2))
+        if looped:
+            grad = mm.microbatch(grad, argnum=1, num_microbatches=2, reduce="mean", schedule="gpipe")
+        value, g = grad(w, x)
+        return w - rate * halved * g, value
+
+    arguments = jnp.eye(4), jnp.float32(1), rows()
+    expected = reference(jax.jit(step), *arguments)
+    jax.effects_barrier()
+    plain, seen[:] = [*seen], []
+    assert_same(mm.jit(step)(*arguments), expected)
+    jax.effects_barrier()
+    assert seen == plain == ["rate", "halved", *["task"] * (1 + looped)]
+
+
 def test_adamw_with_global_norm_clipping():
     """Three steps of a real optimizer, whose norm reads every submesh."""
     optimizer = optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2))

@@ -120,12 +120,9 @@ class Processes:
                 waited -= _LOOKS_EVERY if other.busy else 0.0
             if waited > limit:
                 why = why or f"it has not come to it for {limit:g} s"
-            try:
-                key = _key(number, p)
-                return str(_compat.coordination_client().blocking_key_value_get(key, int(1000 * _LOOKS_EVERY)))
-            except Exception as error:  # what it raises has no class of its own
-                if "DEADLINE_EXCEEDED" not in str(error) and "NOT_FOUND" not in str(error):
-                    raise
+            found = _compat.stored_text(_compat.coordination_client(), _key(number, p), _LOOKS_EVERY)
+            if found is not None:
+                return found
             waited += _LOOKS_EVERY
             if why:
                 name = f"process {p}" if run is None else run.name(p)

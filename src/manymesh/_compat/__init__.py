@@ -65,6 +65,7 @@ from ._processes import coordinator_address as coordinator_address
 from ._processes import leave_without_farewell as leave_without_farewell
 from ._processes import process_numbers as process_numbers
 from ._processes import start_coordination_service as start_coordination_service
+from ._processes import stored_text as stored_text
 from ._processes import transfers_across_hosts as transfers_across_hosts
 from ._refs import is_ref as is_ref
 from ._refs import without_refs as without_refs

@@ -12,7 +12,7 @@ from jax._src.state.types import AbstractRef
 from ._jaxprs import Eqn, jaxprs_in, open_jaxpr, with_eqns, with_jaxprs
 
 _MAKES = (core.ref_p, core.empty_ref_p)
-_discharged = getattr(discharge, "discharge_state2", discharge.discharge_state)  # before 0.10.2 it had the first name
+_discharged = getattr(discharge, "discharge_state2", discharge.discharge_state)  # 0.10.0 and 0.10.1 have both
 
 
 def is_ref(value: Any) -> bool:

@@ -146,28 +146,19 @@ class World:
         Raises:
           TimeoutError: nobody wrote it.
         """
-        left = self.stall_timeout if timeout is None else timeout
+        name, left = f"manymesh/{key}", self.stall_timeout if timeout is None else timeout
         while left > 0:
-            if (found := self._written(key, min(0.5, left))) is not None:
+            if (found := _compat.stored_text(self.store, name, min(0.5, left))) is not None:
                 return found
             try:
                 check()
             except Exception:
                 # It may have written this, and have gone on to what makes waiting senseless, since we looked.
-                if (found := self._written(key, 0)) is not None:
+                if (found := _compat.stored_text(self.store, name, 0)) is not None:
                     return found
                 raise
             left -= 0.5
         raise TimeoutError(key)
-
-    def _written(self, key: str, seconds: float) -> str | None:
-        """A text, if it is written within a time; no time is a thousandth of a second."""
-        try:
-            return str(self.store.blocking_key_value_get(f"manymesh/{key}", max(1, int(1000 * seconds))))
-        except Exception as error:  # what it raises has no class of its own
-            if "DEADLINE_EXCEEDED" not in str(error) and "NOT_FOUND" not in str(error):
-                raise
-            return None
 
 
 _worlds: list[World] = []

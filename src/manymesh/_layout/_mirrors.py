@@ -53,21 +53,24 @@ def mirrors(program: Program, states: Iterable[Var]) -> list[tuple[Var, ...]]:
 def _join_lonely(program: Program, groups: Groups[Var], states: Sequence[Var]) -> None:
     """Joins a state that nothing is tied to with the only other one that it has a part in, if that has its shape.
 
-    Muon multiplies its momentum with itself before it adds it to the parameter.
+    Muon multiplies its momentum with itself before it adds it to the parameter. What has a part in what a task computes is
+    a parameter itself.
     """
     count = Counter(groups.find(v) for v in states)
     lonely = [v for v in states if count[groups.find(v)] == 1]
     reach: dict[Var, frozenset[Var]] = {v: frozenset((v,)) for v in lonely}
     nothing: frozenset[Var] = frozenset()
+    parameters: set[Var] = set()
     for f in program.fragments if lonely else ():
-        for eqn in _compat.open_jaxpr(f.jaxpr).eqns if f.loop is None else ():
-            if not (_compat.is_jit(eqn) and MARK in eqn.params["name"]):
-                found = nothing.union(*(reach.get(v, nothing) for v in eqn.invars if _compat.is_var(v)))
-                if found:
-                    reach.update((v, found) for v in eqn.outvars if _compat.is_var(v))
-    results: dict[Var, set[Var]] = {v: set() for v in lonely}
+        for eqn in _compat.open_jaxpr(f.jaxpr).eqns:
+            found = nothing.union(*(reach.get(v, nothing) for v in eqn.invars if _compat.is_var(v)))
+            if f.loop is not None or (_compat.is_jit(eqn) and MARK in eqn.params["name"]):
+                parameters |= found
+            elif found:
+                reach.update((v, found) for v in eqn.outvars if _compat.is_var(v))
+    results: dict[Var, set[Var]] = {v: set() for v in lonely if v not in parameters}
     for out, _ in program.outputs:
-        for v in reach.get(out, nothing) if _compat.is_var(out) else ():
+        for v in reach.get(out, nothing) & results.keys() if _compat.is_var(out) else ():
             results[v].add(groups.find(out))
     homes = {groups.find(v): v for v in states}
     for v, found_in in results.items():

@@ -137,7 +137,7 @@ class _Clusterer:
         """What only prepares arguments for a later phase belongs to it, so that nothing is kept until then.
 
         An optimizer multiplies its moments by a constant before it adds a gradient: in the forward pass, that would be
-        a copy of all of them.
+        a copy of all of them. What has an effect keeps its turn.
         """
         follows = set(self.loop_of_result)  # values that a task or a loop had a part in
         for n in self.nodes:
@@ -152,7 +152,7 @@ class _Clusterer:
                 of
                 and follows.isdisjoint(n.outputs)
                 and early.isdisjoint(n.outputs)
-                and not (n.layout_follows_loop or n.unstacks)
+                and not (n.layout_follows_loop or n.unstacks or n.eqn.effects)
                 and all(here.issuperset(self.placement.node[r]) for r in of)
             ):
                 phases[n] = max(phases[n], min(phases[r] for r in of))
@@ -171,6 +171,7 @@ class _Clusterer:
                     c.task is None
                     and not c.layout_follows_loop
                     and not c.unstacks
+                    and not (n.eqn.effects and self.scope is None)  # it keeps its turn
                     and not any(v in elsewhere for v in n.outputs)
                 ):
                     found = set().union(*(readers[v, s] for v in n.outputs))
@@ -282,9 +283,12 @@ class _Clusterer:
                 self._merge(group[0], c)
 
     def _join_followers(self) -> None:
-        """An unmarked cluster that only one alike waits for joins it: it is launched, and compiled, with it."""
+        """An unmarked cluster that only one alike waits for joins it: it is launched, and compiled, with it.
+
+        One with an effect has it before what is launched between the two.
+        """
         for c in reversed(self._sorted()):
-            if len(self.succs[c]) == 1:
+            if len(self.succs[c]) == 1 and not any(n.eqn.effects for n in c.nodes):
                 (follower,) = self.succs[c]
                 if _alike(c, follower):
                     self._merge(follower, c)

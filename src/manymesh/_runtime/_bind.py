@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -149,8 +150,6 @@ class Binder:
         self.positions = Positions()
         self.relayouts = Relayouts() if launches is None else CountedRelayouts(launches)
         self._launches, self._donation = launches, donation or {}
-        runs = [i for i in plan.instructions if isinstance(i, Run)]
-        self._donated = frozenset(slot for run in runs for slot in self._uses_up(run))
         self._witnesses: dict[int, Handle] = {}
         self.wanted: list[tuple[jax.ShapeDtypeStruct, NamedSharding]] = []
         self.crossings: dict[tuple[int, int, tuple[int, ...]], _Crossing] = {}
@@ -214,6 +213,11 @@ class Binder:
         call = _compat.call_of(executable, [v.aval for v in self.program.fragments[fragment].invars])
         given = [put(np.int32(start), NamedSharding(mesh, PartitionSpec())) for start in self.starts.get(fragment, ())]
         return (lambda *args: call(*args, *given)) if given else call
+
+    @functools.cached_property
+    def _donated(self) -> frozenset[int]:
+        """The slots of which some run takes the arrays away."""
+        return frozenset(slot for i in self.plan.instructions if isinstance(i, Run) for slot in self._uses_up(i))
 
     def _uses_up(self, run: Run) -> list[int]:
         """The slots of which a run takes the arrays away."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 from .. import _compat
 from .._plan._instructions import Run
@@ -17,11 +17,8 @@ def witness_of(program: Program, run: Run, donated: frozenset[int], kept: frozen
     """
     outvars, slots = program.fragments[run.fragment].outvars, run.outputs
     possible = [k for k in range(len(slots)) if not is_key(_compat.dtype(outvars[k]))]
-    return min(possible, key=lambda k: (slots[k] in donated, slots[k] in kept, _size(outvars[k])), default=None)
-
-
-def _size(v: Any) -> int:
-    size = 1
-    for n in _compat.shape(v):
-        size *= n
-    return size
+    return min(
+        possible,
+        key=lambda k: (slots[k] in donated, slots[k] in kept, math.prod(_compat.shape(outvars[k]))),
+        default=None,
+    )
