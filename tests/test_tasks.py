@@ -115,6 +115,30 @@ def test_the_name_defaults_to_that_of_what_is_wrapped():
     assert [t for f in mm.jit(ready).lower(rows()).program.fragments for t in f.tasks] == ["ready"]
 
 
+def test_a_task_as_a_decorator():
+    """Its arguments are checked where it stands, the function when it comes."""
+
+    @mm.task(name="second", devices=[1])
+    def last(x):
+        """Its own words."""
+        return 2 * x
+
+    @mm.task(devices=[0])
+    def first(x):
+        return x + 1
+
+    step = mm.jit(lambda x: last(first(x)))
+    assert [f.name for f in step.lower(jnp.ones(2)).program.fragments] == ["first", "second"]
+    np.testing.assert_array_equal(step(jnp.ones(2)), 4 * np.ones(2))
+    assert last.__doc__ == "Its own words."
+    with pytest.raises(mm.errors.TaskError, match="give either mesh, or devices"):
+        mm.task(mesh=mesh_2x2(), devices=[1])
+    with pytest.raises(mm.errors.ArgumentError, match=r"@task\(name='last', \.\.\.\) before the function"):
+        mm.task("last", devices=[1])
+    with pytest.raises(mm.errors.ArgumentError, match="found int 3"):
+        mm.task(devices=[1])(3)
+
+
 def test_wrapping_keeps_name_and_docstring():
     """As a decorator it is invisible."""
 

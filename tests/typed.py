@@ -20,6 +20,7 @@ def wrapped(params: dict[str, jax.Array], batch: jax.Array) -> None:
         assert_type(keeps(params, batch, scale=2.0), tuple[jax.Array, int])
         keeps(params)  # type: ignore[call-arg]
         keeps(params, batch, scale="2")  # type: ignore[arg-type]
+    assert_type(mm.task(name="step", devices=[0])(step)(params, batch), tuple[jax.Array, int])
     assert_type(mm.jit(mm.microbatch(step, num_microbatches=2))(params, batch)[1], int)
 
 

@@ -18,7 +18,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
@@ -124,6 +124,17 @@ def ignore_transforms() -> Iterator[None]:
         _ignored.reset(token)
 
 
+@overload
+def task(
+    *,
+    name: str | None = None,
+    task: Task | None = None,
+    mesh: Any = None,
+    devices: Any = None,
+    device_axes: Any = None,
+    logical_axes: Any = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+@overload
 def task(
     fun: Callable[P, R],
     name: str | None = None,
@@ -133,12 +144,23 @@ def task(
     devices: Any = None,
     device_axes: Any = None,
     logical_axes: Any = None,
-) -> Callable[P, R]:
+) -> Callable[P, R]: ...
+def task(
+    fun: Callable[..., Any] | None = None,
+    name: str | None = None,
+    *,
+    task: Task | None = None,
+    mesh: Any = None,
+    devices: Any = None,
+    device_axes: Any = None,
+    logical_axes: Any = None,
+) -> Any:
     """Wraps a pure function so that it runs as a task on a submesh.
 
     Args:
       fun: a pure function of pytrees. Arrays among its arguments are traced; everything else (strings,
-        bools, None, enums, plain Python numbers) stays static, and so it does among the results.
+        bools, None, enums, plain Python numbers) stays static, and so it does among the results. Without it, a
+        decorator comes back.
       name: name of the task; defaults to that of the function.
       task: a ready `Task`; excludes every argument below.
       mesh, devices, device_axes, logical_axes: as for `Task`.
@@ -153,35 +175,29 @@ def task(
     Example:
       >>> import jax, jax.numpy as jnp, manymesh as mm
       >>> front = mm.task(lambda w, x: x @ w, "front", devices=[0])
-      >>> back = mm.task(lambda w, h: jnp.sum(h @ w), "back", devices=[1])
+      >>> @mm.task(devices=[1])
+      ... def back(w, h):
+      ...     return jnp.sum(h @ w)
       >>> loss = lambda ws, x: back(ws[1], front(ws[0], x))
       >>> grads = mm.jit(jax.grad(loss))((jnp.eye(2), jnp.eye(2)), jnp.ones((3, 2)))
       >>> [sorted(d.id for d in g.devices()) for g in grads]
       [[0], [1]]
     """
     check_name("task", name)
-    if inspect.isclass(fun):
-        of_flax = any(c.__module__.startswith("flax.") for c in fun.__mro__)
-        use = "write manymesh.flax.task for a Flax module" if of_flax else "wrap a function that calls what it makes"
-        raise TaskError(f"task: {fun.__name__} is a class, and calling it computes nothing yet; {use}")
-    if not callable(fun):
-        use = f"task(fun, {fun!r}, ...)" if isinstance(fun, str) else "task(fun, ...)"
-        raise ArgumentError(
-            f"task: the first argument has to be a function, found {type(fun).__name__} {fun!r}; write {use}, or put "
-            "functools.partial(task, ...) before the function as a decorator"
-        )
-    if any(c.__module__.startswith("flax.linen.") for c in type(fun).__mro__) and getattr(fun, "scope", None) is None:
-        kind = type(fun).__name__
-        raise TaskError(
-            f"task: found the Linen module {kind}(...), which computes nothing without init and apply; write "
-            f"manymesh.flax.task({kind}, ...)(...), or wrap a function that calls apply"
-        )
     if task is not None:
         if any(a is not None for a in (mesh, devices, device_axes, logical_axes)):
             raise TaskError("task: task= is a complete description; give it alone, or mesh=, devices=, ... without it")
         described = task
     else:
         described = Task(name, mesh=mesh, devices=devices, device_axes=device_axes, logical_axes=logical_axes)
+    if fun is None:
+        return lambda fun: _as_task(fun, name, described)
+    return _as_task(fun, name, described)
+
+
+def _as_task(fun: Callable[P, R], name: str | None, described: Task) -> Callable[P, R]:
+    """A function that is a task inside a recording and itself outside."""
+    _check_function(fun)
     described = described.named(name or str(getattr(fun, "__name__", type(fun).__name__)))
 
     @_compat.boundary
@@ -198,6 +214,27 @@ def task(
         return result
 
     return run_task
+
+
+def _check_function(fun: Any) -> None:
+    """Refuses what `task` cannot wrap."""
+    if inspect.isclass(fun):
+        of_flax = any(c.__module__.startswith("flax.") for c in fun.__mro__)
+        use = "write manymesh.flax.task for a Flax module" if of_flax else "wrap a function that calls what it makes"
+        raise TaskError(f"task: {fun.__name__} is a class, and calling it computes nothing yet; {use}")
+    if not callable(fun):
+        name = f"name={fun!r}, ..." if isinstance(fun, str) else "..."
+        use = f"task(fun, {fun!r}, ...)" if isinstance(fun, str) else "task(fun, ...)"
+        raise ArgumentError(
+            f"task: the first argument has to be a function, found {type(fun).__name__} {fun!r}; write {use}, or "
+            f"@task({name}) before the function"
+        )
+    if any(c.__module__.startswith("flax.linen.") for c in type(fun).__mro__) and getattr(fun, "scope", None) is None:
+        kind = type(fun).__name__
+        raise TaskError(
+            f"task: found the Linen module {kind}(...), which computes nothing without init and apply; write "
+            f"manymesh.flax.task({kind}, ...)(...), or wrap a function that calls apply"
+        )
 
 
 _TRACED = object()

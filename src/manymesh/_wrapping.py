@@ -7,8 +7,11 @@ subclass, so that instances compare equal and nothing is compiled twice.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+import operator
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -102,14 +105,29 @@ def reduce_wrapped(wrap: Callable[..., type], module: Any) -> tuple[Any, ...]:
       wrap: ``wrap(plain class, task, methods)`` makes the class again; a function of a module.
       module: the instance.
     """
-    described, methods = type(module).__dict__["_manymesh_task"]
+    wrapped = type(module)
+    plain = wrapped.__mro__[1]
+    if _of_name(plain.__module__, plain.__qualname__) is wrapped:  # task() was a decorator
+        return _made, (plain.__module__, plain.__qualname__), dict(vars(module))
+    described, methods = wrapped.__dict__["_manymesh_task"]
     placement = _placement(described)
     if described.mesh is not None:
         ids = np.array([d.id for d in described.mesh.devices.flat]).reshape(described.mesh.devices.shape)
         axes = described.mesh.axis_names if described.has_named_axes else None
         placement = {"devices": ids, "device_axes": axes, "logical_axes": described.logical_axes}
-    plain = type(module).__mro__[1]
     return functools.partial(_restore, wrap), (plain, described.name, placement, methods), dict(vars(module))
+
+
+def _of_name(module: str, qualname: str) -> Any:
+    """What a name of a module leads to, None if nothing."""
+    try:
+        return operator.attrgetter(qualname)(sys.modules[module])
+    except (AttributeError, KeyError):
+        return None
+
+
+def _made(module: str, qualname: str) -> Any:
+    return object.__new__(operator.attrgetter(qualname)(importlib.import_module(module)))
 
 
 def _restore(wrap: Callable[..., type], plain: type, name: str | None, placement: dict[str, Any], methods: Any) -> Any:

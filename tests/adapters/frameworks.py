@@ -51,6 +51,7 @@ class Framework:
       face: the adapter.
       trains, stacks: ``run(tasks) -> Outcome``, with tasks under the adapter's jit or without any under the framework's.
       module: a module class.
+      decorated: an instance of a class that `task` stands above.
       paths: the paths of the parameters.
     """
 
@@ -58,6 +59,7 @@ class Framework:
     trains: Callable[[bool], Outcome]
     stacks: Callable[[bool], Outcome]
     module: type
+    decorated: Callable[[], Any]
     paths: frozenset[str]
 
 
@@ -146,6 +148,15 @@ def linen_stacks(tasks: bool) -> Outcome:
     return Outcome(loss, by_path(grads), mm.flax.tabulate(grads))
 
 
+@mm.flax.task(devices=[1])
+class LinenDecorated(nn.Module):
+    width: int = WIDTH
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(self.width)(x)
+
+
 # --- NNX --------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +221,16 @@ def nnx_stacks(tasks: bool) -> Outcome:
     step = nnx.value_and_grad(lambda model, x: jnp.sum(model(x) ** 2))
     loss, grads = (mm.nnx.jit if tasks else nnx.jit)(step)(model, X)
     return Outcome(loss, by_path(nnx.to_pure_dict(grads)), mm.nnx.tabulate(grads))
+
+
+@mm.nnx.task(devices=[1])
+class NNXDecorated(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__()
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.dense(x)
 
 
 # --- Equinox ----------------------------------------------------------------------------------------------
@@ -291,18 +312,30 @@ def equinox_stacks(tasks: bool) -> Outcome:
     return Outcome(loss, by_path(grads), mm.equinox.tabulate(grads))
 
 
+@mm.equinox.task(devices=[1])
+class EquinoxDecorated(eqx.Module):
+    dense: eqx.nn.Linear
+
+    def __init__(self, key: Any) -> None:
+        super().__init__()
+        self.dense = eqx.nn.Linear(WIDTH, WIDTH, key=key)
+
+    def __call__(self, x: Any) -> Any:
+        return jax.vmap(self.dense)(x)
+
+
 _BLOCK = ("front", "back")
 FRAMEWORKS = {
     "linen": Framework(
-        mm.flax, linen_trains, linen_stacks, nn.Dense,
+        mm.flax, linen_trains, linen_stacks, nn.Dense, LinenDecorated,
         frozenset(f"params/{b}/Dense_0/{p}" for b in _BLOCK for p in ("kernel", "bias")),
     ),
     "nnx": Framework(
-        mm.nnx, nnx_trains, nnx_stacks, nnx.Linear,
+        mm.nnx, nnx_trains, nnx_stacks, nnx.Linear, lambda: NNXDecorated(nnx.Rngs(0)),
         frozenset(f"{b}/dense/{p}" for b in _BLOCK for p in ("kernel", "bias")),
     ),
     "equinox": Framework(
-        mm.equinox, equinox_trains, equinox_stacks, eqx.nn.Linear,
+        mm.equinox, equinox_trains, equinox_stacks, eqx.nn.Linear, lambda: EquinoxDecorated(jax.random.key(0)),
         frozenset(f"{b}/dense/{p}" for b in _BLOCK for p in ("weight", "bias")),
     ),
 }  # fmt: skip

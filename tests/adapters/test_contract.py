@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,23 @@ def test_one_task_of_one_class_is_one_class(name: str) -> None:
     assert first is second and issubclass(first, framework.module)
     assert framework.face.task(framework.module, "a", devices=[1]) is not first
     assert jax.devices()
+
+
+@each
+def test_a_decorated_class_is_the_class_of_the_call(name: str) -> None:
+    """With its arguments checked at the decorator; an instance pickles by the name of its class."""
+    framework = FRAMEWORKS[name]
+    task, module = framework.face.task, framework.module
+    assert task(devices=[1])(module) is task(module, devices=[1])
+    with pytest.raises(mm.errors.TaskError, match="logical_axes were given, but no mesh"):
+        task(logical_axes=[("a", "b")])
+    made = framework.decorated()
+    again = pickle.loads(pickle.dumps(made))
+    assert type(again) is type(made) and "Task[" in type(made).__name__
+    call = made.init_with_output if name == "linen" else None
+    if call is not None:
+        plain, out = call(jax.random.key(0), X)[0], mm.jit(call)(jax.random.key(0), X)[0]
+    else:
+        plain, out = made(X), framework.face.jit(lambda model, x: model(x))(made, X)
+    np.testing.assert_allclose(out, plain, rtol=1e-6)
+    assert devices(out) == [1]

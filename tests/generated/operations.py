@@ -44,7 +44,7 @@ class Operation:
       coarse: it computes in fewer bits, so that results agree to fewer.
       random: it needs a key.
       alone: it cannot be under vmap.
-      backwards: it has no derivative forwards.
+      backwards: it has no derivative forwards, or none that can be differentiated.
     """
 
     fun: Callable[[Any, Surroundings], Any]

@@ -350,7 +350,7 @@ def random_choice(x, c):
     return x + 0.1 * jax.random.choice(c.key, WIDTH, x.shape)
 
 
-@operation(random=True)
+@operation(random=True, backwards=True)  # JAX does not differentiate its derivative forwards under checkpoint
 def gamma_sample(x, c):
     return x + 0.1 * jax.random.gamma(c.key, 1 + unit(x[:1]))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import equinox as eqx
 
@@ -18,6 +18,18 @@ from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
 T = TypeVar("T")
 
 
+@overload
+def task(
+    *,
+    name: str | None = None,
+    task: Task | None = None,
+    mesh: Any = None,
+    devices: Any = None,
+    device_axes: Any = None,
+    logical_axes: Any = None,
+    methods: Sequence[str] = ("__call__",),
+) -> Callable[[T], T]: ...
+@overload
 def task(
     model: T,
     name: str | None = None,
@@ -28,11 +40,22 @@ def task(
     device_axes: Any = None,
     logical_axes: Any = None,
     methods: Sequence[str] = ("__call__",),
-) -> T:
+) -> T: ...
+def task(
+    model: Any = None,
+    name: str | None = None,
+    *,
+    task: Task | None = None,
+    mesh: Any = None,
+    devices: Any = None,
+    device_axes: Any = None,
+    logical_axes: Any = None,
+    methods: Sequence[str] = ("__call__",),
+) -> Any:
     """Wraps an Equinox module so that calling it inside a step is a task.
 
     Args:
-      model: one of
+      model: one of the following; without it, a decorator comes back.
 
         - a module class (also a ``functools.partial`` of one): a subclass comes back, used in its place;
         - a module: one with equal fields and the same paths comes back;
@@ -61,7 +84,9 @@ def task(
       [('front', 0), ('back', 1)]
     """
     described = describe_task("equinox.task", name, task, mesh, devices, device_axes, logical_axes)
-    return _wrap(model, described, tuple(methods))  # type: ignore[no-any-return]  # one kind in, the same kind out
+    if model is None:
+        return lambda model: _wrap(model, described, tuple(methods))
+    return _wrap(model, described, tuple(methods))
 
 
 def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:

@@ -14,7 +14,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import flax.linen as nn
 import jax
@@ -35,7 +35,18 @@ from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
 T = TypeVar("T")
 
 
-@_compat.boundary
+@overload
+def task(
+    *,
+    name: str | None = None,
+    task: Task | None = None,
+    mesh: Any = None,
+    devices: Any = None,
+    device_axes: Any = None,
+    logical_axes: Any = None,
+    methods: Sequence[str] = ("__call__",),
+) -> Callable[[T], T]: ...
+@overload
 def task(
     model: T,
     name: str | None = None,
@@ -46,11 +57,23 @@ def task(
     device_axes: Any = None,
     logical_axes: Any = None,
     methods: Sequence[str] = ("__call__",),
-) -> T:
+) -> T: ...
+@_compat.boundary
+def task(
+    model: Any = None,
+    name: str | None = None,
+    *,
+    task: Task | None = None,
+    mesh: Any = None,
+    devices: Any = None,
+    device_axes: Any = None,
+    logical_axes: Any = None,
+    methods: Sequence[str] = ("__call__",),
+) -> Any:
     """Wraps a Linen module so that calling it inside ``mm.jit`` is a task.
 
     Args:
-      model: one of
+      model: one of the following; without it, a decorator comes back.
 
         - a module class (also a ``functools.partial`` of one): a subclass comes back, used in its place;
         - a module instance, bound or not: an equal instance comes back;
@@ -86,7 +109,9 @@ def task(
       {'bias': (16,), 'kernel': (9, 16)}
     """
     described = describe_task("flax.task", name, task, mesh, devices, device_axes, logical_axes)
-    return _wrap(model, described, tuple(methods))  # type: ignore[no-any-return]  # one kind in, the same kind out
+    if model is None:
+        return lambda model: _wrap(model, described, tuple(methods))
+    return _wrap(model, described, tuple(methods))
 
 
 def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:

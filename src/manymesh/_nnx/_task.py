@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import flax.nnx as nnx
 import jax
@@ -28,6 +28,18 @@ from ._lift import PureResult, call_lifted, constrained, is_split, pure
 T = TypeVar("T")
 
 
+@overload
+def task(
+    *,
+    name: str | None = None,
+    task: Task | None = None,
+    mesh: Any = None,
+    devices: Any = None,
+    device_axes: Any = None,
+    logical_axes: Any = None,
+    methods: Sequence[str] = ("__call__",),
+) -> Callable[[T], T]: ...
+@overload
 def task(
     model: T,
     name: str | None = None,
@@ -38,11 +50,22 @@ def task(
     device_axes: Any = None,
     logical_axes: Any = None,
     methods: Sequence[str] = ("__call__",),
-) -> T:
+) -> T: ...
+def task(
+    model: Any = None,
+    name: str | None = None,
+    *,
+    task: Task | None = None,
+    mesh: Any = None,
+    devices: Any = None,
+    device_axes: Any = None,
+    logical_axes: Any = None,
+    methods: Sequence[str] = ("__call__",),
+) -> Any:
     """Wraps an NNX module so that calling it inside a step is a task.
 
     Args:
-      model: one of
+      model: one of the following; without it, a decorator comes back.
 
         - a module class (also a ``functools.partial`` of one): a subclass comes back, used in its place;
         - a module: a copy comes back that shares its variables and has the same paths;
@@ -78,7 +101,9 @@ def task(
       [[0], [1], [1]]
     """
     described = describe_task("nnx.task", name, task, mesh, devices, device_axes, logical_axes)
-    return _wrap(model, described, tuple(methods))  # type: ignore[no-any-return]  # one kind in, the same kind out
+    if model is None:
+        return lambda model: _wrap(model, described, tuple(methods))
+    return _wrap(model, described, tuple(methods))
 
 
 def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
