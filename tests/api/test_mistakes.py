@@ -12,6 +12,7 @@ from typing import Any
 import equinox as eqx
 import flax.linen as nn
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -210,6 +211,10 @@ CASES = {
     "a batch that does not divide": (mistaken(num_microbatches=3), ValueError, "does not divide into 3"),
     "a reduction that is no prefix": (mistaken(reduce={"a": "sum"}), ValueError, "is not a prefix of the result"),
     "a tracer among the arguments": (lambda: jax.jit(mm.jit(front))(jnp.eye(4), rows()), TypeError, "is a tracer"),
+    "a step given to jax.export": (
+        lambda: jax.export.export(mm.jit(front))(jnp.eye(WIDTH), rows()),
+        TypeError, "found _private_parameters, lowering_platforms", "export jax.jit of the same function",
+    ),
     "an unknown name under strict": (
         lambda: mm.jit(
             mm.task(lambda x: mm.with_sharding_constraint(x, ("btch",)), "t", mesh=MESH, logical_axes=[("batch", "data")]),

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from .. import _compat
 from .._collector import collector_paused
-from .._errors import AxisError, MeshError
+from .._errors import ArgumentError, AxisError, MeshError
 from .._layout._names import resolve_constraints
 from .._mark import Recording
 from .._passes._build import build
@@ -61,8 +61,17 @@ class Traced(Shown):
         )
 
     @_compat.boundary
-    def lower(self) -> Lowered:
-        """Splits the step over its submeshes and lays out the instructions."""
+    def lower(self, **options: object) -> Lowered:
+        """Splits the step over its submeshes and lays out the instructions.
+
+        Raises:
+          ArgumentError: options were given, as ``jax.export`` does; there are none.
+        """
+        if options:
+            raise ArgumentError(
+                f"lower: found {', '.join(sorted(options))}, but takes no options; jax.export writes one program for one "
+                "mesh, and a step has several: export jax.jit of the same function, in which tasks are plain functions"
+            )
         step, given = self._step, self._given
         static = {k for k, _ in given.static}
         dynamic = tuple(a for k, a in enumerate(given.dyn_args) if k not in static)

@@ -13,7 +13,7 @@ from ._wires import Message, Wires
 # Batches that may be on their way to one process before one of them was asked for. More lets a fast sender fill its
 # memory; fewer makes it wait for the receiver.
 WINDOW = 16
-ACKNOWLEDGED_EVERY = 4
+ACKNOWLEDGED_EVERY = 8
 
 
 class Doing(NamedTuple):
