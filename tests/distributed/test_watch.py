@@ -102,7 +102,7 @@ def test_what_is_old_is_not_noted_nor_passed_on() -> None:
 
 
 class _Late:
-    """A store in which a text is written right after somebody has looked for it, and who wrote it goes on."""
+    """A store of a busy machine, which answers late; a text is written after somebody has given up waiting for it."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -110,8 +110,14 @@ class _Late:
 
     def blocking_key_value_get(self, key: str, milliseconds: int) -> str:
         self.looks += 1
-        if key not in self.texts:
+        if key not in self.texts or milliseconds < 100:
             raise RuntimeError("DEADLINE_EXCEEDED")
+        return self.texts[key]
+
+    def key_value_try_get(self, key: str) -> str:
+        self.looks += 1
+        if key not in self.texts:
+            raise RuntimeError("NOT_FOUND")
         return self.texts[key]
 
 

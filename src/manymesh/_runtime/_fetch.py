@@ -52,7 +52,7 @@ def fetch(tree: PyTree, process: int | None = None) -> PyTree:
         return structure.unflatten([np.asarray(_compat.key_words(x)) for x in leaves])
     takers = range(count) if process is None else (process,)
     shardings = [committed_sharding(x) for x in leaves]
-    _agree(processes, structure, leaves, shardings)
+    _agree(processes, leaves, shardings)
     number = processes.begin("manymesh.fetch")
     carrier().begin(number)
     finished: list[bool] = []
@@ -68,19 +68,17 @@ def fetch(tree: PyTree, process: int | None = None) -> PyTree:
     return structure.unflatten(values)
 
 
-def _agree(processes: World, structure: Any, leaves: list[Any], shardings: list[Sharding | None]) -> None:
-    """The first time that such a tree is fetched, all processes have to mean the same."""
-    shapes = tuple(
-        (np.shape(x), str(jax.typeof(x).dtype)) if s is not None else None
-        for x, s in zip(leaves, shardings, strict=True)
+def _agree(processes: World, leaves: list[Any], shardings: list[Sharding | None]) -> None:
+    """The first time that such leaves are fetched, all processes have to mean the same."""
+    said = tuple(
+        f"leaf {k}: {(np.shape(x), str(jax.typeof(x).dtype)) if s is not None else None} {describe(s)}"
+        for k, (x, s) in enumerate(zip(leaves, shardings, strict=True))
     )
-    key = (structure, shapes, tuple(shardings))
-    if key in processes.agreed:
+    if said in processes.agreed:
         return
-    said = [f"leaf {k}: {shape} {describe(s)}" for k, (shape, s) in enumerate(zip(shapes, shardings, strict=True))]
     number = processes.begin("manymesh.fetch of a new tree")
     agree(processes, "manymesh.fetch", number, {"arrays": "\n".join(said)}, lambda _: said)
-    processes.agreed.add(key)
+    processes.agreed.add(said)
 
 
 def _value(number: int, x: Any, sharding: Sharding | None, takers: Any) -> Any:
