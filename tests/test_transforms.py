@@ -366,6 +366,52 @@ def test_control_flow_in_a_task_and_between_tasks():
     assert_agrees(microbatched(jax.value_and_grad(f)), parameters(), rows())
 
 
+def solved(matvec, b):
+    """A linear system, by a few steps of Richardson's iteration."""
+    return jax.lax.custom_linear_solve(
+        matvec, b, lambda f, b: jax.lax.fori_loop(0, 10, lambda _, x: x + 0.3 * (b - f(x)), b), symmetric=True
+    )
+
+
+def with_rule_for_vmap(fun):
+    """A function that says itself how it is vectorized over its second argument."""
+    mapped = jax.custom_batching.custom_vmap(fun)
+    mapped.def_vmap(lambda size, batched, w, x: (jax.vmap(fun, (None, 0))(w, x), True))
+    return mapped
+
+
+AROUND = {
+    "custom_linear_solve": lambda p, x: back(p, solved(lambda v: v + 0.1 * front(jnp.eye(WIDTH), v), x)),
+    "custom_vmap": lambda p, x: with_rule_for_vmap(lambda w, x: back(w, front(w, x)))(p, x),
+    "custom_vmap, vectorized": lambda p, x: jax.vmap(
+        with_rule_for_vmap(lambda w, x: back(w, front(w, x[None]))[0]), (None, 0)
+    )(p, x),
+    "linear_call": lambda p, x: back(
+        p,
+        jax.custom_derivatives.linear_call(lambda w, x: x + front(w, 0 * x), lambda w, t: t, p, x),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_operations_around_tasks(name):
+    """What computes a function of its own with tasks in it; a system whose tasks are on one submesh is one task there."""
+    f = AROUND[name]
+    assert_agrees(f, parameters()["front"], rows())
+    if name == "custom_linear_solve":
+        assert_agrees(jax.value_and_grad(lambda p, x: jnp.mean(f(p, x) ** 2), (0, 1)), parameters()["front"], rows())
+
+
+def test_an_operation_around_tasks_of_several_submeshes():
+    def f(p, x):
+        return solved(lambda v: v + 0.1 * back(p["back"], front(p["front"], v)), x)
+
+    with pytest.raises(
+        mm.errors.PlacementError, match="custom_linear_solve .* is one operation, which runs on one submesh"
+    ):
+        mm.jit(f)(parameters(), rows())
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_tasks_in_a_conditional(seed):
     """Every branch runs on its submeshes and the results are selected; gradients too, with or without a loop."""

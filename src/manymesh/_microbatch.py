@@ -144,8 +144,13 @@ def microbatch(
       >>> float(value)
       9.0
     """
-    argnums = (argnum,) if isinstance(argnum, int) else tuple(argnum)
     name = getattr(fun, "__name__", type(fun).__name__)
+    argnums = (argnum,) if isinstance(argnum, int) else tuple(argnum)
+    if not argnums or not all(isinstance(k, int) for k in argnums):
+        raise MicrobatchError(
+            f"microbatch({name}): argnum has to be the position of the batch, or several, found {argnum!r}; the batch is passed "
+            "by position"
+        )
     num_microbatches, size = _sizes(name, num_microbatches, size)
     _check_reductions(name, reduce)
     chosen = _chosen_schedule(name, schedule, custom_schedule)
@@ -167,7 +172,7 @@ def microbatch(
             check_single(name, tasks, chosen, custom_schedule, num_stages, interleave)
             return result
         spec = LoopSpec(name, count, chosen, interleave, num_stages, custom_schedule, dim)
-        suspect = _suspect_batch(name, fun, argnums, count)
+        suspect = _suspect_batch(name, fun, argnums, count, reduce)
         record.findings.update(dict.fromkeys(suspect, MicrobatchError))
         try:
             return call.traced(record, spec)
@@ -218,10 +223,12 @@ def _check_position(name: str, label: str, argnum: int | None, what: str, count:
         )
 
 
-def _suspect_batch(name: str, fun: Any, argnums: tuple[int, ...], count: int) -> list[str]:
+def _suspect_batch(name: str, fun: Any, argnums: tuple[int, ...], count: int, reduce: Any) -> list[str]:
     """Sentences about arguments that are cut and differentiated: often parameters, as argnum was forgotten."""
     both = _compat.differentiated(fun) or ()
     if not set(both) <= set(argnums):  # something else is differentiated too, and that is the parameters
+        return []
+    if any(word in ("concat", "stack") for word in jax.tree.leaves(reduce)):  # gradients of a batch are one, too
         return []
     return [
         f"microbatch({name}): argnum={k} is the batch, which is cut into {count} pieces, and {name} differentiates the same "

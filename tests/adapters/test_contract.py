@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 import sys
@@ -131,3 +132,12 @@ def test_a_decorated_class_is_the_class_of_the_call(name: str) -> None:
         plain, out = made(X), framework.face.jit(lambda model, x: model(x))(made, X)
     np.testing.assert_allclose(out, plain, rtol=1e-6)
     assert devices(out) == [1]
+
+
+@each
+def test_a_copy_of_a_step_is_the_step(name: str) -> None:
+    """As of a function: a trainer that holds one can be copied."""
+    face = mm if name == "linen" else FRAMEWORKS[name].face
+    step = face.jit(lambda x: x + 1)
+    step(X)
+    assert copy.deepcopy({"step": step})["step"] is step

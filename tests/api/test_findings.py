@@ -84,6 +84,13 @@ def test_nothing_is_found_where_nothing_is_wrong(fun):
     mm.jit(fun, strict=True).lower(parameters(), rows())
 
 
+def test_gradients_of_a_batch_that_are_put_together_again_are_meant():
+    """As of adversarial examples."""
+    fun = jax.value_and_grad(lambda p, x: jnp.mean(third(x, p)), argnums=1)
+    step = mm.jit(mm.microbatch(fun, argnum=1, num_microbatches=2, reduce=("mean", "concat")), strict=True)
+    step(jnp.eye(WIDTH), rows())
+
+
 def test_an_error_that_follows_from_a_forgotten_argnum():
     """Parameters that were cut seldom fit; the error then says what may have gone wrong."""
     step = mm.jit(mm.microbatch(grad, num_microbatches=2))

@@ -134,7 +134,7 @@ def test_the_time_of_a_step_is_for_a_hardware():
     assert times[1].bubble_fraction == pytest.approx(times[0].bubble_fraction)
     nobody = made.report().prediction
     assert nobody.seconds is None and nobody.by == "FLOPs" and 0 < nobody.bubble_fraction < 1
-    assert "name a hardware for seconds" in str(made.report())
+    assert "report(hardware) tells seconds" in str(made.report())
     assert "s by x: bubble" in str(made.report(fast))
     with pytest.raises(mm.errors.ArgumentError, match=r"found str 'h100'; Hardware.*\.h100\(\).* are ready"):
         made.report("h100")

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import manymesh as mm
 from manymesh import _compat
 from manymesh._layout import _solve
-from stages import assert_same
+from stages import assert_same, reference
 
 RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
 WIDTH = 16
@@ -142,6 +142,41 @@ def test_the_users_word_comes_first():
     layout = mm.jit(step, out_shardings=({"w1": None, "w2": out}, None, None)).lower(p, s, batch).layout
     decision = leaves(layout, "result[0]['w2']")["result[0]['w2']"]
     assert (decision.rule, decision.spec) == ("out_shardings", P(None, "data"))
+
+
+BATCHES = {  # what the task says of its argument, the number of microbatches, how the pieces then lie
+    "nothing is said": (lambda x: x, 4, P("data")),
+    "the task wants it whole": (lambda x: mm.with_sharding_constraint(x, (None, None)), 4, P()),
+    "the task wants it otherwise": (lambda x: mm.with_sharding_constraint(x, (None, "model")), 4, P(None, "model")),
+    "one row": (lambda x: x, 8, P()),
+}
+
+
+@pytest.mark.parametrize("given", ["put", "in_shardings", "shapes"])
+@pytest.mark.parametrize("case", BATCHES)
+def test_pieces_of_a_batch_lie_as_it_does(case, given):
+    """Where the tasks that read them say nothing else; their gradients are summed over the axis once a step."""
+    said, count, spec = BATCHES[case]
+    first, second = halves()
+    front = mm.task(lambda w, x: jnp.tanh(said(x) @ w), "front", mesh=first)
+    back = mm.task(lambda w, h, y: jnp.mean((h @ w - said(y)) ** 2), "back", mesh=second)
+    step = training(
+        lambda p, batch: back(p["w2"], front(p["w1"], batch["x"]), batch["y"]),
+        optax.sgd(0.1), num_microbatches=count, schedule="1f1b",
+    )  # fmt: skip
+    p, s, batch = arguments(optax.sgd(0.1))
+    sharded = {"x": NamedSharding(first, P("data")), "y": NamedSharding(second, P("data"))}
+    placed = batch if given == "in_shardings" else jax.device_put(batch, sharded)
+    step = mm.jit(step, **({"in_shardings": (None, None, sharded)} if given == "in_shardings" else {}))
+    if given == "shapes":
+        placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), batch, sharded)
+    lowered = step.lower(p, s, placed)
+    (loop,) = lowered.program.loops
+    assert [lowered.layout.decisions[v, k].spec for k, (v, _) in enumerate(loop.xs)] == [spec, spec]
+    summed = [str(r) for r in lowered.report().reductions]
+    assert (case != "nothing is said") == (not summed) and all("over data once a call" in r for r in summed)
+    if given == "put":
+        assert_same(step(p, s, placed), reference(step, p, s, batch))
 
 
 def test_what_crosses_arrives_as_its_reader_wants_it_or_as_it_left():

@@ -68,6 +68,18 @@ def test_layers_that_do_not_divide():
         mm.jit(step.fun, strict=True).lower({"w": weights(5)}, batch())
 
 
+def test_elements_that_are_not_used_in_equal_parts():
+    """All parameters in one vector: it has no layers of which there could be more."""
+    one, two = mm.submeshes(Mesh(DEVICES[:2].reshape(2, 1), ("stage", "m"), axis_types=(AxisType.Auto,) * 2), "stage")
+    front = mm.task(lambda w, x: x * w, "front", mesh=one)
+    back = mm.task(lambda w, x: x * w, "back", mesh=two)
+    step = mm.jit(lambda w, x: back(w[2:], front(w[:2].sum(), x)))
+    with pytest.warns(
+        UserWarning, match="the 8 elements of args.0. are not used .* let each submesh use as many elements"
+    ):
+        step.lower(jnp.ones(8), jnp.ones(6))
+
+
 def test_a_reader_of_the_whole():
     """It gets it, and one warning says what that costs; the next value stays in blocks."""
 

@@ -159,6 +159,30 @@ def trained():
     return jitted, (params, state, batch())
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_state_of_each_layer_goes_from_one_microbatch_to_the_next(schedule):
+    """It is read and written where its layer is, so that the schedule applies."""
+    submeshes = stages(2)[1]
+
+    def layer(p, mean, h):
+        return dense(p, h) - mean, 0.9 * mean + 0.1 * h.mean(0)
+
+    layer = mm.task(layer, "layer", mesh=submeshes)
+
+    def grad(p, means, x):
+        def loss(p):
+            h, new = jax.lax.scan(lambda h, q: layer(*q, h), x, (p, means))
+            return jnp.mean(h**2), new
+
+        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(p)
+        return (value, grads), new
+
+    step = mm.jit(mm.microbatch(grad, argnum=2, state_argnum=1, num_microbatches=4, reduce="mean", schedule=schedule))
+    arguments = parameters(4), jnp.zeros((4, WIDTH)), batch(8)
+    assert f"4 microbatches, {schedule}, stages on submeshes (0, 1)" in str(step.lower(*arguments).program)
+    assert_same(step(*arguments), reference(step, *arguments))
+
+
 def test_arguments_in_every_form(trained):
     """On the host, on one device, on a submesh, replicated over all, cut otherwise: they are moved; results are alike."""
     jitted, args = trained

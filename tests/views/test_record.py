@@ -212,6 +212,9 @@ def test_a_report_is_a_prediction(recorded):
     found = run.compare(report)
     assert all(d.measured is not None and d.predicted is not None for d in found.differences)
     assert 0 < found.predicted_seconds == pytest.approx(report.prediction.seconds)
+    for reads in (run.compare, run.timeline):
+        with pytest.raises(ArgumentError, match=r"counts FLOPs, not seconds; write report\(hardware\)"):
+            reads(compiled.report())
 
 
 @pytest.mark.parametrize("prediction", [3, [(1, 2)], [(0, "x", "sideways", None, None, 0.0, 1.0)]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
 
@@ -206,6 +206,10 @@ class Jitted(Shown, Generic[P, R]):
                 if all(place is None or place == w for place, w in zip(at, wanted, strict=True)):
                     known = self._compiled[key, at] = compiled
         return known
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Itself, as of a function: what it holds is compiled programs."""
+        return self
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method of a class, the step takes the instance as its first argument."""

@@ -27,7 +27,7 @@ from ._findings import note_pipeline
 from ._lowered import Lowered
 from ._names import names_of_arguments, names_of_results, paths_of_arguments, paths_of_results
 from ._outside import Outside
-from ._shardings import check_submeshes, expand, mesh_of
+from ._shardings import check_submeshes, committed, expand, mesh_of
 from ._step import Step
 
 
@@ -85,12 +85,13 @@ class Traced(Shown):
         )
         pairs = self._states(given_away)
         pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
+        put = {i: s for i, x in enumerate(given.leaves) if (s := committed(x)) is not None}
         try:
             with collector_paused():
                 program = build(
                     self.jaxpr, self._record, pinned_in, pinned_out, pairs,
-                    shardings_in=wanted_in, shardings_out=wanted_out, names=paths_of_arguments(given.treedef),
-                    result_names=paths_of_results(self._out_tree),
+                    shardings_in=wanted_in, shardings_out=wanted_out, arriving=put,
+                    names=paths_of_arguments(given.treedef), result_names=paths_of_results(self._out_tree),
                 )  # fmt: skip
         except AxisError as error:
             raise with_parameter(error, given) from None

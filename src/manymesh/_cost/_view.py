@@ -41,7 +41,7 @@ def schedule(loops: Sequence[LoopLine], p: Prediction | None) -> Iterator[str]:
         busy = _some([f"{b:.0%}" for b in p.busy])
         yield f"a step takes {_seconds(p.seconds)} by {p.by}: bubble {p.bubble_fraction:.1%}, busy {busy}"
     elif p is not None:
-        yield f"bubble of the whole step {p.bubble_fraction:.1%}, by FLOPs alone: name a hardware for seconds"
+        yield f"bubble of the whole step {p.bubble_fraction:.1%}, by FLOPs alone: report(hardware) tells seconds"
 
 
 def sums(reductions: Sequence[Reduction]) -> Iterator[str]:

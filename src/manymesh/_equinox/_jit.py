@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args, overload
+from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, get_args, overload
 
 import equinox as eqx
 import jax
@@ -82,6 +82,10 @@ class Jitted(Generic[P, R]):
             return self.fun(*args, **kwargs)  # a step inside a step is part of it
         result: R = _join(*self._jitted(*_arguments(args, kwargs)))
         return result
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Itself, as of a function: what it holds is compiled programs."""
+        return self
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method of a class, the step takes the instance as its first argument."""

@@ -69,6 +69,7 @@ class _Solver:
         self.beside: dict[tuple[Var, int], list[tuple[Var, int]]] = {}  # a block -> all blocks of its value
         self.crossing = {(e.var, e.target): e.source for e in program.edges}
         self.propagated: dict[Any, Propagated] = {}
+        self.batches: Mapping[Var, Var] = {}  # representative of the pieces of a batch -> the batch
         for loop in program.loops:
             for inner, out, init, final in loop.carries:
                 for v in (out, init, final):
@@ -104,6 +105,7 @@ class _Solver:
         self._place_inputs(asked, "in_shardings")
         self._place_inputs(arriving, "as it arrives")
         self._constrain_inputs()
+        self.batches = self._find_batches()
         for f in self._order():
             self._propagate(f)
         return Layout(program.submeshes, self._table(), names=self.names, replaces=replaces)
@@ -117,6 +119,33 @@ class _Solver:
                 blocks = [(self.groups.find(values[i][0]), values[i][1]) for i in each.positions]
                 together = list(dict.fromkeys(b for block in blocks for b in self.beside.get(block, [block])))
                 self.beside.update(dict.fromkeys(together, together))
+
+    def _find_batches(self) -> dict[Var, Var]:
+        """The batches that loops over microbatches take their pieces of."""
+        outer = {v for loop in self.program.loops for _, pieces in loop.xs for v in pieces if _compat.is_var(v)}
+        found: dict[Var, Var] = {}
+        for f in self.program.fragments:
+            if f.layout_follows_loop and not outer.isdisjoint(f.outvars):
+                body = _compat.open_jaxpr(f.jaxpr)
+                makers = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+                given = dict(zip(body.invars, f.invars, strict=True))
+                for v, made in zip(f.outvars, body.outvars, strict=True):
+                    while made in makers and any(map(_compat.is_var, makers[made].invars[:1])):
+                        made = makers[made].invars[0]
+                    if v in outer and made in given:
+                        found[self.groups.find(v)] = given[made]
+        return found
+
+    def _like_batch(self, v: Var, s: int) -> PartitionSpec:
+        """What the layout of its batch means for a piece: they differ in the length of one dimension."""
+        batch = self.batches.get(self.groups.find(v))
+        decision = self.found(batch, s) if batch is not None else None
+        if batch is None or decision is None:
+            return PartitionSpec()
+        shapes = _compat.shape(batch), _compat.shape(v)
+        if len(shapes[0]) != len(shapes[1]) or sum(a != b for a, b in zip(*shapes, strict=True)) > 1:
+            return PartitionSpec()
+        return _fitting(decision.spec, shapes[1], self.program.submeshes[s])
 
     def _decide(self, v: Var, s: int, spec: PartitionSpec, rule: str) -> None:
         """The first word counts."""
@@ -218,6 +247,8 @@ class _Solver:
         found = self._specs(f)
         if found is None:
             return
+        if self._batches_say(f, found):
+            found = self._specs(f) or found
         roots = {self.groups.find(v) for v in f.invars}
         # An accumulator or a state: what the computation makes decides, what it reads follows.
         tied = [v for v in f.outvars if self.groups.find(v) in roots and self.found(v, s) is None]
@@ -229,6 +260,18 @@ class _Solver:
         for v, spec in (*zip(f.outvars, found.outputs, strict=True), *zip(f.invars, found.inputs, strict=True)):
             if self.found(v, s) is None:  # also what an earlier one of these settled
                 self._decide(v, s, spec, rule)
+
+    def _batches_say(self, f: Fragment, found: Propagated) -> bool:
+        """Lays out the pieces of batches of which a fragment says nothing as their batches; whether there were any."""
+        asked = self.constraints.of(f.jaxpr)
+        decided = False
+        for k, (v, spec) in enumerate(zip(f.invars, found.inputs, strict=True)):
+            if not any(spec) and k not in asked and self.found(v, f.submesh) is None:
+                like = self._like_batch(v, f.submesh)
+                if any(like):
+                    self._decide(v, f.submesh, like, "as its batch")
+                    decided = True
+        return decided
 
     def _specs(self, f: Fragment) -> Propagated | None:
         """The specs of all that a fragment reads and makes; None where they are decided already."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
 
@@ -45,6 +45,10 @@ class Jitted(Generic[P, R]):
             return self.fun(*args, **kwargs)  # a step inside a step is part of it
         result: R = call_lifted(self._jitted, args, kwargs)
         return result
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Itself, as of a function: what it holds is compiled programs."""
+        return self
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method of a class, the step takes the instance as its first argument."""

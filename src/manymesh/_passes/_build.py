@@ -28,6 +28,7 @@ def build(
     *,
     shardings_in: Mapping[int, NamedSharding] | None = None,
     shardings_out: Mapping[int, NamedSharding] | None = None,
+    arriving: Mapping[int, NamedSharding] | None = None,
     names: Sequence[tuple[str, ...]] = (),
     result_names: Sequence[tuple[str, ...]] = (),
     between: Between | None = None,
@@ -42,6 +43,7 @@ def build(
       states: (position of an input, position of the result that replaces it).
       shardings_in, shardings_out: the shardings that the inputs and results of ``pinned_in`` and ``pinned_out`` are asked
         to have, where these are known.
+      arriving: the shardings that inputs come with.
       names: what users call the inputs, step by step: ``("args", "[0]", "['w']")``.
       result_names: what users call the results, likewise.
       between: called with the name of each pass that ran and the flat program that it left.
@@ -64,6 +66,7 @@ def build(
         dict(shardings_out or {}),
         dict(zip(inputs, names, strict=False)),
         dict(enumerate(result_names)),
+        {inputs[i]: sharding for i, sharding in {**(arriving or {}), **(shardings_in or {})}.items()},
     )
     try:
         flat = run_passes(replace(flat, pins=pins), PASSES, between=between)

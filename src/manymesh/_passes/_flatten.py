@@ -149,6 +149,8 @@ class _Flattener:
                 self.select(eqn, env, inner_stack, loop)
             elif call_body(eqn) is not None:
                 self._call(eqn, env, inner_stack, loop, None)
+            elif whole := self._whole(eqn, inner_stack, loop):
+                self._keep_whole(eqn, env, inner_stack, loop, whole)
             else:
                 raise PlacementError(_control_flow_message(eqn, self._tasks_in(eqn, inner_stack)))
 
@@ -569,15 +571,19 @@ def cheap_chain(result: Atom, producer: Mapping[Var, Eqn], actual: Mapping[Var, 
 
 
 def _control_flow_message(eqn: Eqn, tasks: Sequence[Task]) -> str:
-    kind = {"while": "lax.while_loop (or fori_loop with a traced bound)"}
-    name = kind.get(eqn.primitive.name, eqn.primitive.name)
-    remedy = {
-        "while": "use a loop of fixed length (lax.scan, a Python loop, mm.microbatch), or put all its tasks on one submesh",
-    }.get(eqn.primitive.name, "put the whole construct into one task")
+    name, why, remedy = {
+        "while": (
+            "lax.while_loop (or fori_loop with a traced bound)", "which submesh runs when would depend on data",
+            "use a loop of fixed length (lax.scan, a Python loop, mm.microbatch), or put all its tasks on one submesh",
+        ),
+    }.get(
+        eqn.primitive.name,
+        (eqn.primitive.name, "it is one operation, which runs on one submesh", "put all its tasks on one, or all of it into one task"),
+    )  # fmt: skip
     line = _compat.source_line(eqn)
     at = f" ({line})" if line else ""
     where = ", ".join(sorted({f"{t.name!r}{_devices(t)}" for t in tasks}))
-    return f"{name}{at} holds the tasks {where}: which submesh runs when would depend on data; {remedy}"
+    return f"{name}{at} holds the tasks {where}: {why}; {remedy}"
 
 
 def _devices(task: Task) -> str:

@@ -27,11 +27,17 @@ def number_stages(
     forward = [c for c in order if not c.backward]
     main = forward or order  # a body that is all backward is scheduled like a forward one
     hops: dict[Cluster, int] = {}
+    readers: defaultdict[Cluster, list[Cluster]] = defaultdict(list)
     for c in main:
+        for p in preds[c] & hops.keys():
+            readers[p].append(c)
         hops[c] = max(
             (hops[p] + (p.submesh != c.submesh or (each_task and c.task is not None)) for p in preds[c] if p in hops),
             default=0,
         )
+    for c in reversed(main):  # what only prepares arguments, as a state's layers, is of the stage that takes them
+        if c.task is None and readers[c]:
+            hops[c] = max(hops[c], min(hops[r] - (r.submesh != c.submesh) for r in readers[c]))
     keys = sorted({(hops[c], c.submesh or 0) for c in main})
     number = {k: i for i, k in enumerate(keys)}
     stage = {c: number[hops[c], c.submesh or 0] for c in main}

@@ -42,6 +42,8 @@ CALLS = {
     "checkpoint": Call(("jaxpr",), transparent=False),
     "remat": Call(("jaxpr",), transparent=False),
     "remat2": Call(("jaxpr",), transparent=False),
+    "custom_vmap_call": Call(("call",), rewritable=False),
+    "linear_call": Call(("callee",), rewritable=False),
     "custom_jvp_call": Call(("call_jaxpr",), rewritable=False),
     "custom_vjp_call": Call(("call_jaxpr", "fun_jaxpr"), rewritable=False),
 }

@@ -35,6 +35,7 @@ class Pins:
       input_shardings, output_shardings: the whole sharding that an input or result is asked to have.
       names: input -> what users call it, step by step: ``("args", "[0]", "['w']")``.
       result_names: position of a result -> what users call it, likewise.
+      given: input -> the sharding that it has when the step begins, where that is known.
     """
 
     inputs: Mapping[Var, Mesh] = field(default_factory=dict)
@@ -44,6 +45,7 @@ class Pins:
     output_shardings: Mapping[int, NamedSharding] = field(default_factory=dict)
     names: Mapping[Var, tuple[str, ...]] = field(default_factory=dict)
     result_names: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    given: Mapping[Var, NamedSharding] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -59,6 +59,7 @@ def _pins(flat: FlatProgram, new: FlatProgram, ins: tuple[Stacked, ...], outs: t
         tuple((v, at[o].start) for v, o in flat.pins.states if len(own[v]) == len(at[o]) == 1),
         names={inputs[own[v].start]: name for v, name in flat.pins.names.items() if len(own[v]) == 1},
         result_names={at[o].start: name for o, name in flat.pins.result_names.items() if len(at[o]) == 1},
+        given={inputs[own[v].start]: sharding for v, sharding in flat.pins.given.items() if len(own[v]) == 1},
     )
 
 
@@ -98,17 +99,24 @@ def _stacked(splits: Sequence[Split | None]) -> tuple[Stacked, ...]:
 
 def _about_uneven(uneven: Sequence[Uneven], called: Mapping[Var, str]) -> list[str]:
     """A sentence for each number of layers that cannot be cut."""
-    alike: dict[tuple[int, tuple[Mesh, ...]], list[Uneven]] = {}
+    alike: dict[tuple[str, int, tuple[Mesh, ...]], list[Uneven]] = {}
     for u in uneven:
-        alike.setdefault((u.layers, u.submeshes), []).append(u)
+        kind = "layers" if len(_compat.shape(u.var)) > 1 else "elements"
+        alike.setdefault((kind, u.layers, u.submeshes), []).append(u)
     return [
-        f"the {layers} layers of {_listed([called.get(u.var, 'an argument') for u in those])} are not used in equal "
+        f"the {layers} {kind} of {_listed([called.get(u.var, 'an argument') for u in those])} are not used in equal "
         f"blocks by {len(submeshes)} submeshes of one shape, so they lie together on one submesh between steps: "
         f"{sum(u.away for u in those)} bytes go out to the others in every step, and where they are trained as many "
-        f"bytes of gradients come back; use a number of layers that {len(submeshes)} divides, "
-        f"such as {max(layers // len(submeshes), 1) * len(submeshes)}"
-        for (layers, submeshes), those in alike.items()
+        f"bytes of gradients come back; {_even(kind, layers, len(submeshes))}"
+        for (kind, layers, submeshes), those in alike.items()
     ]
+
+
+def _even(kind: str, layers: int, count: int) -> str:
+    """What would make the blocks equal."""
+    if kind == "layers" and layers % count:
+        return f"use a number of layers that {count} divides, such as {max(layers // count, 1) * count}"
+    return f"let each submesh use as many {kind} as the others, or give each an argument of its own"
 
 
 def _about_wholes(wholes: Iterable[Whole], called: Mapping[Var, str]) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from ... import _compat
 from ..._compat import AbstractJaxpr, Atom, Eqn, Var
 from ..._program._calls import call_body
 from ..._program._flat import FlatProgram
+from ..._program._nodes import Loop
 from ..._task import names_as_axes
 from ._links import links, shape_of
 
@@ -114,14 +115,17 @@ class Analysis:
         for carry in loop.carries:
             self._join_all(self.top.of(carry.inner), self.top.of(carry.out))
         self._visit(self.top)
-        for dims, entries, s in self._constraints:
-            if any(d.root().batch for d in dims):  # what a weight's constraint says is not true of activations
-                for d, entry in zip(dims, entries, strict=False):
-                    if entry is not PartitionSpec.UNCONSTRAINED:
-                        d.root().axes.setdefault(s, Counter())[_axes(entry)] += 1
-        self.is_sharded = any(
-            axes for d, *_ in self._constraints for x in d for c in x.root().axes.values() for axes in c
-        )
+        # What a weight's constraint says is not true of activations.
+        said = [
+            (d, entry, s)
+            for dims, entries, s in self._constraints
+            if any(d.root().batch for d in dims)
+            for d, entry in zip(dims, entries, strict=False)
+        ]
+        self._note(said)
+        given = [word for word in self._given(flat, loop) if not word[0].root().axes]
+        self._note(given)
+        self.is_sharded = any(axes for d, *_ in (*said, *given) for c in d.root().axes.values() for axes in c)
         if self.is_sharded:
             self._mark_reduced(self.top)
 
@@ -146,6 +150,25 @@ class Analysis:
         return any(
             d.root().batch and bool(self.axes(d, n, s)) for d, n in zip(frame.of(atom), shape_of(atom), strict=True)
         )
+
+    @staticmethod
+    def _note(words: Iterable[tuple[Dim, Entry, int]]) -> None:
+        """Counts what is said of dims on a submesh."""
+        for d, entry, s in words:
+            if entry is not PartitionSpec.UNCONSTRAINED:
+                d.root().axes.setdefault(s, Counter())[_axes(entry)] += 1
+
+    def _given(self, flat: FlatProgram, loop: Loop) -> Iterator[tuple[Dim, Entry, int]]:
+        """What the sharding of a batch says of its pieces, where tasks say nothing."""
+        for pieces in loop.xs:
+            v: Any = pieces.outer[0]
+            while (maker := flat.index.producer.get(v)) is not None and maker.task is None and maker.inputs:
+                v = maker.inputs[0]
+            given, dims = flat.pins.given.get(v), self.top.of(pieces.inner)
+            if given is not None and len(shape_of(v)) == len(dims):
+                alike = (s for s, mesh in enumerate(self.meshes) if mesh.axis_names == given.mesh.axis_names)
+                s = next(alike, 0)
+                yield from ((d, entry, s) for d, entry in zip(dims, given.spec, strict=False))
 
     # --- dims ---------------------------------------------------------------------------------------
 
