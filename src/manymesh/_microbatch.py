@@ -145,12 +145,7 @@ def microbatch(
       9.0
     """
     name = getattr(fun, "__name__", type(fun).__name__)
-    argnums = (argnum,) if isinstance(argnum, int) else tuple(argnum)
-    if not argnums or not all(isinstance(k, int) for k in argnums):
-        raise MicrobatchError(
-            f"microbatch({name}): argnum has to be the position of the batch, or several, found {argnum!r}; the batch is passed "
-            "by position"
-        )
+    argnums = _positions(name, argnum)
     num_microbatches, size = _sizes(name, num_microbatches, size)
     _check_reductions(name, reduce)
     chosen = _chosen_schedule(name, schedule, custom_schedule)
@@ -199,6 +194,17 @@ def _positive(name: str, label: str, number: object) -> int | None:
         return int(number)
     hint = "; // divides whole numbers" if isinstance(number, (float, np.floating)) else ""
     raise MicrobatchError(f"microbatch({name}): {label} has to be a positive int, found {number!r}{hint}")
+
+
+def _positions(name: str, argnum: Any) -> tuple[int, ...]:
+    """Where the batch stands among the arguments."""
+    argnums = (argnum,) if isinstance(argnum, int) else tuple(argnum)
+    if not argnums or not all(isinstance(k, int) for k in argnums):
+        raise MicrobatchError(
+            f"microbatch({name}): argnum has to be the position of the batch, or several, found {argnum!r}; the batch is passed "
+            "by position"
+        )
+    return argnums
 
 
 def _chosen_schedule(name: str, schedule: Any, custom_schedule: Any) -> Any:

@@ -208,6 +208,7 @@ CASES = {
         ValueError, "does not divide over axis 'd'",
     ),
     "a schedule that the program contradicts": (mistaken(num_stages=7), ValueError, "num_stages=7"),
+    "argnum as a name": (mistaken(argnum="batch"), ValueError, "position of the batch, or several, found 'batch'"),
     "a batch that does not divide": (mistaken(num_microbatches=3), ValueError, "does not divide into 3"),
     "a reduction that is no prefix": (mistaken(reduce={"a": "sum"}), ValueError, "is not a prefix of the result"),
     "a tracer among the arguments": (lambda: jax.jit(mm.jit(front))(jnp.eye(4), rows()), TypeError, "is a tracer"),
