@@ -159,6 +159,31 @@ def trained():
     return jitted, (params, state, batch())
 
 
+MIXES = {
+    "roll": lambda x: jnp.roll(x, 1, 0),
+    "flip": lambda x: x[::-1],
+    "one layer": lambda x: x.at[jnp.argmax(x[:, 0, 0])].multiply(0.5),
+    "layer by layer": lambda x: jax.lax.map(lambda w: w / (1 + jnp.sum(w**2)), x),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_a_state_whose_next_value_is_computed_whole_stays_in_blocks(name):
+    """The update reads all layers together; what it makes goes back to where they are."""
+    mesh, submeshes = stages(2)
+    loss = loss_of(submeshes)
+
+    def update(p, x):
+        value, grads = jax.value_and_grad(loss)(p, x)
+        return {"w": MIXES[name](p["w"] - 0.1 * grads["w"]), "b": p["b"] - 0.1 * grads["b"]}, value
+
+    step = mm.jit(update)
+    p, value = step(parameters(4), batch())
+    assert_same((p, value), reference(step, parameters(4), batch()))
+    assert p["w"].sharding == NamedSharding(mesh, P("stage"))
+    assert step.lower(p, batch()).compile().input_shardings[0][0]["w"] == p["w"].sharding
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_state_of_each_layer_goes_from_one_microbatch_to_the_next(schedule):
     """It is read and written where its layer is, so that the schedule applies."""

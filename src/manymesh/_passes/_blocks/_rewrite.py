@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,14 +39,15 @@ class Rewriter:
     Args:
       flat: the program.
       split: what lies in blocks.
+      results: how each result is cut.
 
     Attributes:
       blocks: value -> its blocks, as far as they are made.
       whole: what is put together, because something reads it whole.
     """
 
-    def __init__(self, flat: FlatProgram, split: Mapping[Var, Split]) -> None:
-        self.flat, self.split = flat, split
+    def __init__(self, flat: FlatProgram, split: Mapping[Var, Split], results: Sequence[Split | None]) -> None:
+        self.flat, self.split, self.results = flat, split, results
         self.blocks: dict[Var, list[Var]] = {}
         self.whole: dict[Var, Whole] = {}
         self._joined: dict[Var, Var] = {}
@@ -78,10 +79,15 @@ class Rewriter:
             carries = [replace(c, out=out) for c, out in self._left(loop, carries)]
             ys = [p for pieces in loop.ys for p in self._collected(pieces)]
             loops.append(replace(loop, carries=tuple(carries), xs=tuple(xs), ys=tuple(ys)))
+        outvars = [
+            b
+            for v, split in zip(flat.outvars, self.results, strict=True)
+            for b in ([v] if split is None else self._blocks_of(v, split, None))
+        ]
         return replace(
             flat,
             invars=tuple(b for v in flat.invars for b in self.blocks.get(v, [v])),
-            outvars=tuple(b for v in flat.outvars for b in (self.blocks.get(v, [v]) if _compat.is_var(v) else [v])),
+            outvars=tuple(outvars),
             nodes=tuple(self._nodes),
             loops=tuple(loops),
             stacked={v: column for v, column in flat.stacked.items() if v not in self.blocks},

@@ -31,11 +31,12 @@ def spread_stacks(flat: FlatProgram) -> FlatProgram:
     findings = _about_uneven(found.uneven, names)
     if not found.split:
         return replace(flat, findings=(*flat.findings, *findings)) if findings else flat
-    rewriter = Rewriter(flat, found.split)
+    results = _results(flat, found.split)
+    rewriter = Rewriter(flat, found.split, results)
     new = rewriter.run()
     inputs = flat.invars[len(flat.consts) :]
     ins = _stacked([found.split.get(v) for v in inputs])
-    outs = _stacked([found.split.get(v) if _compat.is_var(v) else None for v in flat.outvars])
+    outs = _stacked(results)
     return replace(
         new,
         pins=_pins(flat, new, ins, outs),
@@ -43,6 +44,15 @@ def spread_stacks(flat: FlatProgram) -> FlatProgram:
         stacked_inputs=ins,
         stacked_outputs=outs,
     )
+
+
+def _results(flat: FlatProgram, split: Mapping[Var, Split]) -> list[Split | None]:
+    """How each result is cut: as it is made, else as the state whose next value it is."""
+    found = [split.get(v) if _compat.is_var(v) else None for v in flat.outvars]
+    for v, o in flat.pins.states:
+        if found[o] is None and o not in flat.pins.outputs and _compat.is_var(flat.outvars[o]):
+            found[o] = split.get(v)
+    return found
 
 
 def _pins(flat: FlatProgram, new: FlatProgram, ins: tuple[Stacked, ...], outs: tuple[Stacked, ...]) -> Pins:
