@@ -39,6 +39,8 @@ def constructs(program: Program) -> set[str]:
         found.add(f"key: {program.key}{', raw' if program.raw_key else ''}, {program.key_from}")
     if program.in_shardings:
         found.add("layout: in_shardings")
+    if program.arrives:
+        found.add("layout: a batch that arrives sharded")
     found.add(f"framework: {program.framework or 'none'}")
     spans = [set(range(s, s + a * b)) for s, a, b in program.submeshes]
     if any(x & y for i, x in enumerate(spans) for y in spans[:i]):

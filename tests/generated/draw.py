@@ -194,6 +194,7 @@ def of_functions(draw, small: bool) -> Program:
         key_from=_key_from(draw, key, layers),
         weak=draw(st.booleans()),
         in_shardings=draw(st.sampled_from([False, False, False, True])),
+        arrives=draw(st.sampled_from([False, False, False, True])),
         order=draw(st.integers(0, 9)),
     )
 

@@ -166,7 +166,8 @@ def _run(program: Program, schedule: str | None, again: bool) -> _Run:
     """Two steps under a schedule, with what has to hold of their layouts."""
     if program.framework is not None:
         return _run_of_modules(program, schedule, again)
-    step, state, rest, results = _compiled(program), program.init(), _arguments(program), []
+    step, state, results = _compiled(program), program.init(), []
+    rest = (program.given_batch(), *_arguments(program)[1:])
     NOTES.clear()
     compiled = step.prepare(state, *rest, program, schedule)
     _layout_before(compiled)

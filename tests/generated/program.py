@@ -85,6 +85,7 @@ class Program:
         over pieces, and ``loop_in_scan``: one with a loop in it; ``nested``: a loop in a loop; ``around``: the gradient of a
         loop; ``nested_around``: a loop over gradients of a loop; ``gathered``: the gradient of a loss of all the rows that
         a loop gives.
+      arrives: whether the batch comes sharded along ``data``, on the submesh of the first layer; in one process.
       order: which order a custom schedule writes down, as the seed of a random one; 0 is GPipe.
     """
 
@@ -105,6 +106,7 @@ class Program:
     key_from: str = "argument"
     weak: bool = False
     in_shardings: bool = False
+    arrives: bool = False
     order: int = 0
     framework: str | None = None
 
@@ -150,6 +152,13 @@ class Program:
             "ids": jnp.asarray(rng.integers(0, 8, size=rows), jnp.int32),
             "nothing": None,
         }
+
+    def given_batch(self) -> dict[str, Any]:
+        """The batch where it is to arrive."""
+        mesh = self.meshes()[self.layers[0].submesh]
+        if not self.arrives or jax.process_count() > 1:
+            return self.batch()
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))), self.batch())
 
     def random_key(self) -> Any:
         if self.key is None:
