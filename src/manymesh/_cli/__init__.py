@@ -40,7 +40,7 @@ start here:
   python -m manymesh plan train.py:plan --devices 64           what would run where, on devices you do not have?
   python -m manymesh trace run.json --out run.html             where did the time of a recorded run go?
 
-Every command has --help with examples, and --json for programs that read what it says.
+Every command has --help with examples; all but launch have --json, for programs that read what they say.
 """
 
 
