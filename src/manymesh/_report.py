@@ -13,6 +13,7 @@ from ._cost import _view
 from ._cost._clock import Durations, run_clock
 from ._cost._crossings import ValueLine, arriving_elsewhere, batches, crossings
 from ._cost._estimate import Estimate, durations, roofline
+from ._cost._idle import IdleAxis, idle_axes
 from ._cost._lines import EdgeLine, Figures, FragmentLine, LoopLine, Off, Prediction
 from ._cost._memory import Memory as Memory
 from ._cost._memory import memory
@@ -52,6 +53,7 @@ class Report(Shown):
       findings: what looks like a mistake: losses that are added up though each is a mean, with the number that this
         multiplies them by; tasks of which nothing is used; and the like.
       hardware: what times are predicted for.
+      idle: the axes of submeshes that shard nothing, so that the devices along them all compute the same.
     """
 
     fragments: tuple[FragmentLine, ...]
@@ -69,6 +71,7 @@ class Report(Shown):
     off: tuple[Off, ...] = ()
     findings: tuple[str, ...] = ()
     hardware: Hardware | None = None
+    idle: tuple[IdleAxis, ...] = ()
     _rows: Callable[[], list[Row]] = field(default=list, repr=False, compare=False)
 
     @property
@@ -124,6 +127,7 @@ class Report(Shown):
         yield from (f"finding: {finding}" for finding in self.findings)
         yield from _view.schedule(self.loops, self.prediction)
         yield from _view.sums(self.reductions)
+        yield from _view.idle(self.idle)
         yield _view.tasks(self.tasks)
         yield from _view.fragments(self.fragments)
         yield from _view.values(self.values, self.edges)
@@ -210,7 +214,7 @@ def make_report(
             by, None if by == "FLOPs" else course.seconds, course.bubble_fraction,
             tuple(b / course.seconds if course.seconds else 0.0 for b in course.busy), course,
         ),
-        off, found.findings, hardware, functools.partial(rows, program, found.layout, plan, course.starts, course.ends),
+        off, found.findings, hardware, idle_axes(program, found.layout), functools.partial(rows, program, found.layout, plan, course.starts, course.ends),
     )  # fmt: skip
 
 

@@ -6,7 +6,10 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import manymesh as mm
@@ -15,6 +18,7 @@ from manymesh.inspect import Hardware
 from stages import WIDTH, back, loss, microbatched, parameters, rows
 
 pytestmark = pytest.mark.once
+MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
 
 
 def step(p, x):
@@ -123,6 +127,28 @@ def test_a_wrong_count_is_named(monkeypatch):
     assert (off.where, off.found) == ("back", 1e6)
     assert off.by == pytest.approx(off.counted / 1e6 - 1)
     assert f"back: flops {off.counted:.6g}, 1e+06 ({off.by:+.1%})" in str(compiled.report())
+
+
+INSIDE = {  # what a task does with its argument -> the axes that are idle then
+    "nothing": (lambda x: x, {"data", "model"}),
+    "a constraint": (lambda x: mm.with_sharding_constraint(x, ("data", None)), {"model"}),
+    "one that does not last": (
+        lambda x: mm.with_sharding_constraint(jnp.sin(mm.with_sharding_constraint(x, ("data", "model"))), (None, None)),
+        set(),
+    ),
+    "shard_map": (lambda x: jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("data"), out_specs=P("data"))(x), set()),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_axes_that_shard_nothing(name):
+    """The devices along them all compute the same, which nobody wants."""
+    said, idle = INSIDE[name]
+    step = mm.jit(mm.task(lambda w, x: jnp.sum(said(x) @ w), "task", mesh=MESH))
+    report = step.lower(jnp.eye(4), jnp.ones((4, 4))).report()
+    assert {(a.submesh, a.axis, a.size) for a in report.idle} == {(0, axis, 2) for axis in idle}
+    for axis in idle:
+        assert f"nothing is sharded over axis {axis!r} of submesh 0: 2 devices compute the same" in str(report)
 
 
 def test_the_time_of_a_step_is_for_a_hardware():

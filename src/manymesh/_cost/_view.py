@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .._hardware import Hardware
 from .._program import Reduction
 from ._crossings import ValueLine
+from ._idle import IdleAxis
 from ._lines import EdgeLine, FragmentLine, LoopLine, Off, Prediction
 from ._memory import Memory
 from ._tasks import TaskLine
@@ -50,6 +51,16 @@ def sums(reductions: Sequence[Reduction]) -> Iterator[str]:
         once = sum(bool(r.axes) for r in reductions)
         yield f"{once} of {len(reductions)} sums over a sharded batch are taken once a call"
         yield from (f"  {r!r}" for r in reductions if not r.axes)
+
+
+def idle(axes: Sequence[IdleAxis]) -> Iterator[str]:
+    """The axes that shard nothing."""
+    alike: dict[tuple[str, int], list[int]] = {}
+    for a in axes:
+        alike.setdefault((a.axis, a.size), []).append(a.submesh)
+    for (axis, size), submeshes in alike.items():
+        where = f"submesh {submeshes[0]}" if len(submeshes) == 1 else f"submeshes {_some(submeshes)}"
+        yield f"nothing is sharded over axis {axis!r} of {where}: {size} devices compute the same"
 
 
 def tasks(lines: Sequence[TaskLine]) -> RenderableType:
@@ -139,7 +150,7 @@ def devices(memory: Mapping[Any, Memory]) -> RenderableType:
 
     table = Table(title="memory of each device", title_justify="left")
     kinds = list(dict.fromkeys(kind for m in memory.values() for kind in m.made_of))
-    for column in ("devices", "arguments", "peak", "at", *kinds):
+    for column in ("devices", "arriving", "peak", "at", *kinds):
         table.add_column(column, justify="left" if column in ("devices", "at") else "right", overflow="fold")
     for devices, m in _alike(memory.items()):
         made = [_bytes(m.made_of.get(kind, 0)) for kind in kinds]

@@ -313,7 +313,7 @@ class _Solver:
 
 
 # Equations that may shard what nobody else says anything of.
-_SHARDING = frozenset({"shard_map", "custom_partitioning", "reshard", "mesh_cast", "auto_axes", "explicit_axes"})
+SHARDING = frozenset({"shard_map", "custom_partitioning", "reshard", "mesh_cast", "auto_axes", "explicit_axes"})
 
 
 def says_more(jaxpr: Any) -> bool:
@@ -321,7 +321,7 @@ def says_more(jaxpr: Any) -> bool:
     if any(_shards(getattr(v.aval, "sharding", None)) for v in jaxpr.invars):
         return True
     return any(
-        eqn.primitive.name in _SHARDING
+        eqn.primitive.name in SHARDING
         or any(_shards(value) for value in eqn.params.values())
         or any(says_more(_compat.open_jaxpr(inner)) for inner in _compat.jaxprs_in(eqn))
         for eqn in jaxpr.eqns
