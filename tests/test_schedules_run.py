@@ -209,7 +209,7 @@ def test_what_is_in_no_task_runs_where_a_custom_schedule_leaves_room(rows):
         (
             [["front"], ["zzz"]],
             {},
-            "microbatch(loss): row 1 of custom_schedule names 'zzz'; The tasks are",
+            "microbatch(loss): row 1 of custom_schedule names 'zzz'; the tasks are",
         ),
         (
             [ROWS[0], ["back", "back", "back_bwd", "back_bwd"]],

@@ -211,7 +211,7 @@ def _chosen_schedule(name: str, schedule: Any, custom_schedule: Any) -> Any:
     """The schedule object; of a custom one, what stands for it until the tasks are known."""
     if custom_schedule is not None and schedule != "custom":
         raise ScheduleError(f"microbatch({name}): custom_schedule goes with schedule='custom', found {schedule!r}")
-    if isinstance(custom_schedule, str) or not isinstance(custom_schedule, (Iterable, type(None))):
+    if isinstance(custom_schedule, str | Mapping) or not isinstance(custom_schedule, Iterable | None):
         raise ScheduleError(
             f"microbatch({name}): custom_schedule has to be one row of task names for each submesh, found "
             f"{type(custom_schedule).__name__} {custom_schedule!r}"

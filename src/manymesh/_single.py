@@ -59,9 +59,9 @@ def _check_rows(name: str, rows: Any, known: set[str]) -> None:
             microbatch, label = entry if isinstance(entry, tuple) else (0, entry)
             if label not in known:
                 near = difflib.get_close_matches(str(label), known, 1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
+                hint = f"did you mean {near[0]!r}? The" if near else "the"
                 raise ScheduleError(
-                    f"microbatch({name}): row {r} of custom_schedule names {label!r}; {hint}The tasks are {sorted(known)}"
+                    f"microbatch({name}): row {r} of custom_schedule names {label!r}; {hint} tasks are {sorted(known)}"
                 )
             if microbatch != 0:
                 raise ScheduleError(

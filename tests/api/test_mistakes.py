@@ -209,6 +209,9 @@ CASES = {
     ),
     "a schedule that the program contradicts": (mistaken(num_stages=7), ValueError, "num_stages=7"),
     "argnum as a name": (mistaken(argnum="batch"), ValueError, "position of the batch, or several, found 'batch'"),
+    "rows by name": (
+        mistaken(schedule="custom", custom_schedule={"0": ["front"], "1": ["back"]}), ValueError, "row of task names for each",
+    ),
     "a batch that does not divide": (mistaken(num_microbatches=3), ValueError, "does not divide into 3"),
     "a reduction that is no prefix": (mistaken(reduce={"a": "sum"}), ValueError, "is not a prefix of the result"),
     "a tracer among the arguments": (lambda: jax.jit(mm.jit(front))(jnp.eye(4), rows()), TypeError, "is a tracer"),

@@ -31,7 +31,7 @@ def note_pipeline(record: Recording, program: Program | None, jaxpr: Any) -> Non
                 f"microbatch({plan.name}): its stages are on submeshes {plan.placement} and in no order that schedule "
                 f"{name!r} could run: values go both ways between them in one pass, or a microbatch reads what a later stage "
                 "made of the one before it; its microbatches run one after the other. Let values go from each stage to later "
-                "ones only, and state be read where it is written"
+                "ones only, and state be read where it is written; put jax.checkpoint inside of tasks, not around several"
             ] = PlacementError
     used = {name for fragment in (program.fragments if program is not None else ()) for name in fragment.tasks}
     missing = {mark: task.name for mark, task in record.tasks.items() if task.name not in used}

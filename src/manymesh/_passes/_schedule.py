@@ -182,9 +182,9 @@ def _translate(
             seen[label] += 1
             if label not in known:
                 near = difflib.get_close_matches(str(label), known, 1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
+                hint = f"did you mean {near[0]!r}? The" if near else "the"
                 raise ScheduleError(
-                    f"microbatch({spec.name}): row {r} of custom_schedule names {label!r}; {hint}The tasks are {sorted(known)}"
+                    f"microbatch({spec.name}): row {r} of custom_schedule names {label!r}; {hint} tasks are {sorted(known)}"
                 )
             kind, number = known[label]
             action = schedules.Action(kind, number, microbatch)
