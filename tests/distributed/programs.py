@@ -225,6 +225,9 @@ def disagreement(case):
     else:
         fun = lambda x: front(x)  # noqa: E731
         x = jax.device_put(x, device) if case == "committed" else jnp.ones(4 + me)
+    if case == "values":
+        x = {"same": np.ones(4), "key": jax.random.key(3), "batch": np.full(1 << 19, me, np.float32)}
+        fun = lambda x: front(x["batch"]) + x["same"][0]  # noqa: E731
     if case == "more":
         fun = lambda x: front(x["b"])  # noqa: E731
         x = {"b": jnp.ones(4)} | ({"a": jnp.ones(4)} if me else {})

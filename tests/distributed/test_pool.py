@@ -98,6 +98,7 @@ def test_results_go_where_they_are_wanted(pool):
                 "in: arguments\n  arguments:\n    process 0: (nothing)\n    process 1: args[0]['a']: float32[4] None\nEvery"
             ],
         ),
+        ("values", ["in: values\n", "process 0: args[0]['batch']: value ", "process 1: args[0]['batch']: value "]),
         ("committed", ["in: arguments\n", "process 0: args[0]: float32[4]", "process 1: args[0]: float32[4]"]),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,6 +67,7 @@ class Lowered(Shown):
     _plain: Callable[..., Any]
     follows_arguments: bool
     _committed: list[Sharding | None]
+    _values: tuple[str, ...]  # of each host value what it is called, and in short what it is
     findings: tuple[str, ...] = ()
 
     @property
@@ -232,10 +234,15 @@ class Lowered(Shown):
             "arguments": self._committed, "sharding": layout.sharding, "donation": layout.donation
         }  # fmt: skip
         number = processes.begin(f"the compilation of {self._step.name}", busy="compiling")
-        agree(
-            processes, f"mm.jit({self._step.name})", number, digest(self.program, self.plan, **said),
-            lambda section: self._named(section, lines(section, self.program, self.plan, **said)),
-        )  # fmt: skip
+        sections = digest(self.program, self.plan, **said)
+        sections["values"] = hashlib.sha256("\n".join(self._values).encode()).hexdigest()
+
+        def text(section: str) -> Iterable[str]:
+            if section == "values":
+                return self._values
+            return self._named(section, lines(section, self.program, self.plan, **said))
+
+        agree(processes, f"mm.jit({self._step.name})", number, sections, text)
 
     def _named(self, section: str, said: Iterable[str]) -> Iterable[str]:
         """The lines of a section, with the names that users know: ``args[0]['w']: float32[4]`` for ``argument 0: ...``."""

@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 
 from .. import _compat
 from .._collector import collector_paused
+from .._distributed._values import fingerprint
+from .._distributed._world import world
 from .._errors import ArgumentError, AxisError, MeshError
 from .._layout._names import resolve_constraints
 from .._mark import Recording
@@ -126,8 +128,15 @@ class Traced(Shown):
             step, given.treedef, self._out_tree, program, plan, outside.shardings_in(wanted_in),
             outside.shardings_in(arriving), found, outside.shardings_out(wanted_out), states, given_away,
             outside.joints({**arriving, **wanted_in}, wanted_out), self._plain, follows,
-            [committed_sharding(x) for x in given.leaves], tuple(self._record.findings),
+            [committed_sharding(x) for x in given.leaves], self._host_values(), tuple(self._record.findings),
         )  # fmt: skip
+
+    def _host_values(self) -> tuple[str, ...]:
+        """What the host values among the arguments are, where other processes should have been given the same."""
+        if world() is None:
+            return ()
+        found = zip(names_of_arguments(self._given.treedef), map(fingerprint, self._given.leaves), strict=True)
+        return tuple(f"{name}: value {short}" for name, short in found if short is not None)
 
     def _without_tasks(self) -> Program:
         """The program where no task and no sharding says what runs where: everything is where its arguments are."""

@@ -56,7 +56,8 @@ def agree(
     raise ProcessError(
         f"{what}: the processes did not derive the same; {_numbers(different)} differ{'s' * (len(different) == 1)} from "
         f"process 0 in: {', '.join(names)}\n" + "\n".join(shown) + "\nEvery process has to run the same script on "
-        "arguments of the same shapes, put on the same devices; host values and arrays that were put nowhere are always fine"
+        "arguments of the same shapes, put on the same devices; host values, and arrays that were put nowhere, have to be the same "
+        "ones: a batch of which each process loads a part is put together first"
     )
 
 

@@ -1,0 +1,41 @@
+"""Fingerprints of host values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from manymesh._distributed._values import WHOLE, fingerprint
+
+pytestmark = pytest.mark.once
+MANY = np.arange(WHOLE, dtype=np.float32)  # four times what is looked at
+
+
+def changed(x, position):
+    return np.where(np.arange(x.size) == position, -1, x).astype(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [3, 2.5, True, np.float32(1), np.arange(6).reshape(2, 3), jnp.arange(4), jax.random.key(1), np.zeros(0), MANY],
+    ids=str,
+)
+def test_equal_values_have_one(x):
+    found = fingerprint(x)
+    again = x.copy() if isinstance(x, np.ndarray) else x
+    assert found is not None and found == fingerprint(again)
+
+
+def test_others_have_others():
+    """A strided view is its values; of large ones, what is at the beginning, and steps over the rest."""
+    values = [np.zeros(3), np.ones(3), np.arange(8)[::2], np.arange(8), jax.random.key(0), jax.random.key(1)]
+    values += [MANY, changed(MANY, 5), changed(MANY, WHOLE // 8), MANY + 1]
+    assert len({fingerprint(x) for x in values}) == len(values)
+    assert fingerprint(np.arange(8)[::2]) == fingerprint(np.arange(8)[::2].copy())
+
+
+@pytest.mark.parametrize(
+    "x", [jax.device_put(jnp.ones(2), jax.devices()[0]), jax.ShapeDtypeStruct((2,), "float32"), "words"], ids=str
+)
+def test_what_has_a_place_or_no_value_has_none(x):
+    assert fingerprint(x) is None
