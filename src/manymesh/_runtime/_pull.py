@@ -31,11 +31,11 @@ class Puller:
         self._server = transfer.start_transfer_server(client, f"{host}:0", [f"{host}:0"] * 2)
         world.write(f"transfer/{world.process}", self._server.address())
         self._connections: dict[int, Any] = {}
-        self._call = 0
+        self._call = 0  # in the high bits of a number
 
     def begin(self, call: int) -> None:
         """See `Carrier`. Numbers count from here for another call."""
-        self._call = call
+        self._call = (call & 0x7FFFFFFF) << NUMBER_BITS + TARGET_BITS
 
     def beside(self, launches: Launches) -> Carrier:
         """See `Carrier`. Nothing here is a collective."""
@@ -45,39 +45,42 @@ class Puller:
         """See `Carrier`."""
         me = self.world.process
         targets, sources = ends(pieces, me)
-        sends = [(t, [p for p in pieces if p.source == me and p.target == t]) for t in targets]
+        sends = [(t, _within(number, t), [p for p in pieces if p.source == me and p.target == t]) for t in targets]
         arriving = [p for p in pieces if p.target == me]
         receives = []
         for s in sources:
             places = [k for k, p in enumerate(arriving) if p.source == s]
             receives.append((s, places, [arriving[k].wanted for k in places]))
+        own = _within(number, me)
 
-        def carry(give: Give) -> list[jax.Array]:
-            for target, leaving in sends:
-                self._send(target, number, [give(p) for p in leaving])
+        # Nothing is done here that could be done before: each call is one of a pipeline's, in the way of the next.
+        def carry(give: Give) -> Sequence[jax.Array]:
+            for target, within, leaving in sends:
+                self.world.counts_sent(target)
+                self._server.await_pull(self._call | within, [give(p) for p in leaving])
+            if len(receives) == 1:
+                ((source, _, wanted),) = receives
+                return self._receive(source, own, wanted)
             arrived: list[Any] = [None] * len(arriving)
             for source, places, wanted in receives:
-                for k, x in zip(places, self._receive(source, number, wanted), strict=True):
+                for k, x in zip(places, self._receive(source, own, wanted), strict=True):
                     arrived[k] = x
             return arrived
 
         return carry
 
-    def _send(self, target: int, number: int, arrays: list[jax.Array]) -> None:
-        """Offers arrays to a process."""
-        self.world.counts_sent(target)
-        self._server.await_pull(self._number(number, target), arrays)
-
-    def _receive(self, source: int, number: int, wanted: list[jax.ShapeDtypeStruct]) -> Sequence[Any]:
+    def _receive(self, source: int, within: int, wanted: list[jax.ShapeDtypeStruct]) -> Sequence[Any]:
         """Asks a process for arrays."""
         connection = self._connections.get(source)
         if connection is None:
             address = self.world.read(f"transfer/{source}")
             connection = self._connections[source] = self._server.connect(address)
-        arrays: Sequence[Any] = connection.pull(self._number(number, self.world.process), wanted)
+        arrays: Sequence[Any] = connection.pull(self._call | within, wanted)
         self.world.counts_received(source)
         return arrays
 
-    def _number(self, number: int, target: int) -> int:
-        assert number < 1 << NUMBER_BITS and target < 1 << TARGET_BITS, "a call with millions of transfers"
-        return ((self._call & 0x7FFFFFFF) << NUMBER_BITS | number) << TARGET_BITS | target
+
+def _within(number: int, target: int) -> int:
+    """The low bits of a number: what tells a transfer from the others of a call."""
+    assert number < 1 << NUMBER_BITS and target < 1 << TARGET_BITS, "a call with millions of transfers"
+    return number << TARGET_BITS | target
