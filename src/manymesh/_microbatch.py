@@ -198,7 +198,7 @@ def _positive(name: str, label: str, number: object) -> int | None:
 
 def _positions(name: str, argnum: Any) -> tuple[int, ...]:
     """Where the batch stands among the arguments."""
-    argnums = (argnum,) if isinstance(argnum, int) else tuple(argnum)
+    argnums = tuple(argnum) if isinstance(argnum, Iterable) else (argnum,)
     if not argnums or not all(isinstance(k, int) for k in argnums):
         raise MicrobatchError(
             f"microbatch({name}): argnum has to be the position of the batch, or several, found {argnum!r}; the batch is passed "

@@ -77,7 +77,16 @@ class Report(Shown):
     @property
     def spans(self) -> list[Row]:
         """The prediction in the form that recordings are compared with: (submesh, label, kind, stage, microbatch, start,
-        end), seconds; ``recording.compare(report)`` reads them."""
+        end), seconds; ``recording.compare(report)`` reads them.
+
+        Raises:
+          ArgumentError: the report knows no seconds.
+        """
+        if self.prediction is not None and self.prediction.seconds is None:
+            raise ArgumentError(
+                "the report counts FLOPs, not seconds; write report(hardware), with one of manymesh.inspect.Hardware, or "
+                "report(times=compiled.durations(...))"
+            )
         return self._rows()
 
     @property
@@ -214,7 +223,8 @@ def make_report(
             by, None if by == "FLOPs" else course.seconds, course.bubble_fraction,
             tuple(b / course.seconds if course.seconds else 0.0 for b in course.busy), course,
         ),
-        off, found.findings, hardware, idle_axes(program, found.layout), functools.partial(rows, program, found.layout, plan, course.starts, course.ends),
+        off, found.findings, hardware, idle_axes(program, found.layout),
+        functools.partial(rows, program, found.layout, plan, course.starts, course.ends),
     )  # fmt: skip
 
 

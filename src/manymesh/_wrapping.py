@@ -7,11 +7,9 @@ subclass, so that instances compare equal and nothing is compiled twice.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import operator
+import pkgutil
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -107,8 +105,9 @@ def reduce_wrapped(wrap: Callable[..., type], module: Any) -> tuple[Any, ...]:
     """
     wrapped = type(module)
     plain = wrapped.__mro__[1]
-    if _of_name(plain.__module__, plain.__qualname__) is wrapped:  # task() was a decorator
-        return _made, (plain.__module__, plain.__qualname__), dict(vars(module))
+    name = f"{plain.__module__}:{plain.__qualname__}"
+    if _of_name(name) is wrapped:  # task() was a decorator
+        return _made, (name,), dict(vars(module))
     described, methods = wrapped.__dict__["_manymesh_task"]
     placement = _placement(described)
     if described.mesh is not None:
@@ -118,16 +117,16 @@ def reduce_wrapped(wrap: Callable[..., type], module: Any) -> tuple[Any, ...]:
     return functools.partial(_restore, wrap), (plain, described.name, placement, methods), dict(vars(module))
 
 
-def _of_name(module: str, qualname: str) -> Any:
-    """What a name of a module leads to, None if nothing."""
+def _of_name(name: str) -> Any:
+    """What a name leads to; None for what a function has defined."""
     try:
-        return operator.attrgetter(qualname)(sys.modules[module])
-    except (AttributeError, KeyError):
+        return pkgutil.resolve_name(name)
+    except (AttributeError, ImportError, ValueError):
         return None
 
 
-def _made(module: str, qualname: str) -> Any:
-    return object.__new__(operator.attrgetter(qualname)(importlib.import_module(module)))
+def _made(name: str) -> Any:
+    return object.__new__(pkgutil.resolve_name(name))
 
 
 def _restore(wrap: Callable[..., type], plain: type, name: str | None, placement: dict[str, Any], methods: Any) -> Any:

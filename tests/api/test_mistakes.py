@@ -209,6 +209,7 @@ CASES = {
     ),
     "a schedule that the program contradicts": (mistaken(num_stages=7), ValueError, "num_stages=7"),
     "argnum as a name": (mistaken(argnum="batch"), ValueError, "position of the batch, or several, found 'batch'"),
+    "half an argnum": (mistaken(argnum=1.5), ValueError, "position of the batch, or several, found 1.5"),
     "rows by name": (
         mistaken(schedule="custom", custom_schedule={"0": ["front"], "1": ["back"]}), ValueError, "row of task names for each",
     ),

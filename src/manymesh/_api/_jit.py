@@ -121,7 +121,19 @@ def jit(
     return make if fun is _LEFT_OUT else make(fun)
 
 
-class Jitted(Shown, Generic[P, R]):
+class FunctionLike:
+    """What stands for a function where Python treats functions in a way of their own."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Itself: what it holds besides is compiled programs."""
+        return self
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method of a class, it takes the instance as its first argument."""
+        return self if instance is None else types.MethodType(self, instance)  # type: ignore[arg-type]  # it has __call__
+
+
+class Jitted(FunctionLike, Shown, Generic[P, R]):
     """What `jit` returns."""
 
     def __init__(
@@ -206,14 +218,6 @@ class Jitted(Shown, Generic[P, R]):
                 if all(place is None or place == w for place, w in zip(at, wanted, strict=True)):
                     known = self._compiled[key, at] = compiled
         return known
-
-    def __deepcopy__(self, memo: object) -> Self:
-        """Itself, as of a function: what it holds is compiled programs."""
-        return self
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method of a class, the step takes the instance as its first argument."""
-        return self if instance is None else types.MethodType(self, instance)
 
     @_compat.boundary
     def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced:

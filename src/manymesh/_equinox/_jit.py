@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
-from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar, get_args, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args, overload
 
 import equinox as eqx
 import jax
 import numpy as np
 
+from .._api._jit import FunctionLike
 from .._api._jit import jit as plain_jit
 from .._api._lowered import Lowered
 from .._api._traced import Traced
@@ -56,7 +56,7 @@ def _join(arrays: PyTree, static: _Static) -> PyTree:
     return eqx.combine(arrays, jax.tree.unflatten(static.structure, static.leaves))
 
 
-class Jitted(Generic[P, R]):
+class Jitted(FunctionLike, Generic[P, R]):
     """What `jit` returns: called as the function it wraps."""
 
     def __init__(self, fun: Callable[P, R], donate: Donate, options: dict[str, Any]) -> None:
@@ -82,14 +82,6 @@ class Jitted(Generic[P, R]):
             return self.fun(*args, **kwargs)  # a step inside a step is part of it
         result: R = _join(*self._jitted(*_arguments(args, kwargs)))
         return result
-
-    def __deepcopy__(self, memo: object) -> Self:
-        """Itself, as of a function: what it holds is compiled programs."""
-        return self
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method of a class, the step takes the instance as its first argument."""
-        return self if instance is None else types.MethodType(self, instance)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Traces the step for arguments with arrays or `jax.ShapeDtypeStruct`."""

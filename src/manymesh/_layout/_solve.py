@@ -2,7 +2,8 @@
 
 1. What the user said: ``in_shardings``, ``out_shardings``, where an argument already lies, and the constraints on
    arguments (their own, those of their boxes, those of the tasks that read them).
-2. One value over time has one sharding: a state and its next value, an accumulator, the pieces of a batch.
+2. One value over time has one sharding: a state and its next value, an accumulator, the pieces of a batch, which lie like
+   it where the fragments that read them say nothing.
 3. A state that elementwise arithmetic ties to a parameter is laid out like it.
 4. A value that crosses arrives as its readers constrain it, else as it left.
 5. The rest is what XLA's partitioner would choose, found fragment by fragment by its propagation pass.
@@ -69,7 +70,6 @@ class _Solver:
         self.beside: dict[tuple[Var, int], list[tuple[Var, int]]] = {}  # a block -> all blocks of its value
         self.crossing = {(e.var, e.target): e.source for e in program.edges}
         self.propagated: dict[Any, Propagated] = {}
-        self.batches: Mapping[Var, Var] = {}  # representative of the pieces of a batch -> the batch
         for loop in program.loops:
             for inner, out, init, final in loop.carries:
                 for v in (out, init, final):
@@ -105,7 +105,6 @@ class _Solver:
         self._place_inputs(asked, "in_shardings")
         self._place_inputs(arriving, "as it arrives")
         self._constrain_inputs()
-        self.batches = self._find_batches()
         for f in self._order():
             self._propagate(f)
         return Layout(program.submeshes, self._table(), names=self.names, replaces=replaces)
@@ -120,8 +119,9 @@ class _Solver:
                 together = list(dict.fromkeys(b for block in blocks for b in self.beside.get(block, [block])))
                 self.beside.update(dict.fromkeys(together, together))
 
-    def _find_batches(self) -> dict[Var, Var]:
-        """The batches that loops over microbatches take their pieces of."""
+    @functools.cached_property
+    def _batches(self) -> Mapping[Var, Var]:
+        """Representative of the pieces of a batch -> the batch."""
         outer = {v for loop in self.program.loops for _, pieces in loop.xs for v in pieces if _compat.is_var(v)}
         found: dict[Var, Var] = {}
         for f in self.program.fragments:
@@ -138,7 +138,7 @@ class _Solver:
 
     def _like_batch(self, v: Var, s: int) -> PartitionSpec:
         """What the layout of its batch means for a piece: they differ in the length of one dimension."""
-        batch = self.batches.get(self.groups.find(v))
+        batch = self._batches.get(self.groups.find(v))
         decision = self.found(batch, s) if batch is not None else None
         if batch is None or decision is None:
             return PartitionSpec()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
+from .._api._jit import FunctionLike
 from .._api._jit import Jitted as PlainJitted
 from .._api._jit import jit as plain_jit
 from .._api._lowered import Lowered
@@ -24,7 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Jitted(Generic[P, R]):
+class Jitted(FunctionLike, Generic[P, R]):
     """What `jit` returns: called as the function it wraps, on the same modules."""
 
     def __init__(self, fun: Callable[P, R], options: dict[str, Any]) -> None:
@@ -45,14 +45,6 @@ class Jitted(Generic[P, R]):
             return self.fun(*args, **kwargs)  # a step inside a step is part of it
         result: R = call_lifted(self._jitted, args, kwargs)
         return result
-
-    def __deepcopy__(self, memo: object) -> Self:
-        """Itself, as of a function: what it holds is compiled programs."""
-        return self
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method of a class, the step takes the instance as its first argument."""
-        return self if instance is None else types.MethodType(self, instance)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Traces the step; the modules stay as they are."""

@@ -29,11 +29,11 @@ def number_stages(
     hops: dict[Cluster, int] = {}
     readers: defaultdict[Cluster, list[Cluster]] = defaultdict(list)
     for c in main:
-        for p in preds[c] & hops.keys():
+        before = preds[c] & hops.keys()
+        for p in before:
             readers[p].append(c)
         hops[c] = max(
-            (hops[p] + (p.submesh != c.submesh or (each_task and c.task is not None)) for p in preds[c] if p in hops),
-            default=0,
+            (hops[p] + (p.submesh != c.submesh or (each_task and c.task is not None)) for p in before), default=0
         )
     for c in reversed(main):  # what only prepares arguments, as a state's layers, is of the stage that takes them
         if c.task is None and readers[c]:

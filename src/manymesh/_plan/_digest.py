@@ -183,6 +183,7 @@ def _is_key(x: Any) -> bool:
     return bool(jax.numpy.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key))
 
 
+@functools.lru_cache(maxsize=4096)
 def describe(sharding: Sharding | None) -> str:
     """A sharding, or the lack of one, as text that is the same in every process."""
     return _word(sharding)

@@ -62,7 +62,7 @@ def spans_of(prediction: object) -> tuple[Span, ...]:
       prediction: spans, tuples of their first seven fields, a simulation in seconds, or an object with ``spans``.
 
     Raises:
-      ArgumentError: it is something else, or a report that knows no seconds.
+      ArgumentError: it is something else.
     """
     if isinstance(prediction, Simulation):
         return tuple(
@@ -70,12 +70,6 @@ def spans_of(prediction: object) -> tuple[Span, ...]:
                  slot.action.microbatch, slot.start, slot.end)
             for slot in prediction.timeline
         )  # fmt: skip
-    known = getattr(prediction, "prediction", None)
-    if known is not None and getattr(known, "seconds", 0.0) is None:
-        raise ArgumentError(
-            "the report counts FLOPs, not seconds; write report(hardware), with one of manymesh.inspect.Hardware, or "
-            "report(times=compiled.durations(...))"
-        )
     rows = getattr(prediction, "spans", prediction)
     if not isinstance(rows, Iterable):
         raise ArgumentError(
