@@ -12,7 +12,7 @@ from .modules import PARTS
 from .operations import OPERATIONS
 from .optimizers import OPTIMIZERS
 from .program import NESTED, Layer, Program
-from .wraps import FORWARDS, INNER, STACKED, VMAPPED, WRAPS
+from .wraps import FORWARDS, INNER, STACKED, TWICE, VMAPPED, WRAPS
 
 APART = (
     ((0, 1, 1), (1, 1, 1)),
@@ -47,11 +47,11 @@ WRAP_FLAGS = {
 
 
 def _operations(draw, size: int, random: bool, wrap: str, inner: str, unequal: bool) -> tuple[str, ...]:
-    fit = _fitting(size == 1, random, wrap in VMAPPED or inner == "rows", unequal, wrap in FORWARDS)
+    fit = _fitting(size == 1, random, wrap in VMAPPED or inner == "rows", unequal, wrap)
     return tuple(draw(st.lists(st.sampled_from(fit), min_size=1, max_size=2)))
 
 
-def _fitting(whole: bool, random: bool, vmapped: bool, unequal: bool, forwards: bool) -> list[str]:
+def _fitting(whole: bool, random: bool, vmapped: bool, unequal: bool, wrap: str) -> list[str]:
     """Names of operations that can be where these things hold."""
     if unequal and not works("unequal_sizes_under_grad"):
         return list(WITHOUT_CONSTANTS)
@@ -62,7 +62,8 @@ def _fitting(whole: bool, random: bool, vmapped: bool, unequal: bool, forwards: 
         and (whole or not op.unsharded)
         and (random or not op.random)
         and not (vmapped and op.alone)
-        and not (forwards and op.backwards)
+        and not (wrap in FORWARDS and op.backwards)
+        and not (wrap in TWICE and op.once)
     ]
 
 
@@ -141,7 +142,7 @@ def _block(draw, i: int, count: int, submeshes, framework: str) -> Layer:
         draw(st.sampled_from(KERNEL_AXES)) if annotated != "never" else None,
         annotated,
         draw(st.sampled_from(ACTIVATIONS)) if framework == "linen" else None,
-        between=draw(st.sampled_from([None, None, None, *_fitting(False, False, False, False, False)])),
+        between=draw(st.sampled_from([None, None, None, *_fitting(False, False, False, False, "plain")])),
         placed=draw(st.sampled_from(["task", "task", "scope", "callback"])) if named else "task",
         put=draw(st.sampled_from([None, None, None, None, *PUT])) if i + 1 < count else None,
         modules=tuple(parts),
@@ -243,7 +244,7 @@ def _layer(draw, i: int, count: int, order: str, submeshes, random: bool, unequa
         annotated,
         activation,
         draw(st.sampled_from(["mm", "mm", "jax"])) if placed == "task" else "mm",  # JAX's reads the mesh of a task
-        draw(st.sampled_from(_fitting(False, random, False, unequal, False))) if between else None,
+        draw(st.sampled_from(_fitting(False, random, False, unequal, "plain"))) if between else None,
         placed,
         put,
         depth=draw(st.sampled_from([2, 2, 3, 4])) if wrap in STACKED else 2,

@@ -45,6 +45,7 @@ class Operation:
       random: it needs a key.
       alone: it cannot be under vmap.
       backwards: it has no derivative forwards, or none that can be differentiated.
+      once: it can be differentiated once only.
     """
 
     fun: Callable[[Any, Surroundings], Any]
@@ -53,6 +54,7 @@ class Operation:
     random: bool = False
     alone: bool = False
     backwards: bool = False
+    once: bool = False
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -147,7 +149,6 @@ SIMPLE: dict[str, Callable[[Any, Surroundings], Any]] = {
     "zeta": lambda x, c: 0.1 * lax.zeta(3.0 + lax.stop_gradient(unit(x)), 1.5) + x,
     "incomplete_gamma": lambda x, c: lax.igamma(1.5, unit(x)),
     "incomplete_gamma_complement": lambda x, c: lax.igammac(1.5, unit(x)),
-    "incomplete_gamma_shape": lambda x, c: lax.igamma(unit(x) + 1, 1.5),
     "incomplete_beta": lambda x, c: lax.betainc(1.5, 2.0, unit(x)),
     "bessel": lambda x, c: lax.bessel_i0e(x) + lax.bessel_i1e(x),
     "select": lambda x, c: jnp.where(x > 0.1, x, -0.5 * x),

@@ -355,6 +355,11 @@ def gamma_sample(x, c):
     return x + 0.1 * jax.random.gamma(c.key, 1 + unit(x[:1]))
 
 
+@operation(once=True)
+def incomplete_gamma_shape(x, c):
+    return jax.lax.igamma(unit(x) + 1, 1.5)
+
+
 @operation(random=True)
 def keys_in_a_scan(x, c):
     def body(h, k):

@@ -259,6 +259,7 @@ WRAPS: dict[str, Any] = {
 }
 STACKED = ("stacked", "stacked_reversed", "stacked_collected")  # their parameters come stacked
 FORWARDS = ("jvp", "linearize")
+TWICE = (*FORWARDS, "gradient_penalty")  # what is differentiated once more around it
 VMAPPED = ("vmap", "examples", "ensemble", "map")
 
 
