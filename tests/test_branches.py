@@ -250,18 +250,6 @@ def test_a_loop_of_unknown_length_on_one_submesh():
     assert names(f, p, x, 3) == ["front_other", "front", "back"]
 
 
-def test_a_loop_of_unknown_length_over_two_submeshes():
-    """Which submesh runs when would depend on data: an error that says what is where."""
-
-    def f(p, x):
-        return lax.while_loop(lambda h: jnp.sum(h) > 1, lambda h: back(p["back"], front(p["front"], h)), x)
-
-    with pytest.raises(
-        ValueError, match=r"while_loop.*test_branches.py.*'back' on devices \[1\], 'front' on devices \[0\]"
-    ):
-        mm.jit(f)(parameters(), rows())
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_scan_of_length_0(reverse):
     """The carry as it came, and stacks of nothing."""

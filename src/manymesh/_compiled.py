@@ -129,13 +129,7 @@ class Compiled(Shown):
 
     def call_flat(self, leaves: list[Any], observer: Observer | None = None) -> PyTree:
         """Runs the step on the flat list of its arguments' leaves; an observer is told what is done."""
-        for i, x in enumerate(leaves):
-            if type(x) is _compat.ConcreteArray:  # almost every leaf, and isinstance(x, jax.Array) is slow
-                unusable = x.is_deleted()
-            else:
-                unusable = isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted())
-            if unusable:
-                raise self._unusable(i, x)
+        self._check_usable(leaves)
         if observer is None:
             observer = observer_of(self.name, self._lowered)
         try:
@@ -162,6 +156,15 @@ class Compiled(Shown):
     def bring(self, x: Any, sharding: NamedSharding) -> jax.Array:
         """An array, or a host value, with a sharding of this step: asynchronously, from any devices."""
         return self._executor.bring(x, sharding)
+
+    def _check_usable(self, leaves: list[Any]) -> None:
+        for i, x in enumerate(leaves):
+            if type(x) is _compat.ConcreteArray:  # almost every leaf, and isinstance(x, jax.Array) is slow
+                unusable = x.is_deleted()
+            else:
+                unusable = isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted())
+            if unusable:
+                raise self._unusable(i, x)
 
     def _unusable(self, i: int, x: Any) -> Exception:
         context = f"{self.name}: argument {self._path(i)} of shape {x.shape}"

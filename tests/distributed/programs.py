@@ -215,6 +215,37 @@ def moved_results():
     return y.sharding == there, mm.fetch((y, x))
 
 
+def host_loops():
+    """Decoding until a token comes, over submeshes of two processes: what comes out, and what it should be."""
+    front = mm.task(lambda w, t, cache, i: (jnp.tanh(w[t] + cache[i]), cache.at[i].set(w[t])), "front", mesh=mesh(0, 1))
+    back = mm.task(lambda w, h: jnp.argmax(h @ w, -1).astype(jnp.int32), "back", mesh=mesh(5, 6))
+
+    def decode(params, start, last):
+        def body(c):
+            i, tokens, cache, key = c
+            h, cache = front(params["front"], tokens[i], cache, i)
+            key, now = jax.random.split(key)
+            h = h + 0.1 * jax.random.normal(now, h.shape)
+            return i + 1, tokens.at[i + 1].set(back(params["back"], h)), cache, key
+
+        tokens = jnp.zeros(9, jnp.int32).at[0].set(start)
+        first = (0, tokens, jnp.zeros((9, WIDTH)), jax.random.key(0))
+        i, tokens, cache, _ = jax.lax.while_loop(lambda c: (c[0] < 8) & (c[1][c[0]] != last), body, first)
+        return params, {"tokens": tokens, "count": i, "cache": cache, "norm": jnp.sum(params["front"] ** 2)}
+
+    rng = np.random.default_rng(0)
+    params = {"front": rng.normal(size=(5, WIDTH)), "back": rng.normal(size=(WIDTH, 5))}
+    params = {k: v.astype(np.float32) for k, v in params.items()}
+    step = mm.jit(decode)
+    results = []
+    for last in range(5):  # the host's parameters, then those that came back
+        back_again, found = step(params if last == 0 else back_again, 1, last)
+        results.append(mm.fetch(found))
+    with mm.ignore_transforms():
+        expected = [jax.tree.map(np.asarray, step(params, 1, last)[1]) for last in range(5)]
+    return results, expected, repr(step)
+
+
 def disagreement(case):
     """The words of the error where the processes differ."""
     me = jax.process_index()

@@ -158,6 +158,15 @@ def test_one_process_compares(pool):
     assert (other, nothing) == (losses, None)
 
 
+def test_the_hosts_run_a_loop_together(pool):
+    """Each process reads the condition, and runs the body as often."""
+    for results, expected, step in pool.call("programs.host_loops"):
+        for found, wanted in zip(results, expected, strict=True):
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, wanted)
+        assert len({int(r["count"]) for r in results}) > 1
+        assert "1 program compiled" in step
+
+
 def test_nothing_is_compiled_twice(pool):
     """A scalar that comes back as a copy in every process is where it was; nothing is made of what is not here."""
     for process, (text, count, changes) in enumerate(pool.call("programs.counted_programs")):

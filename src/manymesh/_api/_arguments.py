@@ -23,13 +23,18 @@ from ._step import Step
 
 @dataclass(eq=False)
 class Arguments:
-    """One call's arguments, flat."""
+    """One call's arguments, flat.
+
+    Attributes:
+      donated: positions of the leaves that are donated, where no whole arguments are.
+    """
 
     leaves: list[Any]
     treedef: Any
     static: tuple[tuple[Any, Any], ...]
     dyn_args: tuple[Any, ...]
     dyn_kwargs: dict[str, Any]
+    donated: frozenset[int] | None = None
 
 
 def flatten(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -207,6 +212,8 @@ def gathered(tree: PyTree) -> Any:
 
 def donated_leaves(given: Arguments, argnums: tuple[int, ...], argnames: tuple[str, ...]) -> frozenset[int]:
     """Positions of the leaves of donated arguments."""
+    if given.donated is not None:
+        return given.donated
     count = len(given.dyn_args)
     numbers = {k % count for k in argnums if -count <= k < count} if count else set()
     paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))

@@ -37,15 +37,15 @@ def note_pipeline(record: Recording, program: Program | None, jaxpr: Any) -> Non
     missing = {mark: task.name for mark, task in record.tasks.items() if task.name not in used}
     if not missing:
         return
-    traced = _marks(jaxpr)
-    left = _marks(_compat.dce(_compat.without_consts(jaxpr), [True] * len(jaxpr.out_avals))[0])
+    traced = marks_in(jaxpr)
+    left = marks_in(_compat.dce(_compat.without_consts(jaxpr), [True] * len(jaxpr.out_avals))[0])
     for name in dict.fromkeys(name for mark, name in missing.items() if mark in traced and mark not in left):
         record.findings[
             f"task {name!r} is dropped: no result of the step depends on what it computes; return it, or take the task away"
         ] = PlacementError
 
 
-def _marks(jaxpr: Any) -> set[str]:
+def marks_in(jaxpr: Any) -> set[str]:
     """The marks of the calls in a jaxpr and in those that it holds."""
     found: set[str] = set()
     pending = [jaxpr]

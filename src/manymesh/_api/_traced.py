@@ -18,6 +18,7 @@ from .._errors import ArgumentError, AxisError, MeshError
 from .._layout._names import resolve_constraints
 from .._mark import Recording
 from .._passes._build import build
+from .._passes._flatten import AcrossError, runs_across
 from .._plan._emit import emit
 from .._program import Program
 from .._runtime._processes import committed_sharding
@@ -26,9 +27,11 @@ from .._topology import auto_mesh
 from ._arguments import Arguments, donated_leaves
 from ._boxes import with_parameter
 from ._findings import note_pipeline
+from ._hosted import Whole, lower_parts
 from ._lowered import Lowered
 from ._names import names_of_arguments, names_of_results, paths_of_arguments, paths_of_results
 from ._outside import Outside
+from ._parts import split
 from ._shardings import check_submeshes, committed, expand, mesh_of
 from ._step import Step
 
@@ -97,6 +100,14 @@ class Traced(Shown):
                 )  # fmt: skip
         except AxisError as error:
             raise with_parameter(error, given) from None
+        except AcrossError:
+            parts = split(self.jaxpr, runs_across(self._record))
+            if parts is None:
+                raise
+            whole = Whole(
+                step, given, self._record, self.jaxpr, self._shapes, self._out_tree, self._moved, wanted_in
+            )  # fmt: skip
+            return lower_parts(whole, parts, lambda *of_part: Traced(*of_part).lower())
         note_pipeline(self._record, program, self.jaxpr)
         follows = program is None
         if program is None:

@@ -31,6 +31,7 @@ from ._jaxprs import Literal as Literal
 from ._jaxprs import OpenJaxpr as OpenJaxpr
 from ._jaxprs import ScanParts as ScanParts
 from ._jaxprs import Var as Var
+from ._jaxprs import WhileParts as WhileParts
 from ._jaxprs import call as call
 from ._jaxprs import call_eqn as call_eqn
 from ._jaxprs import called_jaxpr as called_jaxpr
@@ -53,9 +54,11 @@ from ._jaxprs import scan_parts as scan_parts
 from ._jaxprs import shape as shape
 from ._jaxprs import source_line as source_line
 from ._jaxprs import stacked as stacked
+from ._jaxprs import while_parts as while_parts
 from ._jaxprs import with_body as with_body
 from ._jaxprs import with_eqns as with_eqns
 from ._jaxprs import with_jaxprs as with_jaxprs
+from ._jaxprs import within as within
 from ._jaxprs import without_consts as without_consts
 from ._jaxprs import without_high as without_high
 from ._processes import backends_have_started as backends_have_started

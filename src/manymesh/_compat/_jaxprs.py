@@ -284,6 +284,30 @@ def scan_parts(eqn: Eqn) -> ScanParts:
     return ScanParts(p["jaxpr"], num_consts, num_carry, p["length"], p["reverse"])
 
 
+class WhileParts(NamedTuple):
+    """What a ``while`` equation says: its operands are the constants of its condition and of its body, and what it carries."""
+
+    cond: Any
+    cond_consts: int
+    body: Any
+    body_consts: int
+
+
+def while_parts(eqn: Eqn) -> WhileParts:
+    """Reads a ``while`` equation."""
+    p = eqn.params
+    return WhileParts(p["cond_jaxpr"], p["cond_nconsts"], p["body_jaxpr"], p["body_nconsts"])
+
+
+def within(eqn: Eqn, outer: Eqn | None) -> Eqn:
+    """An equation that was in a jaxpr of another one, with the name stack that it has outside of it."""
+    if outer is None:
+        return eqn
+    source = eqn.source_info.replace(name_stack=outer.source_info.name_stack + eqn.source_info.name_stack)
+    new: Eqn = eqn.replace(source_info=source)
+    return new
+
+
 def name_stack(eqn: Eqn) -> str:
     """The name stack of an equation, relative to the jaxpr that holds it."""
     return str(eqn.source_info.name_stack)

@@ -7,7 +7,7 @@ stays one opaque equation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,21 @@ _CHEAP = {"sharding_constraint", "convert_element_type", "transpose", "reshape",
 Env = dict[Var, Atom]  # variable of a nested jaxpr -> what stands for it in the flat program
 
 
+class AcrossError(PlacementError):
+    """A loop of unknown length, which no one program can run, around tasks of several submeshes."""
+
+
+def runs_across(record: Recording) -> Callable[[Eqn], bool]:
+    """A function that tells whether a ``while`` equation, with its whole name stack, is one that `flatten` refuses."""
+    worker = _Flattener(record.tasks, record.loops, record.implicit)
+
+    def across(eqn: Eqn) -> bool:
+        stack = f"/{_compat.name_stack(eqn)}"
+        return worker.is_opened(eqn, stack) and worker.whole(eqn, stack, None) is None
+
+    return across
+
+
 def flatten(closed: AbstractJaxpr, record: Recording) -> FlatProgram:
     """Brings a traced program into flat form.
 
@@ -42,7 +57,7 @@ def flatten(closed: AbstractJaxpr, record: Recording) -> FlatProgram:
       record: what its marks mean.
 
     Raises:
-      PlacementError: a task inside control flow that cannot be opened.
+      PlacementError: a task inside control flow that cannot be opened; an `AcrossError` for a loop that the host can run.
       TaskError: a task with several meshes that is in no scan.
     """
     parts = _compat.open_jaxpr(closed)
@@ -136,23 +151,24 @@ class _Flattener:
                 self._call(eqn, env, inner_stack, loop, self.specs[mark])
             elif is_transparent(eqn) and spec is None and mark not in self.specs:
                 self._call(eqn, env, inner_stack, loop, None)
-            elif not self._is_opened(eqn, inner_stack) and not (spec is not None and eqn.primitive.name == "scan"):
+            elif not self.is_opened(eqn, inner_stack) and not (spec is not None and eqn.primitive.name == "scan"):
                 self._plain(eqn, env, inner_stack, loop)
             elif eqn.primitive.name == "scan":
                 if spec is not None:
                     self._loop(eqn, env, inner_stack, spec)
                 else:
                     self._unroll(eqn, env, inner_stack, loop)
-            elif eqn.primitive.name in ("cond", "while") and (whole := self._whole(eqn, inner_stack, loop)):
+            elif eqn.primitive.name in ("cond", "while") and (whole := self.whole(eqn, inner_stack, loop)):
                 self._keep_whole(eqn, env, inner_stack, loop, whole)
             elif eqn.primitive.name == "cond":
                 self.select(eqn, env, inner_stack, loop)
             elif call_body(eqn) is not None:
                 self._call(eqn, env, inner_stack, loop, None)
-            elif whole := self._whole(eqn, inner_stack, loop):
+            elif whole := self.whole(eqn, inner_stack, loop):
                 self._keep_whole(eqn, env, inner_stack, loop, whole)
             else:
-                raise PlacementError(_control_flow_message(eqn, self._tasks_in(eqn, inner_stack)))
+                message = _control_flow_message(eqn, self._tasks_in(eqn, inner_stack))
+                raise (AcrossError if eqn.primitive.name == "while" else PlacementError)(message)
 
     def _plain(self, eqn: Eqn, env: Env, stack: str, loop: int | None) -> None:
         if eqn.primitive is border_p or (eqn.primitive.name == "reshard" and _is_empty_reshard(eqn)):
@@ -325,7 +341,7 @@ class _Flattener:
             for node in nodes:
                 self._append(node)
 
-    def _whole(self, eqn: Eqn, stack: str, loop: int | None) -> str | None:
+    def whole(self, eqn: Eqn, stack: str, loop: int | None) -> str | None:
         """The mark of the task that a conditional or a loop becomes where one submesh has all tasks in it; else None."""
         marks = self._explicit(eqn)
         tasks = self._tasks_in(eqn, stack)
@@ -522,7 +538,7 @@ class _Flattener:
             )
         return self._marked[key]
 
-    def _is_opened(self, eqn: Eqn, stack: str) -> bool:
+    def is_opened(self, eqn: Eqn, stack: str) -> bool:
         if not _compat.jaxprs_in(eqn):
             return False
         return self._holds_mark(eqn) or bool(matched_inside(eqn, stack, self.registered))
@@ -573,8 +589,10 @@ def cheap_chain(result: Atom, producer: Mapping[Var, Eqn], actual: Mapping[Var, 
 def _control_flow_message(eqn: Eqn, tasks: Sequence[Task]) -> str:
     name, why, remedy = {
         "while": (
-            "lax.while_loop (or fori_loop with a traced bound)", "which submesh runs when would depend on data",
-            "use a loop of fixed length (lax.scan, a Python loop, mm.microbatch), or put all its tasks on one submesh",
+            "lax.while_loop (or fori_loop with a traced bound)",
+            "which submesh runs when depends on data, so that the host has to run it, and inside of a scan, a branch or a loop "
+            "over microbatches it cannot",
+            "take it out of there, use a loop of fixed length (lax.scan, a Python loop), or put all its tasks on one submesh",
         ),
     }.get(
         eqn.primitive.name,

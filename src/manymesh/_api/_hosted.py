@@ -1,0 +1,342 @@
+"""Steps with loops that the host runs: the parts of `manymesh._api._parts`, each lowered and compiled as a step is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from .. import _compat
+from .._compat import Var
+from .._compiled import Compiled
+from .._errors import ArgumentError, MeshError
+from .._mark import Recording
+from .._runtime._observe import Observer
+from .._types import PyTree
+from ._arguments import Arguments, donated_leaves
+from ._findings import marks_in
+from ._lowered import Lowered
+from ._parts import HostLoop, Part, Parts, Straight, carried_by, made_by
+from ._shardings import check_submeshes
+from ._step import Step
+
+# A step, the arguments of a call of it, what its marks mean, its jaxpr, the shapes and the structure of its results, it as
+# a function of its leaves, and where results were put -> the step lowered.
+LowerOne = Callable[[Step, Arguments, Recording, Any, Any, Any, Callable[..., Any], dict[int, NamedSharding]], Lowered]
+
+
+@dataclass(eq=False)
+class _PartStep(Step):
+    """A part of a step, whose findings are those of the whole."""
+
+    whole: Recording = field(default_factory=Recording)
+
+    def report(self, record: Recording, closed: Any) -> None:
+        self.whole.findings.update(record.findings)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A part that is a program.
+
+    Attributes:
+      operands: what it takes, in the order of its leaves.
+      names: what its results are called from then on, in the order of theirs.
+    """
+
+    name: str
+    part: Straight
+    operands: tuple[Var, ...]
+    names: tuple[Var, ...]
+    lowered: Lowered
+
+
+@dataclass(frozen=True)
+class _Loop:
+    part: HostLoop
+    body: tuple[_Program | _Loop, ...]
+
+
+_Item = _Program | _Loop
+
+
+@dataclass(eq=False)
+class Whole:
+    """A step that is to be lowered in parts: what `Traced` knows of it."""
+
+    step: Step
+    given: Arguments
+    record: Recording
+    jaxpr: Any
+    shapes: Any
+    out_tree: Any
+    moved: dict[int, NamedSharding]
+    asked: dict[int, NamedSharding]
+
+    @functools.cached_property
+    def invars(self) -> list[Var]:
+        """The variables of the arguments."""
+        return _compat.open_jaxpr(self.jaxpr).invars
+
+
+def lower_parts(whole: Whole, parts: Parts, lower_one: LowerOne) -> LoweredParts:
+    """Lowers each part of a step, so that what one makes is where the next one wants it."""
+    worker = _Lowering(whole, parts, lower_one)
+    items = worker.all(parts.parts, "", last=True)
+    whole.step.report(whole.record, whole.jaxpr)
+    return LoweredParts(whole, items, parts.consts)
+
+
+class _Lowering:
+    def __init__(self, whole: Whole, parts: Parts, lower_one: LowerOne) -> None:
+        self.whole, self.parts, self.lower_one = whole, parts, lower_one
+        self.invars = whole.invars
+        self.position = {v: i for i, v in enumerate(self.invars)}
+        given_away = donated_leaves(whole.given, whole.step.donate_argnums, whole.step.donate_argnames)
+        self.owned = {self.invars[i] for i in given_away} | made_by(parts.parts)
+        self.carried = carried_by(parts.parts)
+        self.labels: dict[Var, str] = {}
+        self.made: dict[Var, Sharding] = {}  # where parts that are lowered already leave what they make
+        self.homes: dict[Var, NamedSharding] = {}  # where the first part that reads a value wants it
+
+    def all(self, parts: Sequence[Part], prefix: str, last: bool = False) -> tuple[_Item, ...]:
+        """Lowers parts in order, but the body of a loop before what leads up to it and makes what it starts from."""
+        items: list[_Item] = []
+        for k, part in enumerate(parts):
+            if isinstance(part, HostLoop):
+                continue
+            following = parts[k + 1] if k + 1 < len(parts) else None
+            body: tuple[_Item, ...] = ()
+            if isinstance(following, HostLoop):
+                body = self.all(following.body, f"{prefix}while{k // 2 + 1}/")
+            name = prefix.removesuffix("/") if len(parts) == 1 else f"{prefix}part{k // 2 + 1}"
+            items.append(self.straight(part, name, last and following is None))
+            if isinstance(following, HostLoop):
+                items.append(_Loop(following, body))
+        return tuple(items)
+
+    def straight(self, part: Straight, name: str, last: bool) -> _Program:
+        """Lowers a part that is one program."""
+        given, wanted_in = self._arguments(part)
+        whole, operands = self.whole, jax.tree.leaves((given.dyn_args, given.dyn_kwargs))
+        if last:
+            names = [v for v, _ in part.results]
+            shapes, out_tree, moved = whole.shapes, whole.out_tree, whole.moved
+        else:
+            names, out_tree = jax.tree.flatten({self._label(v): v for v, _ in part.results})
+            shapes, moved = [_compat.abstract(v.aval) for v in names], {}
+        held = dict(part.results)
+        jaxpr = _compat.new_jaxpr(operands, [held[v] for v in names], part.eqns)
+        record = _record_of(whole.record, marks_in(jaxpr))
+        settings = {f.name: getattr(whole.step, f.name) for f in fields(Step)}
+        settings |= {"static_argnums": (), "static_argnames": (), "donate_argnums": (), "donate_argnames": ()}
+        settings |= {"name": f"{whole.step.name}/{name}", "in_shardings": wanted_in}
+        plain = functools.partial(jax.core.eval_jaxpr, jaxpr, [])
+
+        def lowered(out_shardings: Any) -> Lowered:
+            step = _PartStep(**{**settings, "out_shardings": out_shardings}, whole=whole.record)
+            made = self.lower_one(step, given, record, _compat.close(jaxpr), shapes, out_tree, plain, moved)
+            for v, x in zip(operands, jax.tree.leaves(made.arguments), strict=True):
+                if x.sharding.mesh in made.program.submeshes:  # not that of a stacked value, which is on several
+                    self.homes.setdefault(v, x.sharding)
+            self.made.update(zip(names, (x.sharding for x in jax.tree.leaves(made.out_info)), strict=True))
+            return made
+
+        def wanted() -> Any:
+            return jax.tree.unflatten(out_tree, [self._home(v, record) for v in names])
+
+        found = lowered(whole.step.out_shardings if last else wanted())
+        if not last and any(self._is_away(v) for v in names):  # the next iteration wants it elsewhere, as is known now
+            found = lowered(wanted())
+        return _Program(name, part, tuple(operands), tuple(names), found)
+
+    def _is_away(self, v: Var) -> bool:
+        """Whether a value is made in another place than where the first part that reads it wants it."""
+        home = self.homes.get(v)
+        return home is not None and not home.is_equivalent_to(self.made[v], len(_compat.shape(v)))
+
+    def _arguments(self, part: Straight) -> tuple[Arguments, Any]:
+        """What a part takes, in the structure of the step's arguments and a dict more; and the shardings asked for it.
+
+        Variables stand for leaves in ``dyn_args`` and ``dyn_kwargs``.
+        """
+        given, reads = self.whole.given, set(part.reads)
+        args, kwargs = jax.tree.unflatten(given.treedef, [v if v in reads else None for v in self.invars])
+        more = {self._label(v): v for v in part.reads if v not in self.position}
+        operands, treedef = jax.tree.flatten(((*args, more), kwargs))
+        dying = frozenset(k for k, v in enumerate(operands) if v in part.dying and v in self.owned)
+        args, kwargs = jax.tree.unflatten(treedef, operands)
+        asked = [self.whole.asked.get(self.position.get(v, -1)) for v in operands]
+        in_shardings, _ = jax.tree.unflatten(treedef, asked)
+        return Arguments([self._leaf(v) for v in operands], treedef, (), args, kwargs, dying), in_shardings
+
+    def _leaf(self, v: Var) -> Any:
+        if v in self.position:
+            return self.whole.given.leaves[self.position[v]]
+        if v in self.parts.consts:
+            return self.parts.consts[v]
+        aval = _compat.abstract(v.aval)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=self.made.get(v), weak_type=aval.weak_type)
+
+    def _home(self, v: Var, record: Recording) -> NamedSharding | None:
+        """Where a value is wanted by the part that reads it first, if that is not between the tasks of the one that makes it."""
+        home = self.homes.get(v)
+        if home is not None:
+            try:
+                check_submeshes("out_shardings", {0: home}, [""], record.tasks.values())
+            except MeshError:
+                return None
+        return home
+
+    def _label(self, v: Var) -> str:
+        kind = "carried" if v in self.carried else "made"
+        return self.labels.setdefault(v, f"{kind}{len(self.labels):05}")
+
+
+def _record_of(record: Recording, marks: set[str]) -> Recording:
+    """What some of the marks mean."""
+    tasks = {mark: task for mark, task in record.tasks.items() if mark in marks}
+    loops = {mark: loop for mark, loop in record.loops.items() if mark in marks}
+    return replace(record, tasks=tasks, loops=loops, findings={})
+
+
+class _InParts:
+    """What is asked of a step as a whole, and only its parts can say."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        step, parts = self.__dict__.get("_title"), self.__dict__.get("parts", ())
+        raise PartsError(
+            f"mm.jit({step}) has a lax.while_loop over several submeshes, which the host runs, so that it is not one program "
+            f"but several: ask one of its parts ({', '.join(map(repr, parts))}), as in .parts[{next(iter(parts), '')!r}].report()"
+        )
+
+
+class PartsError(ArgumentError, AttributeError):
+    """A step that the host runs in parts was asked for something that only a part has."""
+
+
+class LoweredParts(_InParts, Lowered):
+    """A step that the host runs in parts, laid out, not yet compiled: it has loops whose length the data says.
+
+    Attributes:
+      parts: what the step consists of, by name, in the order in which it runs: each is lowered as a step is.
+    """
+
+    follows_arguments = False
+
+    def __init__(self, whole: Whole, items: tuple[_Item, ...], consts: dict[Var, object]) -> None:
+        self._title, self._whole, self._items, self._consts = whole.step.name, whole, items, consts
+        self._in_tree, self._out_tree = whole.given.treedef, whole.out_tree
+        self.findings = tuple(whole.record.findings)
+        programs = _programs(items)
+        self.parts: dict[str, Lowered] = {p.name: p.lowered for p in programs}
+
+    @property
+    def out_info(self) -> Any:
+        """Shapes and dtypes of the result, in its structure, each with its sharding."""
+        return _programs(self._items)[-1].lowered.out_info
+
+    @functools.cached_property
+    def arguments(self) -> PyTree:
+        """Shape, dtype and sharding of each argument at its home, in the structure ``(args, kwargs)``."""
+        found: dict[Var, Any] = {}
+        for program in _programs(self._items):
+            for v, x in zip(program.operands, jax.tree.leaves(program.lowered.arguments), strict=True):
+                found.setdefault(v, x)
+        leaves = [found[v] if v in found else _compat.abstract(v.aval) for v in self._whole.invars]
+        return jax.tree.unflatten(self._in_tree, leaves)
+
+    def as_text(self) -> str:
+        """The program and the instructions of each part, readable."""
+        return "\n\n".join(f"// {name}\n{part.as_text()}" for name, part in self.parts.items())
+
+    def __repr__(self) -> str:
+        return f"LoweredParts({self._title}: {', '.join(self.parts)}; the host runs its loops; compile() makes it ready to run)"
+
+    @_compat.boundary
+    def compile(self) -> Compiled:
+        """Compiles every part."""
+        compiled = {p.name: p.lowered.compile() for p in _programs(self._items)}
+        return CompiledParts(self, compiled)
+
+
+class CompiledParts(_InParts, Compiled):
+    """A compiled step that the host runs in parts.
+
+    Attributes:
+      parts: the compiled parts, by name, in the order in which they run.
+    """
+
+    def __init__(self, lowered: LoweredParts, parts: dict[str, Compiled]) -> None:
+        whole = lowered._whole
+        self._title = self.name = whole.step.name
+        self._items, self._invars, self.parts = lowered._items, whole.invars, parts
+        self._in_tree, self._out_tree = lowered._in_tree, lowered._out_tree
+        self._avals = [v.aval for v in whole.invars]
+        self._dies = tuple(sorted(donated_leaves(whole.given, whole.step.donate_argnums, whole.step.donate_argnames)))
+        self._donated = self._dies
+        self.input_shardings = jax.tree.map(lambda x: x.sharding, lowered.arguments)
+        self.output_shardings = list(parts.values())[-1].output_shardings
+        self._consts = self._placed(self._items, dict(lowered._consts), frozenset())
+
+    def __repr__(self) -> str:
+        return f"CompiledParts({self.name}: {', '.join(self.parts)}; the host runs its loops)"
+
+    def call_flat(self, leaves: list[Any], observer: Observer | None = None) -> PyTree:
+        """Runs the step on the flat list of its arguments' leaves; an observer is told what is done."""
+        self._check_usable(leaves)
+        env: dict[Var, Any] = {**self._consts, **dict(zip(self._invars, leaves, strict=True))}
+        result = self._run(self._items, env, observer)
+        for i in self._dies:
+            x = leaves[i]
+            if isinstance(x, jax.Array) and not x.is_deleted():
+                x.delete()
+        return result
+
+    def _run(self, items: Sequence[_Item], env: dict[Var, Any], observer: Observer | None) -> PyTree:
+        """Runs parts on the values of ``env``, which is kept up to date; the result of the last one."""
+        result: PyTree = None
+        for item in items:
+            if isinstance(item, _Program):
+                operands = [env[v] for v in item.operands]
+                for v in item.part.dying:
+                    del env[v]
+                result = self.parts[item.name].call_flat(operands, observer)
+                env.update(zip(item.names, jax.tree.leaves(result), strict=True))
+                continue
+            env.update(self._placed(item.body, env, made_by(item.part.body)))
+            while bool(np.asarray(env[item.part.condition])):
+                self._run(item.body, env, observer)
+            for v in item.part.dying:
+                del env[v]
+        return result
+
+    def _placed(self, items: Sequence[_Item], env: Mapping[Var, Any], made: Container[Var]) -> dict[Var, Any]:
+        """The values that parts read and do not make, where the first of them wants each: not to be moved each time."""
+        found: dict[Var, Any] = {}
+        for program in _programs(items):
+            compiled = self.parts[program.name]
+            homes = jax.tree.leaves(compiled.input_shardings)
+            for v, home in zip(program.operands, homes, strict=True):
+                if v in env and v not in made and v not in found:
+                    found[v] = compiled.bring(env[v], home)
+        return found
+
+    def as_text(self) -> str:
+        """The optimized program of every fragment that this process runs, part by part."""
+        return "\n\n".join(f"// {name}\n{part.as_text()}" for name, part in self.parts.items())
+
+
+def _programs(items: Sequence[_Item]) -> list[_Program]:
+    """The programs of parts, in order, those of loops among them."""
+    found: list[_Program] = []
+    for item in items:
+        found += [item] if isinstance(item, _Program) else _programs(item.body)
+    return found

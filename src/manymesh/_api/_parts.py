@@ -1,0 +1,225 @@
+"""A step around loops of unknown length whose tasks are on several submeshes, in parts that are programs of their own.
+
+Which submesh runs when is then for the host to say: it calls the program of the loop's body until the condition, which is
+the body's last result, is false. What is before, between and after such loops are programs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import _compat
+from .._compat import AbstractJaxpr, Atom, Eqn, Var
+from .._mark import MARK
+from .._program._calls import call_body
+from .._program._rewrite import substitute, trace_eqns
+
+Env = dict[Var, Atom]
+
+
+@dataclass(frozen=True)
+class Straight:
+    """Equations that become one program.
+
+    Attributes:
+      eqns: in order, each result under a name of its own.
+      results: what it hands on, each with the name that it gets; the body of a loop gives names anew.
+      reads: what it takes, each once.
+      dying: what nobody reads any more once it has run.
+    """
+
+    eqns: tuple[Eqn, ...]
+    results: tuple[tuple[Var, Atom], ...]
+    reads: tuple[Var, ...]
+    dying: frozenset[Var] = frozenset()
+
+
+@dataclass(frozen=True)
+class HostLoop:
+    """A loop that the host runs.
+
+    Attributes:
+      condition: whether the body is to run once more; before the loop, and after each time.
+      carry: what the body makes anew.
+      body: its parts.
+      line: where the user wrote it.
+      dying: what nobody reads any more once it has ended.
+    """
+
+    condition: Var
+    carry: tuple[Var, ...]
+    body: tuple[Part, ...]
+    line: str
+    dying: frozenset[Var] = frozenset()
+
+
+Part = Straight | HostLoop
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A step in parts.
+
+    Attributes:
+      parts: in order. The last one makes the results of the step, in theirs.
+      consts: constants of the step, which are read like arguments.
+    """
+
+    parts: tuple[Part, ...]
+    consts: dict[Var, object]
+
+
+def split(closed: AbstractJaxpr, across: Callable[[Eqn], bool]) -> Parts | None:
+    """Takes a step apart at its loops of unknown length over several submeshes.
+
+    Args:
+      closed: the jaxpr of the step.
+      across: whether a ``while`` equation is such a loop.
+
+    Returns:
+      The parts; None where all such loops are inside of something that cannot be opened, as a scan or a branch.
+    """
+    parts = _compat.open_jaxpr(closed)
+    worker = _Splitter(across, dict(zip(parts.constvars, parts.consts, strict=True)))
+    env: Env = {}
+    worker.walk(parts.eqns, env, None)
+    if not worker.parts:
+        return None
+    worker.close([(_compat.new_var(v.aval), _lookup(env, v)) for v in parts.outvars])
+    return Parts(_lives(worker.parts, set())[0], worker.consts)
+
+
+class _Splitter:
+    def __init__(self, across: Callable[[Eqn], bool], consts: dict[Var, object]) -> None:
+        self.across, self.consts = across, consts
+        self.parts: list[Part] = []
+        self.eqns: list[Eqn] = []  # of the part under way
+
+    def walk(self, eqns: Sequence[Eqn], env: Env, outer: Eqn | None) -> None:
+        """Adds equations; ``env`` maps their variables to those of the parts."""
+        for inner in eqns:
+            eqn = _compat.within(inner, outer)
+            if not self._holds(eqn):
+                self.eqns.append(substitute(eqn, env))
+            elif eqn.primitive.name == "while":
+                self._loop(eqn, env)
+            else:
+                env.update(zip(eqn.outvars, self._opened(call_body(eqn), eqn.invars, env, eqn), strict=True))
+
+    def close(self, results: Iterable[tuple[Var, Atom]]) -> None:
+        """Ends the part under way."""
+        made = tuple(results)
+        known = {v for eqn in self.eqns for v in eqn.outvars}
+        read = [v for eqn in self.eqns for v in eqn.invars] + [atom for _, atom in made]
+        reads = dict.fromkeys(v for v in read if _compat.is_var(v) and v not in known)
+        self.parts.append(Straight(tuple(self.eqns), made, tuple(reads)))
+        self.eqns = []
+
+    def _holds(self, eqn: Eqn) -> bool:
+        """Whether an equation is such a loop, or a call that holds one."""
+        if eqn.primitive.name == "while":
+            return self.across(eqn)
+        body = call_body(eqn)
+        if body is None or MARK in str(eqn.params.get("name")):
+            return False
+        return any(self._holds(_compat.within(e, eqn)) for e in _compat.open_jaxpr(body).eqns)
+
+    def _opened(self, jaxpr: AbstractJaxpr | None, operands: Sequence[Atom], env: Env, outer: Eqn) -> list[Atom]:
+        """Adds what a jaxpr computes of operands; what holds its results."""
+        assert jaxpr is not None, "only calls are opened"
+        parts = _compat.open_jaxpr(jaxpr)
+        inner: Env = dict(zip(parts.invars, (_lookup(env, v) for v in operands), strict=True))
+        for v, value in zip(parts.constvars, parts.consts, strict=True):
+            inner[v] = fresh = _compat.new_var(v.aval)
+            self.consts[fresh] = value
+        self.walk(parts.eqns, inner, outer)
+        return [_lookup(inner, v) for v in parts.outvars]
+
+    def _traced(self, fun: Callable[..., object], operands: Sequence[Atom]) -> list[Atom]:
+        """Adds what a function computes of operands; what holds its results."""
+        eqns, results = trace_eqns(fun, operands)
+        self.eqns += eqns
+        return results
+
+    def _loop(self, eqn: Eqn, env: Env) -> None:
+        loop = _compat.while_parts(eqn)
+        operands = [_lookup(env, v) for v in eqn.invars]
+        of_cond, of_body = operands[: loop.cond_consts], operands[loop.cond_consts :][: loop.body_consts]
+        first = operands[loop.cond_consts + loop.body_consts :]
+        carry = [_compat.new_var(v.aval) for v in _compat.open_jaxpr(loop.body).outvars]
+        (condition,) = self._opened(loop.cond, [*of_cond, *first], {}, eqn)
+        (go_on,) = self._traced(jnp.any, [condition])
+        again = _compat.new_var(go_on.aval)
+        self.close([*zip(carry, first, strict=True), (again, go_on)])
+
+        body = _Splitter(self.across, self.consts)
+        after = body._opened(loop.body, [*of_body, *carry], {}, eqn)
+        if _compat.shape(condition):  # under vmap: each example goes on for itself
+            (unfinished,) = body._opened(loop.cond, [*of_cond, *carry], {}, eqn)
+            after = [body._traced(_chosen, [unfinished, *pair])[0] for pair in zip(after, carry, strict=True)]
+        (condition,) = body._opened(loop.cond, [*of_cond, *after], {}, eqn)
+        (go_on,) = body._traced(jnp.any, [condition])
+        changed = [(v, made) for v, made in zip(carry, after, strict=True) if made is not v]
+        body.close([*changed, (again, go_on)])
+        self.parts.append(HostLoop(again, tuple(carry), tuple(body.parts), _compat.source_line(eqn)))
+        env.update(zip(eqn.outvars, carry, strict=True))
+
+
+def _chosen(unfinished: jax.Array, after: jax.Array, before: jax.Array) -> jax.Array:
+    """For each example what the body makes of it, or what it had."""
+    return lax.select(lax.broadcast_in_dim(unfinished, after.shape, range(unfinished.ndim)), after, before)
+
+
+def _lookup(env: Env, atom: Atom) -> Atom:
+    return env.get(atom, atom) if _compat.is_var(atom) else atom
+
+
+def read_by(parts: Iterable[Part]) -> set[Var]:
+    """All that parts read, also what they made before."""
+    found: set[Var] = set()
+    for part in parts:
+        found |= set(part.reads) if isinstance(part, Straight) else {part.condition} | read_by(part.body)
+    return found
+
+
+def made_by(parts: Iterable[Part]) -> set[Var]:
+    """All that parts make, and all names that they give."""
+    found: set[Var] = set()
+    for part in parts:
+        found |= _made(part) | {v for v, _ in part.results} if isinstance(part, Straight) else made_by(part.body)
+    return found
+
+
+def _made(part: Straight) -> set[Var]:
+    return {v for eqn in part.eqns for v in eqn.outvars}
+
+
+def carried_by(parts: Iterable[Part]) -> set[Var]:
+    """What the loops among parts carry."""
+    loops = [part for part in parts if isinstance(part, HostLoop)]
+    return {v for loop in loops for v in loop.carry} | {v for loop in loops for v in carried_by(loop.body)}
+
+
+def _lives(parts: Sequence[Part], after: set[Var]) -> tuple[tuple[Part, ...], set[Var]]:
+    """Parts that know what dies in them and what others read, from what is read after them; and what is alive before them."""
+    known: list[Part] = []
+    alive = set(after)
+    for part in reversed(parts):
+        if isinstance(part, Straight):
+            more = tuple((v, v) for eqn in part.eqns for v in eqn.outvars if v in alive)
+            part = replace(part, results=part.results + more)
+            made, reads = {v for v, _ in part.results}, set(part.reads)
+            known.append(replace(part, dying=frozenset(reads - (alive - made))))
+            alive = (alive - made) | reads
+        else:
+            again = {part.condition, *part.carry}
+            inside = (read_by(part.body) - made_by(part.body)) | again
+            body, _ = _lives(part.body, alive | inside)
+            known.append(replace(part, body=body, dying=frozenset(inside - alive)))
+            alive |= inside
+    return tuple(reversed(known)), alive

@@ -1,0 +1,356 @@
+"""Loops of unknown length around tasks of several submeshes: the host runs them, with the result of the reference mode."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import manymesh as mm
+from generated.laws import counted_compilations
+from manymesh._runtime._observe import Observer
+from stages import WIDTH, assert_same, back, front, microbatched, parameters, reference, rows
+from test_branches import note, runs_as
+
+
+def both(p, h):
+    return back(p["back"], front(p["front"], h))
+
+
+def until(p, x, least=0.5, at_most=20):
+    """Two tasks again and again, until a norm is small or it was often enough."""
+
+    def unfinished(c):
+        h, count = c
+        return (jnp.sum(h**2) > least) & (count < at_most)
+
+    return lax.while_loop(unfinished, lambda c: (both(p, c[0]), c[1] + 1), (x, 0))
+
+
+def same(fun, *args, tolerance=2e-5, **options):
+    """The values of plain JAX, twice, with one compilation; returns the step."""
+    step = mm.jit(fun, **options)
+    expected = reference(jax.jit(fun), *args)
+    for _ in range(2):
+        given = jax.tree.map(jnp.copy, args) if options else args
+        assert_same(step(*given), expected, tolerance)
+    assert "1 program compiled" in repr(step)
+    return step
+
+
+def parts(fun, *args):
+    return list(mm.jit(fun).lower(*args).parts)
+
+
+@pytest.mark.parametrize("least", [0.01, 0.5, 1e9])
+def test_a_loop_at_the_top_of_a_step(least):
+    same(functools.partial(until, least=least), parameters(), rows())
+
+
+def test_its_parts():
+    assert parts(until, parameters(), rows()) == ["part1", "while1", "part2"]
+
+
+def test_a_loop_that_never_runs_changes_nothing():
+    step = mm.jit(lambda p, x: until(p, x, 1e9))
+    h, count = step(parameters(), rows())
+    assert count == 0
+    np.testing.assert_array_equal(h, rows())
+
+
+def test_a_loop_inside_of_calls():
+    @jax.custom_jvp
+    def solved(p, x):
+        return jax.jit(until)(p, x)[0]
+
+    solved.defjvp(lambda primals, tangents: (solved(*primals), tangents[1]))
+    same(lambda p, x: jnp.sin(solved(p, 2 * x)) + 1, parameters(), rows())
+
+
+def test_loops_one_after_the_other():
+    def fun(p, x):
+        h, count = until(p, x, 0.5)
+        g, more = until(p, h + x, 0.3, at_most=5)
+        return jnp.mean(g @ p["back"]), count + more
+
+    same(fun, parameters(), rows())
+    assert parts(fun, parameters(), rows()) == ["part1", "while1", "part2", "while2", "part3"]
+
+
+def test_a_loop_in_a_loop():
+    def fun(p, x):
+        def outer(c):
+            h, total, k = c
+            g, count = until(p, h + 0.1 * k, 0.5, 4)
+            return front(p["front"], g) + h, total + count, k + 1
+
+        return lax.while_loop(lambda c: c[2] < 3, outer, (x, 0, 0))
+
+    same(fun, parameters(), rows())
+    assert parts(fun, parameters(), rows()) == ["part1", "while1/part1", "while1/while1", "while1/part2", "part2"]
+
+
+def test_a_number_of_times_that_is_an_argument():
+    step = same(lambda p, x, n: lax.fori_loop(0, n, lambda i, h: both(p, h + i), x), parameters(), rows(), 3)
+    with mm.ignore_transforms():
+        expected = step(parameters(), rows(), 7)
+    assert_same(step(parameters(), rows(), 7), expected)
+    assert "1 program compiled" in repr(step)
+
+
+def test_carries_that_swap_stay_or_are_literals():
+    def fun(p, x):
+        def body(c):
+            a, b, kept, one, count = c
+            return both(p, b), a + kept, kept, jnp.float32(1), count + 1
+
+        return lax.while_loop(lambda c: c[4] < 3 * c[3], body, (x, 2 * x, x, jnp.float32(1), jnp.float32(0)))
+
+    same(fun, parameters(), rows())
+
+
+def test_one_value_in_many_places():
+    def fun(p, x):
+        def body(c):
+            return both(p, c[0]), c[0], x, c[3] + 1
+
+        a, b, c, _ = lax.while_loop(lambda c: c[3] < 3, body, (x, x, x, 0))
+        return a, b, c, x, a
+
+    same(fun, parameters(), rows())
+
+
+def test_forward_derivatives_and_vmap_around_a_loop():
+    def tangent(p, x):
+        return jax.jvp(lambda v: until(p, v, 0.5)[0], (x,), (jnp.ones_like(x),))
+
+    same(tangent, parameters(), rows())
+    same(
+        lambda p, x: jax.vmap(lambda v: until(p, v, 0.5))(x), parameters(), jnp.stack([rows(), 3 * rows(), 0 * rows()])
+    )
+
+
+def test_keys_whole_numbers_and_weak_types():
+    def fun(p, x, key):
+        def body(c):
+            key, h, count, scale = c
+            key, now = jax.random.split(key)
+            return key, both(p, h + jax.random.normal(now, h.shape)), count + 1, scale * 0.5
+
+        key, h, count, scale = lax.while_loop(
+            lambda c: c[2] < 3, body, (key, x.astype(jnp.bfloat16).astype(x.dtype), 0, 1.0)
+        )
+        return key, h, count, jnp.bfloat16(2) * scale
+
+    same(fun, parameters(), rows(), jax.random.key(0))
+    same(fun, parameters(), rows(), jax.random.PRNGKey(1))
+
+
+def test_constants_that_a_loop_closes_over():
+    table, seed = np.linspace(0, 1, WIDTH, dtype=np.float32), jax.random.key(3)
+
+    def fun(p, x):
+        def body(c):
+            h, i = c
+            return both(p, h + jnp.asarray(table) + jax.random.normal(jax.random.fold_in(seed, i), h.shape)), i + 1
+
+        return lax.while_loop(lambda c: c[1] < 2, body, (x, 0))[0] * table
+
+    same(fun, parameters(), rows())
+
+
+@pytest.mark.parametrize("how", ["debug", "io", "ordered"])
+def test_effects_happen_as_often_as_the_body_runs(how):
+    def fun(p, x):
+        def body(c):
+            h, count = c
+            note("body", h, how)
+            return both(p, h), count + 1
+
+        note("before", x, how)
+        h, count = lax.while_loop(lambda c: c[1] < 3, body, (x, 0))
+        note("after", h, how)
+        return h, count
+
+    said = runs_as(fun, parameters(), rows())
+    assert len(said) == 5
+
+
+def search(params, opt_state, x, optimizer):
+    """Gradient descent whose step is halved until the loss falls enough; the gradient is microbatched."""
+    loss, grads = microbatched()(params, x)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+
+    def moved(scale):
+        return jax.tree.map(lambda p, u: p + scale * u, params, updates)
+
+    def unfinished(c):
+        scale, value = c
+        return (value > loss) & (scale > 1e-3)
+
+    def halved(c):
+        scale = c[0] / 2
+        return scale, microbatched(lambda p, x: jnp.mean(both(p, x) ** 2))(moved(scale), x)
+
+    first = microbatched(lambda p, x: jnp.mean(both(p, x) ** 2))(moved(8.0), x)
+    scale, value = lax.while_loop(unfinished, halved, (jnp.float32(8.0), first))
+    return moved(scale), opt_state, loss, value, scale
+
+
+@pytest.mark.parametrize("donate", [(), (0, 1)])
+def test_a_line_search_with_a_pipeline_in_it(donate):
+    optimizer = optax.adam(3e-1)
+    params = parameters()
+    fun = functools.partial(search, optimizer=optimizer)
+    step = mm.jit(fun, donate_argnums=donate)
+    plain, ours = (params, optimizer.init(params)), (jax.tree.map(jnp.copy, params), optimizer.init(params))
+    for _ in range(3):
+        *plain, loss, value, scale = reference(jax.jit(fun), *plain, rows())
+        given = jax.tree.leaves(ours)
+        *ours, ours_loss, ours_value, ours_scale = step(*ours, rows())
+        assert_same((ours, ours_loss, ours_value, ours_scale), (plain, loss, value, scale), 1e-4)
+        assert all(x.is_deleted() == bool(donate) for x in given)
+    assert "1 program compiled" in repr(step)
+
+
+class Moves(Observer):
+    """Counts the arguments of parts that were not yet where they are wanted."""
+
+    def __init__(self):
+        self.count = 0
+
+    def moves_argument(self, position, value, sharding):
+        self.count += 1
+
+
+@pytest.mark.parametrize("where", ["anywhere", "at home"])
+def test_nothing_but_what_the_loop_carries_moves_in_it(where):
+    step = mm.jit(until)
+    compiled = step.prepare(parameters(), rows())
+    args = (parameters(), rows())
+    if where == "at home":
+        args = jax.device_put(args, compiled.input_shardings[0])
+    moves = Moves()
+    compiled.call_flat(jax.tree.leaves(args), moves)
+    assert moves.count == (
+        1 if where == "anywhere" else 0
+    )  # the rows; weights go to their places before the loop begins
+    with mm.inspect.record() as recording:
+        _, count = step(*args)
+    assert count > 3
+    assert sum(span.label == "front" for span in recording.spans) == count
+    sent = sum(span.nbytes for span in recording.spans if span.source is not None)
+    assert sent == count * 8 * WIDTH * 4  # to the second task; a result that is wanted elsewhere goes there when it is done
+
+
+def test_what_an_iteration_compiles_and_leaves_alive():
+    step = mm.jit(until)
+    args = (parameters(), rows())
+    jax.block_until_ready(step(*args))
+    with counted_compilations() as made:
+        few = jax.block_until_ready(step(*args))
+    assert not made
+    alive = len(jax.live_arrays())
+    del few
+    again = jax.block_until_ready(step(*args))
+    assert len(jax.live_arrays()) == alive
+    del again
+
+
+def test_arguments_that_are_not_donated_stay_and_donated_ones_go():
+    x, p = rows(), parameters()
+    step = mm.jit(until, donate_argnums=1)
+    step(p, x)
+    assert x.is_deleted() and not any(leaf.is_deleted() for leaf in jax.tree.leaves(p))
+    with pytest.raises(RuntimeError, match=r"args\[1\].*deleted"):
+        step(p, x)
+
+
+def test_stacked_layers_in_a_loop():
+    meshes = mm.submeshes(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+    layer = mm.task(lambda w, h: jnp.tanh(h @ w), "layer", mesh=list(meshes))
+
+    def fun(ws, x):
+        def body(c):
+            h, count = c
+            return lax.scan(lambda h, w: (layer(w, h), None), h, ws)[0], count + 1
+
+        return lax.while_loop(lambda c: (jnp.sum(c[0] ** 2) > 0.1) & (c[1] < 5), body, (x, 0))
+
+    ws = jnp.stack([parameters(k)["front"] for k in range(4)])
+    same(fun, ws, rows())
+
+
+def test_shardings_that_were_asked_for():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("x",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+    wide = mm.task(lambda w, h: jnp.tanh(h @ w), "wide", mesh=mesh)
+
+    def fun(p, x):
+        def body(c):
+            return wide(p["back"], front(p["front"], c[0])), c[1] + 1
+
+        h, _ = lax.while_loop(lambda c: c[1] < 3, body, (x, 0))
+        return h, p
+
+    step = mm.jit(fun, in_shardings=({"front": None, "back": split}, None), out_shardings=(split, None))
+    p = parameters()
+    result, _ = step(p, rows())
+    assert result.sharding.is_equivalent_to(split, 2)
+    assert step.prepare(p, rows()).input_shardings[0][0]["back"] == split
+    assert mm.checkpoint.argument_of(step.lower(p, rows()), 0)["back"].sharding == split
+    assert_same(step(p, rows()), reference(jax.jit(fun), p, rows()))
+
+
+def test_what_only_a_part_can_say():
+    lowered = mm.jit(until).lower(parameters(), rows())
+    compiled = lowered.compile()
+    for step in (lowered, compiled):
+        with pytest.raises(mm.errors.ArgumentError, match=r"until.*while_loop.*\.parts\['part1'\]"):
+            step.report()
+        assert not hasattr(step, "program")
+        assert step.parts["while1"].report().tasks
+    assert "while1" in repr(lowered) and "while1" in repr(compiled)
+    assert "// while1" in lowered.as_text() and "// while1" in compiled.as_text()
+
+
+def test_a_nan_in_a_loop_names_the_step():
+    bad = mm.task(lambda w, h: jnp.log(h - 1e9) @ w, "bad", devices=[1])
+    fun = lambda p, x: lax.while_loop(lambda h: jnp.sum(h**2) > 0.5, lambda h: bad(p["back"], front(p["front"], h)), x)  # noqa: E731
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="while1.*bad"):
+        jax.block_until_ready(mm.jit(fun)(parameters(), rows()))
+
+
+def test_planned_devices():
+    devices = mm.planned_devices(2)
+    one, two = (
+        mm.task(lambda w, h: jnp.tanh(h @ w), n, mesh=jax.sharding.Mesh(np.array([d]), ("x",)))
+        for n, d in zip("ab", devices, strict=True)
+    )
+    fun = lambda p, x: lax.while_loop(lambda h: jnp.sum(h**2) > 0.5, lambda h: two(p["back"], one(p["front"], h)), x)  # noqa: E731
+    lowered = mm.jit(fun).lower(parameters(), rows())
+    assert lowered.parts["while1"].report().tasks
+    with pytest.raises(mm.errors.MeshError, match="planned"):
+        lowered.compile()
+
+
+@pytest.mark.parametrize("around", ["scan", "cond", "grad", "microbatch"])
+def test_where_the_host_cannot_run_a_loop(around):
+    def inner(p, x):
+        return until(p, x)[0]
+
+    def fun(p, x):
+        if around == "scan":
+            return lax.scan(lambda h, _: (inner(p, h), None), x, length=2)[0]
+        if around == "cond":
+            return lax.cond(jnp.sum(x) > 0, inner, lambda p, x: x, p, x)
+        if around == "microbatch":
+            return microbatched(inner, reduce="concat")(p, x)
+        return jax.grad(lambda p: jnp.sum(inner(p, x)))(p)
+
+    message = "Reverse-mode" if around == "grad" else "while_loop.*test_host_loops.py.*'back'.*'front'"
+    with pytest.raises(ValueError, match=message):
+        mm.jit(fun)(parameters(), rows())
