@@ -179,6 +179,20 @@ def test_a_value_that_a_task_lets_out():
     assert "return the value from the task" in caught.value.__notes__[0]
 
 
+def test_a_function_with_its_own_derivative_that_closes_over_a_value_of_the_loop():
+    """JAX cannot have that in a jit that is differentiated, and a loop over microbatches is one."""
+    own = jax.custom_vjp(lambda run, x: run(x), nondiff_argnums=(0,))
+    own.defvjp(lambda run, x: (run(x), x), lambda run, x, ct: jax.vjp(run, x)[1](ct))
+
+    def loss(w, x, scale):
+        return jnp.mean(own(lambda h: back(jnp.eye(WIDTH), front(jnp.eye(WIDTH), h)) * scale, x @ w))
+
+    mean = mm.microbatch(loss, argnum=1, num_microbatches=2, reduce="mean")
+    with pytest.raises(jax.errors.UnexpectedTracerError, match="loss") as caught:
+        mm.jit(jax.grad(mean))(jnp.eye(WIDTH), rows(), jnp.ones(WIDTH))
+    assert any("jax.custom_vjp" in note and "as an argument" in note for note in caught.value.__notes__)
+
+
 def test_a_piece_that_does_not_divide_over_devices():
     """The user gave eight rows; a note says how many a microbatch has."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))

@@ -5,7 +5,7 @@ import os
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from manymesh._distributed import _initialize
 from manymesh._runtime._launches import LAUNCHES, Handle, Launches
@@ -96,6 +96,24 @@ def test_a_launch_whose_results_are_used_up_is_finished_with_its_taker():
     machine.run("other", 0)
     assert machine.waited == [LAUNCHES - 1]
     assert machine.launches.unfinished() == ["other"]
+
+
+def test_an_array_of_which_a_later_call_took_all_but_the_first_shard():
+    """JAX says of it that it is there, and fails when it is waited for; an array that holds an error is another matter."""
+    devices, launches = jax.devices()[:2], Launches(True)
+    mesh = Mesh(np.array(devices), ("x",))
+    pieces = [jax.device_put(np.zeros(()), d) for d in devices]
+    shared = jax.make_array_from_single_device_arrays((), NamedSharding(mesh, PartitionSpec()), pieces)
+    shared.addressable_shards[1].data.delete()
+    assert not shared.is_deleted()
+    with pytest.raises(RuntimeError, match="deleted"):
+        shared.block_until_ready()
+    waited = []
+    launches.counted(lambda: shared, "shared", lambda r: r, mesh)()
+    launches.counted(lambda: Result("later", waited), "later", lambda r: r, mesh)()
+    launches.settle()
+    assert waited == ["later"]
+    assert launches.missing() == []
 
 
 def test_results_that_a_later_call_took():

@@ -66,6 +66,12 @@ def flatten(closed: AbstractJaxpr, record: Recording) -> FlatProgram:
     worker.inline(parts.eqns, env, "", None, None)
     worker.check_split()
     consts = {**dict(zip(parts.constvars, parts.consts, strict=True)), **worker.consts}
+    if (leak := _compat.escaped(list(consts.values()))) is not None:
+        leak.add_note(
+            "a function with a derivative of its own (jax.custom_vjp), inside a loop over microbatches or a jit that is "
+            "differentiated, closes over this value; JAX cannot have that: pass it to the function as an argument"
+        )
+        raise leak
     return FlatProgram(
         invars=(*consts, *parts.invars),
         outvars=tuple(_lookup(env, v) for v in parts.outvars),

@@ -63,13 +63,27 @@ class Launch:
 
     def failed(self) -> bool:
         """Whether its results are errors; asked of one that is finished, so that nothing waits."""
-        x = self.last().witness
         try:
-            if x is not None and not x.is_deleted():
-                x.block_until_ready()
+            self.last().wait()
         except Exception:  # whatever it is, the value is not there
             return True
         return False
+
+    def wait(self) -> bool:
+        """Waits until it is finished; False where nobody can tell, because its results were taken."""
+        x = self.witness
+        if x is None:
+            return True
+        if x.is_deleted():
+            return False
+        try:
+            x.block_until_ready()
+        except RuntimeError:
+            # JAX says of an array what holds of its first shard, whose buffer a copy on one device may have kept.
+            if any(shard.data.is_deleted() for shard in x.addressable_shards):
+                return False
+            raise
+        return True
 
 
 class Handle:
@@ -163,16 +177,10 @@ class Launches:
     def _wait(self, launches: Iterable[Launch]) -> None:
         for x in launches:
             last = x.last()
-            if last.witness is not None and last.witness.is_deleted():
-                # A later call took its results: what was launched last knows.
-                last = next((y for y in reversed(self._window) if not _is_gone(y)), last)
-            if not _is_gone(last):
-                last.witness.block_until_ready()
+            if not last.wait():
+                # A later call took its results: what was launched last, and still has some, knows.
+                last = next((y for y in reversed(self._window) if y.witness is not None and y.wait()), last)
             last.witness = x.witness = None
-
-
-def _is_gone(x: Launch) -> bool:
-    return x.witness is None or bool(x.witness.is_deleted())
 
 
 class CountedRelayouts(Relayouts):
