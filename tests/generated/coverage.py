@@ -39,6 +39,8 @@ def constructs(program: Program) -> set[str]:
         found.add(f"key: {program.key}{', raw' if program.raw_key else ''}, {program.key_from}")
     if program.in_shardings:
         found.add("layout: in_shardings")
+    if program.again:
+        found.add("mode: again and again, in lax.while_loop")
     if program.arrives:
         found.add("layout: a batch that arrives sharded")
     found.add(f"framework: {program.framework or 'none'}")

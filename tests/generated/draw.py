@@ -196,6 +196,7 @@ def of_functions(draw, small: bool) -> Program:
         weak=draw(st.booleans()),
         in_shardings=draw(st.sampled_from([False, False, False, True])),
         arrives=draw(st.sampled_from([False, False, False, True])),
+        again=draw(st.sampled_from([False] * 7 + [True])),
         order=draw(st.integers(0, 9)),
     )
 

@@ -170,7 +170,8 @@ def _run(program: Program, schedule: str | None, again: bool) -> _Run:
     rest = (program.given_batch(), *_arguments(program)[1:])
     NOTES.clear()
     compiled = step.prepare(state, *rest, program, schedule)
-    _layout_before(compiled)
+    for part in getattr(compiled, "parts", {"": compiled}).values():
+        _layout_before(part)
     for number in range(2):
         given = state
         if step.prepare(state, *rest, program, schedule) is not compiled:

@@ -86,6 +86,7 @@ class Program:
         loop; ``nested_around``: a loop over gradients of a loop; ``gathered``: the gradient of a loss of all the rows that
         a loop gives.
       arrives: whether the batch comes sharded along ``data``, on the submesh of the first layer; in one process.
+      again: whether the step is taken as often as the data says, in a loop of unknown length.
       order: which order a custom schedule writes down, as the seed of a random one; 0 is GPipe.
     """
 
@@ -107,6 +108,7 @@ class Program:
     weak: bool = False
     in_shardings: bool = False
     arrives: bool = False
+    again: bool = False
     order: int = 0
     framework: str | None = None
 
@@ -364,7 +366,20 @@ class Program:
         )
 
     def step(self, state: Any, batch: Any, key: Any, scale: Any, schedule: str | None) -> Any:
-        """The training step: gradients of the loss over microbatches, and an update."""
+        """The training step, or several."""
+        state, metrics = self.once(state, batch, key, scale, schedule)
+        if not self.again:
+            return state, metrics
+        turns = batch["ids"][0] % 3  # by the first batch 0, 1 or 2 more
+        _, state, metrics = jax.lax.while_loop(
+            lambda c: c[0] < turns,
+            lambda c: (c[0] + 1, *self.once(c[1], batch, key, scale, schedule)),
+            (0, state, metrics),
+        )
+        return state, metrics
+
+    def once(self, state: Any, batch: Any, key: Any, scale: Any, schedule: str | None) -> Any:
+        """Gradients of the loss over microbatches, and an update."""
         params = state.params if self.state != "dict" else state["params"]
         if self.mode == "forward":
             reduce = "sum" if not self.aux else ("sum", "last")

@@ -15,6 +15,7 @@ from .. import _compat
 from .._compat import Var
 from .._compiled import Compiled
 from .._errors import ArgumentError, MeshError
+from .._layout._groups import Groups
 from .._mark import Recording
 from .._runtime._observe import Observer
 from .._types import PyTree
@@ -25,9 +26,12 @@ from ._parts import HostLoop, Part, Parts, Straight, carried_by, made_by
 from ._shardings import check_submeshes
 from ._step import Step
 
+Pairs = list[tuple[int, int]]
 # A step, the arguments of a call of it, what its marks mean, its jaxpr, the shapes and the structure of its results, it as
-# a function of its leaves, and where results were put -> the step lowered.
-LowerOne = Callable[[Step, Arguments, Recording, Any, Any, Any, Callable[..., Any], dict[int, NamedSharding]], Lowered]
+# a function of its leaves, where results were put, and which result is the next value of which argument -> the step lowered.
+LowerOne = Callable[
+    [Step, Arguments, Recording, Any, Any, Any, Callable[..., Any], dict[int, NamedSharding], Pairs], Lowered
+]
 
 
 @dataclass(eq=False)
@@ -77,6 +81,7 @@ class Whole:
     out_tree: Any
     moved: dict[int, NamedSharding]
     asked: dict[int, NamedSharding]
+    states: Pairs
 
     @functools.cached_property
     def invars(self) -> list[Var]:
@@ -89,7 +94,7 @@ def lower_parts(whole: Whole, parts: Parts, lower_one: LowerOne) -> LoweredParts
     worker = _Lowering(whole, parts, lower_one)
     items = worker.all(parts.parts, "", last=True)
     whole.step.report(whole.record, whole.jaxpr)
-    return LoweredParts(whole, items, parts.consts)
+    return LoweredParts(whole, items, parts.consts, worker.homes)
 
 
 class _Lowering:
@@ -100,6 +105,7 @@ class _Lowering:
         given_away = donated_leaves(whole.given, whole.step.donate_argnums, whole.step.donate_argnames)
         self.owned = {self.invars[i] for i in given_away} | made_by(parts.parts)
         self.carried = carried_by(parts.parts)
+        self.over_time = _over_time(whole, parts.parts)
         self.labels: dict[Var, str] = {}
         self.made: dict[Var, Sharding] = {}  # where parts that are lowered already leave what they make
         self.homes: dict[Var, NamedSharding] = {}  # where the first part that reads a value wants it
@@ -122,46 +128,73 @@ class _Lowering:
 
     def straight(self, part: Straight, name: str, last: bool) -> _Program:
         """Lowers a part that is one program."""
-        given, wanted_in = self._arguments(part)
+        given = self._arguments(part)
         whole, operands = self.whole, jax.tree.leaves((given.dyn_args, given.dyn_kwargs))
         if last:
             names = [v for v, _ in part.results]
-            shapes, out_tree, moved = whole.shapes, whole.out_tree, whole.moved
+            shapes, out_tree = whole.shapes, whole.out_tree
         else:
             names, out_tree = jax.tree.flatten({self._label(v): v for v, _ in part.results})
-            shapes, moved = [_compat.abstract(v.aval) for v in names], {}
+            shapes = [_compat.abstract(v.aval) for v in names]
         held = dict(part.results)
         jaxpr = _compat.new_jaxpr(operands, [held[v] for v in names], part.eqns)
         record = _record_of(whole.record, marks_in(jaxpr))
+        asked = {v: whole.asked.get(i) or self._home(v, record) for v, i in self.position.items()}
+        wanted_in, _ = jax.tree.unflatten(given.treedef, [asked.get(v) for v in operands])
+        pairs = self._pairs(operands, names)
+        moved = {}
+        if last:  # the next state is wanted where the step takes it
+            homes = {o: self._home(self.invars[i], record) for i, o in whole.states}
+            moved = {**{o: home for o, home in homes.items() if home is not None}, **whole.moved}
         settings = {f.name: getattr(whole.step, f.name) for f in fields(Step)}
         settings |= {"static_argnums": (), "static_argnames": (), "donate_argnums": (), "donate_argnames": ()}
         settings |= {"name": f"{whole.step.name}/{name}", "in_shardings": wanted_in}
         plain = functools.partial(jax.core.eval_jaxpr, jaxpr, [])
 
+        first_read = [v not in self.homes for v in operands]
+
         def lowered(out_shardings: Any) -> Lowered:
             step = _PartStep(**{**settings, "out_shardings": out_shardings}, whole=whole.record)
-            made = self.lower_one(step, given, record, _compat.close(jaxpr), shapes, out_tree, plain, moved)
-            for v, x in zip(operands, jax.tree.leaves(made.arguments), strict=True):
-                if x.sharding.mesh in made.program.submeshes:  # not that of a stacked value, which is on several
-                    self.homes.setdefault(v, x.sharding)
+            closed = _compat.close(jaxpr)
+            made = self.lower_one(step, given, record, closed, shapes, out_tree, plain, moved, pairs)
+            described = zip(operands, jax.tree.leaves(made.arguments), strict=True)
+            self.homes.update({v: x.sharding for (v, x), first in zip(described, first_read, strict=True) if first})
             self.made.update(zip(names, (x.sharding for x in jax.tree.leaves(made.out_info)), strict=True))
             return made
 
+        followed = {o for _, o in pairs}  # what an operand becomes lies like it, where it is on its submesh
+
         def wanted() -> Any:
-            return jax.tree.unflatten(out_tree, [self._home(v, record) for v in names])
+            homes = (
+                None if o in followed and not self._is_apart(v) else self._home(v, record) for o, v in enumerate(names)
+            )
+            return jax.tree.unflatten(out_tree, list(homes))
 
         found = lowered(whole.step.out_shardings if last else wanted())
-        if not last and any(self._is_away(v) for v in names):  # the next iteration wants it elsewhere, as is known now
+        if not last and any(map(self._is_apart, names)):  # the next iteration wants it elsewhere, as is known now
             found = lowered(wanted())
         return _Program(name, part, tuple(operands), tuple(names), found)
 
-    def _is_away(self, v: Var) -> bool:
-        """Whether a value is made in another place than where the first part that reads it wants it."""
-        home = self.homes.get(v)
-        return home is not None and not home.is_equivalent_to(self.made[v], len(_compat.shape(v)))
+    def _is_apart(self, v: Var) -> bool:
+        """Whether a value is known to be made on other devices than those where the first part that reads it wants it."""
+        home, made = self.homes.get(v), self.made.get(v)
+        return home is not None and made is not None and home.device_set != made.device_set
 
-    def _arguments(self, part: Straight) -> tuple[Arguments, Any]:
-        """What a part takes, in the structure of the step's arguments and a dict more; and the shardings asked for it.
+    def _pairs(self, operands: Sequence[Var], names: Sequence[Var]) -> Pairs:
+        """(operand, result) of a part that are one thing over time: a state and its next value, what a loop carries."""
+        found = {i: names.index(v) for i, v in enumerate(operands) if v in names}
+        left: dict[Any, list[int]] = {}
+        for o, v in enumerate(names):
+            if o not in found.values():
+                left.setdefault((self.over_time.find(v), _compat.abstract(v.aval)), []).append(o)
+        for i, v in enumerate(operands):
+            results = left.get((self.over_time.find(v), _compat.abstract(v.aval)))
+            if results and i not in found:
+                found[i] = results.pop(0)
+        return list(found.items())
+
+    def _arguments(self, part: Straight) -> Arguments:
+        """What a part takes, in the structure of the step's arguments and a dict more.
 
         Variables stand for leaves in ``dyn_args`` and ``dyn_kwargs``.
         """
@@ -171,9 +204,7 @@ class _Lowering:
         operands, treedef = jax.tree.flatten(((*args, more), kwargs))
         dying = frozenset(k for k, v in enumerate(operands) if v in part.dying and v in self.owned)
         args, kwargs = jax.tree.unflatten(treedef, operands)
-        asked = [self.whole.asked.get(self.position.get(v, -1)) for v in operands]
-        in_shardings, _ = jax.tree.unflatten(treedef, asked)
-        return Arguments([self._leaf(v) for v in operands], treedef, (), args, kwargs, dying), in_shardings
+        return Arguments([self._leaf(v) for v in operands], treedef, (), args, kwargs, dying)
 
     def _leaf(self, v: Var) -> Any:
         if v in self.position:
@@ -196,6 +227,27 @@ class _Lowering:
     def _label(self, v: Var) -> str:
         kind = "carried" if v in self.carried else "made"
         return self.labels.setdefault(v, f"{kind}{len(self.labels):05}")
+
+
+def _over_time(whole: Whole, parts: Sequence[Part]) -> Groups[Var]:
+    """Which values are one thing over time."""
+    groups: Groups[Var] = Groups()
+
+    def handed_on(parts: Sequence[Part]) -> None:
+        for part in parts:
+            if isinstance(part, HostLoop):
+                handed_on(part.body)
+                continue
+            for v, atom in part.results:
+                if _compat.is_var(atom):
+                    groups.join(v, atom)
+
+    handed_on(parts)
+    last = parts[-1]
+    assert isinstance(last, Straight), "the last part makes the results"
+    for i, o in whole.states:
+        groups.join(whole.invars[i], last.results[o][0])
+    return groups
 
 
 def _record_of(record: Recording, marks: set[str]) -> Recording:
@@ -231,8 +283,11 @@ class LoweredParts(_InParts, Lowered):
 
     follows_arguments = False
 
-    def __init__(self, whole: Whole, items: tuple[_Item, ...], consts: dict[Var, object]) -> None:
+    def __init__(
+        self, whole: Whole, items: tuple[_Item, ...], consts: dict[Var, object], homes: Mapping[Var, Sharding]
+    ) -> None:
         self._title, self._whole, self._items, self._consts = whole.step.name, whole, items, consts
+        self._homes = homes
         self._in_tree, self._out_tree = whole.given.treedef, whole.out_tree
         self.findings = tuple(whole.record.findings)
         programs = _programs(items)
@@ -246,11 +301,11 @@ class LoweredParts(_InParts, Lowered):
     @functools.cached_property
     def arguments(self) -> PyTree:
         """Shape, dtype and sharding of each argument at its home, in the structure ``(args, kwargs)``."""
-        found: dict[Var, Any] = {}
-        for program in _programs(self._items):
-            for v, x in zip(program.operands, jax.tree.leaves(program.lowered.arguments), strict=True):
-                found.setdefault(v, x)
-        leaves = [found[v] if v in found else _compat.abstract(v.aval) for v in self._whole.invars]
+        leaves = []
+        for v in self._whole.invars:
+            aval = _compat.abstract(v.aval)
+            home = self._homes.get(v)
+            leaves.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=home, weak_type=aval.weak_type))
         return jax.tree.unflatten(self._in_tree, leaves)
 
     def as_text(self) -> str:

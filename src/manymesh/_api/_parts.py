@@ -91,6 +91,10 @@ def split(closed: AbstractJaxpr, across: Callable[[Eqn], bool]) -> Parts | None:
     if not worker.parts:
         return None
     worker.close([(_compat.new_var(v.aval), _lookup(env, v)) for v in parts.outvars])
+    last, read = worker.parts[-1], read_by(worker.parts)
+    assert isinstance(last, Straight), "no loop makes the results"
+    unread = tuple(v for v in parts.invars if v not in read)  # somebody has to say where they are
+    worker.parts[-1] = replace(last, reads=last.reads + unread)
     return Parts(_lives(worker.parts, set())[0], worker.consts)
 
 

@@ -52,6 +52,7 @@ class Traced(Shown):
     _out_tree: Any
     _plain: Callable[..., Any]
     _moved: dict[int, Any]
+    _pairs: list[tuple[int, int]] | None = None
 
     @property
     def out_info(self) -> Any:
@@ -88,7 +89,7 @@ class Traced(Shown):
         given_away = (
             frozenset() if _compat.checks_floats() else donated_leaves(given, step.donate_argnums, step.donate_argnames)
         )
-        pairs = self._states(given_away)
+        pairs = self._states(given_away) if self._pairs is None else self._pairs
         pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
         put = {i: s for i, x in enumerate(given.leaves) if (s := committed(x)) is not None}
         try:
@@ -105,7 +106,7 @@ class Traced(Shown):
             if parts is None:
                 raise
             whole = Whole(
-                step, given, self._record, self.jaxpr, self._shapes, self._out_tree, self._moved, wanted_in
+                step, given, self._record, self.jaxpr, self._shapes, self._out_tree, self._moved, wanted_in, pairs,
             )  # fmt: skip
             return lower_parts(whole, parts, lambda *of_part: Traced(*of_part).lower())
         note_pipeline(self._record, program, self.jaxpr)
