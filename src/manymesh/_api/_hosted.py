@@ -19,7 +19,7 @@ from .._layout._groups import Groups
 from .._mark import Recording
 from .._runtime._observe import Observer
 from .._types import PyTree
-from ._arguments import Arguments, donated_leaves
+from ._arguments import Arguments
 from ._findings import marks_in
 from ._lowered import Lowered
 from ._parts import HostLoop, Part, Parts, Straight, carried_by, made_by
@@ -82,6 +82,7 @@ class Whole:
     moved: dict[int, NamedSharding]
     asked: dict[int, NamedSharding]
     states: Pairs
+    donated: frozenset[int]
 
     @functools.cached_property
     def invars(self) -> list[Var]:
@@ -102,8 +103,7 @@ class _Lowering:
         self.whole, self.parts, self.lower_one = whole, parts, lower_one
         self.invars = whole.invars
         self.position = {v: i for i, v in enumerate(self.invars)}
-        given_away = donated_leaves(whole.given, whole.step.donate_argnums, whole.step.donate_argnames)
-        self.owned = {self.invars[i] for i in given_away} | made_by(parts.parts)
+        self.owned = {self.invars[i] for i in whole.donated} | made_by(parts.parts)
         self.carried = carried_by(parts.parts)
         self.over_time = _over_time(whole, parts.parts)
         self.labels: dict[Var, str] = {}
@@ -263,10 +263,10 @@ class _InParts:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        step, parts = self.__dict__.get("_title"), self.__dict__.get("parts", ())
+        step, parts, loops = (self.__dict__.get(k, "") for k in ("_title", "parts", "_loops"))
         raise PartsError(
-            f"mm.jit({step}) has a lax.while_loop over several submeshes, which the host runs, so that it is not one program "
-            f"but several: ask one of its parts ({', '.join(map(repr, parts))}), as in .parts[{next(iter(parts), '')!r}].report()"
+            f"mm.jit({step}) has a lax.while_loop over several submeshes ({loops}), which the host runs, so that it is not one "
+            f"program but several: ask one of its parts ({', '.join(map(repr, parts))}), as in .parts['while1'].report()"
         )
 
 
@@ -287,7 +287,7 @@ class LoweredParts(_InParts, Lowered):
         self, whole: Whole, items: tuple[_Item, ...], consts: dict[Var, object], homes: Mapping[Var, Sharding]
     ) -> None:
         self._title, self._whole, self._items, self._consts = whole.step.name, whole, items, consts
-        self._homes = homes
+        self._homes, self._loops = homes, ", ".join(dict.fromkeys(_lines(items)))
         self._in_tree, self._out_tree = whole.given.treedef, whole.out_tree
         self.findings = tuple(whole.record.findings)
         programs = _programs(items)
@@ -333,10 +333,10 @@ class CompiledParts(_InParts, Compiled):
         whole = lowered._whole
         self._title = self.name = whole.step.name
         self._items, self._invars, self.parts = lowered._items, whole.invars, parts
+        self._loops = lowered._loops
         self._in_tree, self._out_tree = lowered._in_tree, lowered._out_tree
         self._avals = [v.aval for v in whole.invars]
-        self._dies = tuple(sorted(donated_leaves(whole.given, whole.step.donate_argnums, whole.step.donate_argnames)))
-        self._donated = self._dies
+        self._dies = self._donated = tuple(sorted(whole.donated))
         self.input_shardings = jax.tree.map(lambda x: x.sharding, lowered.arguments)
         self.output_shardings = list(parts.values())[-1].output_shardings
         self._consts = self._placed(self._items, dict(lowered._consts), frozenset())
@@ -387,6 +387,12 @@ class CompiledParts(_InParts, Compiled):
     def as_text(self) -> str:
         """The optimized program of every fragment that this process runs, part by part."""
         return "\n\n".join(f"// {name}\n{part.as_text()}" for name, part in self.parts.items())
+
+
+def _lines(items: Sequence[_Item]) -> list[str]:
+    """Where the user wrote the loops."""
+    loops = [item for item in items if isinstance(item, _Loop)]
+    return [line for loop in loops for line in (loop.part.line, *_lines(loop.body))]
 
 
 def _programs(items: Sequence[_Item]) -> list[_Program]:

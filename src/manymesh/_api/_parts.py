@@ -1,7 +1,8 @@
 """A step around loops of unknown length whose tasks are on several submeshes, in parts that are programs of their own.
 
 Which submesh runs when is then for the host to say: it calls the program of the loop's body until the condition, which is
-the body's last result, is false. What is before, between and after such loops are programs too.
+the body's last result, is false. What is before, between and after such loops are programs too. A scan around such a loop is
+one as well, which counts.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def split(closed: AbstractJaxpr, across: Callable[[Eqn], bool]) -> Parts | None:
       across: whether a ``while`` equation is such a loop.
 
     Returns:
-      The parts; None where all such loops are inside of something that cannot be opened, as a scan or a branch.
+      The parts; None where all such loops are inside of something that cannot be opened, as a branch.
     """
     parts = _compat.open_jaxpr(closed)
     worker = _Splitter(across, dict(zip(parts.constvars, parts.consts, strict=True)))
@@ -110,10 +111,11 @@ class _Splitter:
             eqn = _compat.within(inner, outer)
             if not self._holds(eqn):
                 self.eqns.append(substitute(eqn, env))
-            elif eqn.primitive.name == "while":
-                self._loop(eqn, env)
-            else:
-                env.update(zip(eqn.outvars, self._opened(call_body(eqn), eqn.invars, env, eqn), strict=True))
+                continue
+            operands = [_lookup(env, v) for v in eqn.invars]
+            loop = {"while": self._while, "scan": self._scan}.get(eqn.primitive.name)
+            made = self._opened(call_body(eqn), operands, {}, eqn) if loop is None else loop(eqn, operands)
+            env.update(zip(eqn.outvars, made, strict=True))
 
     def close(self, results: Iterable[tuple[Var, Atom]]) -> None:
         """Ends the part under way."""
@@ -125,10 +127,10 @@ class _Splitter:
         self.eqns = []
 
     def _holds(self, eqn: Eqn) -> bool:
-        """Whether an equation is such a loop, or a call that holds one."""
+        """Whether an equation is such a loop, or a call or a scan that holds one."""
         if eqn.primitive.name == "while":
             return self.across(eqn)
-        body = call_body(eqn)
+        body = _compat.scan_parts(eqn).jaxpr if eqn.primitive.name == "scan" else call_body(eqn)
         if body is None or MARK in str(eqn.params.get("name")):
             return False
         return any(self._holds(_compat.within(e, eqn)) for e in _compat.open_jaxpr(body).eqns)
@@ -150,28 +152,78 @@ class _Splitter:
         self.eqns += eqns
         return results
 
-    def _loop(self, eqn: Eqn, env: Env) -> None:
+    def _while(self, eqn: Eqn, operands: Sequence[Atom]) -> list[Var]:
         loop = _compat.while_parts(eqn)
-        operands = [_lookup(env, v) for v in eqn.invars]
         of_cond, of_body = operands[: loop.cond_consts], operands[loop.cond_consts :][: loop.body_consts]
+
+        def unfinished(at: _Splitter, carry: Sequence[Atom]) -> Atom:
+            return at._opened(loop.cond, [*of_cond, *carry], {}, eqn)[0]
+
+        def following(at: _Splitter, carry: Sequence[Atom]) -> list[Atom]:
+            after = at._opened(loop.body, [*of_body, *carry], {}, eqn)
+            if not _compat.shape(_compat.open_jaxpr(loop.cond).outvars[0]):
+                return after
+            each = unfinished(at, carry)  # under vmap: each example goes on for itself
+            return [at._traced(_chosen, [each, *pair])[0] for pair in zip(after, carry, strict=True)]
+
         first = operands[loop.cond_consts + loop.body_consts :]
-        carry = [_compat.new_var(v.aval) for v in _compat.open_jaxpr(loop.body).outvars]
-        (condition,) = self._opened(loop.cond, [*of_cond, *first], {}, eqn)
-        (go_on,) = self._traced(jnp.any, [condition])
+        return self._loop(eqn, first, [v.aval for v in _compat.open_jaxpr(loop.body).outvars], unfinished, following)
+
+    def _scan(self, eqn: Eqn, operands: Sequence[Atom]) -> list[Var]:
+        scan = _compat.scan_parts(eqn)
+        n = scan.num_consts + scan.num_carry
+        consts, first, stacked = operands[: scan.num_consts], operands[scan.num_consts : n], operands[n:]
+        avals = [v.aval for v in _compat.open_jaxpr(scan.jaxpr).outvars]
+        stacks = [_compat.stacked(aval, scan.length) for aval in avals[scan.num_carry :]]
+
+        def place(i: jax.Array) -> jax.Array:
+            return scan.length - 1 - i if scan.reverse else i
+
+        def unfinished(at: _Splitter, carry: Sequence[Atom]) -> Atom:
+            return at._traced(lambda i: i < scan.length, carry[:1])[0]
+
+        def following(at: _Splitter, carry: Sequence[Atom]) -> list[Atom]:
+            i, rest, collected = carry[0], carry[1 : 1 + scan.num_carry], carry[1 + scan.num_carry :]
+            pieces = at._traced(
+                lambda i, *xs: [lax.dynamic_index_in_dim(x, place(i), 0, keepdims=False) for x in xs], [i, *stacked]
+            )
+            after = at._opened(scan.jaxpr, [*consts, *rest, *pieces], {}, eqn)
+            (more,) = at._traced(lambda i: i + 1, [i])
+            together = [
+                at._traced(lambda i, ys, y: lax.dynamic_update_index_in_dim(ys, y, place(i), 0), [i, ys, y])[0]
+                for ys, y in zip(collected, after[scan.num_carry :], strict=True)
+            ]
+            return [more, *after[: scan.num_carry], *together]
+
+        def begin() -> list[jax.Array]:
+            return [jnp.int32(0), *(lax.empty(x.shape, x.dtype) for x in stacks)]
+
+        zero, *empty = self._traced(begin, [])
+        avals = [zero.aval, *avals[: scan.num_carry], *stacks]
+        return self._loop(eqn, [zero, *first, *empty], avals, unfinished, following)[1:]
+
+    def _loop(
+        self, eqn: Eqn, first: Sequence[Atom], avals: Sequence[_compat.AbstractValue], unfinished: _Condition, following: _Body
+    ) -> list[Var]:  # fmt: skip
+        """Adds a loop that the host runs; what holds what it carries, when it has ended."""
+        carry = [_compat.new_var(aval) for aval in avals]
+        go_on = self._any(unfinished(self, first))
         again = _compat.new_var(go_on.aval)
         self.close([*zip(carry, first, strict=True), (again, go_on)])
-
         body = _Splitter(self.across, self.consts)
-        after = body._opened(loop.body, [*of_body, *carry], {}, eqn)
-        if _compat.shape(condition):  # under vmap: each example goes on for itself
-            (unfinished,) = body._opened(loop.cond, [*of_cond, *carry], {}, eqn)
-            after = [body._traced(_chosen, [unfinished, *pair])[0] for pair in zip(after, carry, strict=True)]
-        (condition,) = body._opened(loop.cond, [*of_cond, *after], {}, eqn)
-        (go_on,) = body._traced(jnp.any, [condition])
+        after = following(body, carry)
+        go_on = body._any(unfinished(body, after))
         changed = [(v, made) for v, made in zip(carry, after, strict=True) if made is not v]
         body.close([*changed, (again, go_on)])
         self.parts.append(HostLoop(again, tuple(carry), tuple(body.parts), _compat.source_line(eqn)))
-        env.update(zip(eqn.outvars, carry, strict=True))
+        return carry
+
+    def _any(self, condition: Atom) -> Atom:
+        return self._traced(jnp.any, [condition])[0] if _compat.shape(condition) else condition
+
+
+_Condition = Callable[[_Splitter, Sequence[Atom]], Atom]
+_Body = Callable[[_Splitter, Sequence[Atom]], list[Atom]]
 
 
 def _chosen(unfinished: jax.Array, after: jax.Array, before: jax.Array) -> jax.Array:

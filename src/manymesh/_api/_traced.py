@@ -92,6 +92,7 @@ class Traced(Shown):
         pairs = self._states(given_away) if self._pairs is None else self._pairs
         pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
         put = {i: s for i, x in enumerate(given.leaves) if (s := committed(x)) is not None}
+        parts = None
         try:
             with collector_paused():
                 program = build(
@@ -105,8 +106,9 @@ class Traced(Shown):
             parts = split(self.jaxpr, runs_across(self._record))
             if parts is None:
                 raise
+        if parts is not None:
             whole = Whole(
-                step, given, self._record, self.jaxpr, self._shapes, self._out_tree, self._moved, wanted_in, pairs,
+                step, given, self._record, self.jaxpr, self._shapes, self._out_tree, self._moved, wanted_in, pairs, given_away,
             )  # fmt: skip
             return lower_parts(whole, parts, lambda *of_part: Traced(*of_part).lower())
         note_pipeline(self._record, program, self.jaxpr)
