@@ -19,7 +19,7 @@ from generated.laws import cheap_options
 pytest.importorskip("transformers", reason="needs the extra `realworld`: make realworld")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it imports what is deprecated in NumPy and Flax
-    from realworld.transformers_models import CASES
+    from realworld.transformers_models import CASES, LENGTH
 
 # The models call what Flax and JAX call deprecated; that is their business.
 pytestmark = [
@@ -105,3 +105,35 @@ def test_two_steps_are_those_of_plain_jax(name, dropout):
         )
     used = {d for x in jax.tree.leaves(actual[0]) for d in x.sharding.device_set}
     assert used >= {jax.devices()[d] for _, d in case.scopes}, "parameters lie on every stage"
+
+
+WAYS = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "top_k": 5, "temperature": 0.8},
+    "beams": {"do_sample": False, "num_beams": 3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_generated_tokens_are_those_of_plain_jax(name, way):
+    """The library's own `generate`, a while_loop with caches, over two submeshes: the host runs the loop."""
+    case = CASES[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = case.model()
+    prompt = case.batch()["input_ids"][:, :4]
+
+    def generate(params, prompt, key):
+        options = {"max_length": LENGTH, "eos_token_id": 5, "pad_token_id": 0, **WAYS[way]}
+        return model.generate(prompt, params=params, prng_key=key, **options).sequences
+
+    for pattern, device in case.scopes:
+        mm.register_task(pattern, devices=[device])
+    key = jax.random.PRNGKey(2)
+    step = mm.jit(generate)
+    assert "while1" in step.lower(model.params, prompt, key).parts
+    found = step(model.params, prompt, key)
+    with mm.ignore_transforms():
+        expected = jax.jit(generate)(model.params, prompt, key)
+    np.testing.assert_array_equal(found, expected)
