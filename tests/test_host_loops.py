@@ -372,3 +372,50 @@ def test_where_the_host_cannot_run_a_loop(around):
     message = "Reverse-mode" if around == "grad" else "while_loop.*test_host_loops.py.*'back'.*'front'"
     with pytest.raises(ValueError, match=message):
         mm.jit(fun)(parameters(), rows())
+
+
+@pytest.mark.parametrize("micro", [False, True])
+def test_an_optimizer_with_a_line_search(micro):
+    """L-BFGS: its zoom is a while_loop with gradients of the model in it."""
+    optimizer = optax.lbfgs()
+
+    def fun(params, state, x):
+        def value(p):
+            mean = lambda p, x: jnp.mean((both(p, x) - 0.5) ** 2)  # noqa: E731
+            return microbatched(mean)(p, x) if micro else mean(p, x)
+
+        loss, grads = optax.value_and_grad_from_state(value)(params, state=state)
+        updates, state = optimizer.update(grads, state, params, value=loss, grad=grads, value_fn=value)
+        return optax.apply_updates(params, updates), state, loss
+
+    plain = ours = (parameters(), optimizer.init(parameters()))
+    step, reference_step = mm.jit(fun), jax.jit(fun)
+    for _ in range(3):
+        *plain, expected = reference(reference_step, *plain, rows())
+        *ours, loss = step(*ours, rows())
+        np.testing.assert_allclose(loss, expected, rtol=1e-4)
+    assert loss < 0.9 * float(reference(jax.jit(fun), parameters(), optimizer.init(parameters()), rows())[2])
+
+
+def test_modules_of_nnx_in_a_loop():
+    from flax import nnx
+
+    class Model(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.front = mm.nnx.task(nnx.Linear, "front", devices=[0])(WIDTH, WIDTH, rngs=rngs)
+            self.back = mm.nnx.task(nnx.Linear, "back", devices=[1])(WIDTH, WIDTH, rngs=rngs)
+            self.calls = nnx.Variable(jnp.int32(0))
+
+    def run(model, x):
+        def body(c):
+            model, h, count = c
+            model.calls.set_value(model.calls.get_value() + 1)
+            return model, jnp.tanh(model.back(model.front(h))), count + 1
+
+        return nnx.while_loop(lambda c: c[2] < 3, body, (model, x, 0))[1:]
+
+    step, model, plain = mm.nnx.jit(run), Model(), Model()
+    for _ in range(2):
+        assert_same(step(model, rows()), reference(step, plain, rows()))
+    assert int(model.calls.get_value()) == int(plain.calls.get_value()) == 6
