@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, Sharding
 from .. import _compat
 from .._compat import Var
 from .._compiled import Compiled
-from .._errors import ArgumentError, MeshError
+from .._errors import MeshError
 from .._layout._groups import Groups
 from .._mark import Recording
 from .._runtime._observe import Observer
@@ -263,15 +263,11 @@ class _InParts:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        step, parts, loops = (self.__dict__.get(k, "") for k in ("_title", "parts", "_loops"))
-        raise PartsError(
-            f"mm.jit({step}) has a lax.while_loop over several submeshes ({loops}), which the host runs, so that it is not one "
+        step, parts, lines = (self.__dict__.get(k, "") for k in ("_title", "parts", "_lines"))
+        raise AttributeError(
+            f"mm.jit({step}) has a lax.while_loop over several submeshes ({lines}), which the host runs, so that it is not one "
             f"program but several: ask one of its parts ({', '.join(map(repr, parts))}), as in .parts['while1'].report()"
         )
-
-
-class PartsError(ArgumentError, AttributeError):
-    """A step that the host runs in parts was asked for something that only a part has."""
 
 
 class LoweredParts(_InParts, Lowered):
@@ -287,7 +283,7 @@ class LoweredParts(_InParts, Lowered):
         self, whole: Whole, items: tuple[_Item, ...], consts: dict[Var, object], homes: Mapping[Var, Sharding]
     ) -> None:
         self._title, self._whole, self._items, self._consts = whole.step.name, whole, items, consts
-        self._homes, self._loops = homes, ", ".join(dict.fromkeys(_lines(items)))
+        self._homes, self._lines = homes, ", ".join(dict.fromkeys(loop.part.line for loop in _loops(items)))
         self._in_tree, self._out_tree = whole.given.treedef, whole.out_tree
         self.findings = tuple(whole.record.findings)
         programs = _programs(items)
@@ -333,13 +329,17 @@ class CompiledParts(_InParts, Compiled):
         whole = lowered._whole
         self._title = self.name = whole.step.name
         self._items, self._invars, self.parts = lowered._items, whole.invars, parts
-        self._loops = lowered._loops
+        self._lines = lowered._lines
         self._in_tree, self._out_tree = lowered._in_tree, lowered._out_tree
         self._avals = [v.aval for v in whole.invars]
         self._dies = self._donated = tuple(sorted(whole.donated))
         self.input_shardings = jax.tree.map(lambda x: x.sharding, lowered.arguments)
         self.output_shardings = list(parts.values())[-1].output_shardings
-        self._consts = self._placed(self._items, dict(lowered._consts), frozenset())
+        self._read_in = {id(loop): self._reads(loop.body, made_by(loop.part.body)) for loop in _loops(self._items)}
+        consts = lowered._consts
+        self._consts = {
+            v: compiled.bring(consts[v], home) for v, compiled, home in self._reads(self._items, ()) if v in consts
+        }
 
     def __repr__(self) -> str:
         return f"CompiledParts({self.name}: {', '.join(self.parts)}; the host runs its loops)"
@@ -366,33 +366,33 @@ class CompiledParts(_InParts, Compiled):
                 result = self.parts[item.name].call_flat(operands, observer)
                 env.update(zip(item.names, jax.tree.leaves(result), strict=True))
                 continue
-            env.update(self._placed(item.body, env, made_by(item.part.body)))
+            for v, compiled, home in self._read_in[id(item)]:  # not to be moved each time
+                env[v] = compiled.bring(env[v], home)
             while bool(np.asarray(env[item.part.condition])):
                 self._run(item.body, env, observer)
             for v in item.part.dying:
                 del env[v]
         return result
 
-    def _placed(self, items: Sequence[_Item], env: Mapping[Var, Any], made: Container[Var]) -> dict[Var, Any]:
-        """The values that parts read and do not make, where the first of them wants each: not to be moved each time."""
-        found: dict[Var, Any] = {}
+    def _reads(self, items: Sequence[_Item], made: Container[Var]) -> tuple[tuple[Var, Compiled, NamedSharding], ...]:
+        """What programs read and do not make, each with the first that reads it, and where that wants it."""
+        found: dict[Var, tuple[Var, Compiled, NamedSharding]] = {}
         for program in _programs(items):
             compiled = self.parts[program.name]
-            homes = jax.tree.leaves(compiled.input_shardings)
-            for v, home in zip(program.operands, homes, strict=True):
-                if v in env and v not in made and v not in found:
-                    found[v] = compiled.bring(env[v], home)
-        return found
+            for v, home in zip(program.operands, jax.tree.leaves(compiled.input_shardings), strict=True):
+                if v not in made:
+                    found.setdefault(v, (v, compiled, home))
+        return tuple(found.values())
 
     def as_text(self) -> str:
         """The optimized program of every fragment that this process runs, part by part."""
         return "\n\n".join(f"// {name}\n{part.as_text()}" for name, part in self.parts.items())
 
 
-def _lines(items: Sequence[_Item]) -> list[str]:
-    """Where the user wrote the loops."""
+def _loops(items: Sequence[_Item]) -> list[_Loop]:
+    """The loops among parts, those in loops as well."""
     loops = [item for item in items if isinstance(item, _Loop)]
-    return [line for loop in loops for line in (loop.part.line, *_lines(loop.body))]
+    return [each for loop in loops for each in (loop, *_loops(loop.body))]
 
 
 def _programs(items: Sequence[_Item]) -> list[_Program]:
