@@ -210,8 +210,7 @@ def test_a_task_in_a_while_loop():
         more = lambda v: back(jnp.eye(WIDTH), front(jnp.eye(WIDTH), v)) + 1  # noqa: E731
         return jax.lax.while_loop(lambda v: jnp.sum(v) < 100, more, x)
 
-    def step(x):
-        return jax.lax.cond(jnp.sum(x) > 0, grown, lambda x: x, x)
+    step = mm.microbatch(grown, num_microbatches=2, reduce="concat")
 
     with raises(ValueError, "lax.while_loop", "test_errors.py", "'front'", "fixed length"):
         mm.jit(step)(rows())

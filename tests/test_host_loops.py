@@ -311,9 +311,7 @@ def test_what_only_a_part_can_say():
     lowered = mm.jit(until).lower(parameters(), rows())
     compiled = lowered.compile()
     for step in (lowered, compiled):
-        with pytest.raises(
-            AttributeError, match=r"until.*while_loop.*test_host_loops.py.*\.parts\['while1'\]"
-        ):
+        with pytest.raises(AttributeError, match=r"until.*while_loop.*test_host_loops.py.*\.parts\['while1'\]"):
             step.report()
         assert not hasattr(step, "program")
         assert step.parts["while1"].report().tasks
@@ -357,14 +355,43 @@ def test_a_loop_in_a_scan(reverse):
     assert parts(fun, parameters(), xs, keys)[1:-1] == ["while1/part1", "while1/while1", "while1/part2"]
 
 
-@pytest.mark.parametrize("around", ["cond", "grad", "microbatch"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_loop_in_a_branch(sign):
+    """Only the branch that is taken runs."""
+
+    def fun(p, x):
+        h, count = lax.cond(
+            x[0, 0] > 0, lambda h: until(p, h), lambda h: (back(p["back"], h) + note("other", h), jnp.int32(7)), x
+        )
+        return front(p["front"], h), count
+
+    x = rows().at[0, 0].set(sign)
+    assert len(runs_as(fun, parameters(), x)) == (sign < 0)
+    step = mm.jit(fun, donate_argnums=1)
+    assert_same(step(parameters(), jnp.copy(x)), reference(jax.jit(fun), parameters(), x))
+    named = ["part1", "cond1/branch0", "cond1/branch1/part1", "cond1/branch1/while1", "cond1/branch1/part2", "part2"]
+    assert parts(fun, parameters(), x) == named
+
+
+def test_a_branch_of_the_host_in_a_loop_of_the_host():
+    def fun(p, x, k):
+        def body(c):
+            h, i = c
+            chosen = [lambda h: until(p, h, 0.5, 2)[0], lambda h: both(p, h), lambda h: -h]
+            return lax.switch((i + k) % 3, chosen, h) + 0.1, i + 1
+
+        return lax.while_loop(lambda c: c[1] < 5, body, (x, 0))
+
+    same(fun, parameters(), rows(), 0)
+    same(fun, parameters(), rows(), 2)
+
+
+@pytest.mark.parametrize("around", ["grad", "microbatch"])
 def test_where_the_host_cannot_run_a_loop(around):
     def inner(p, x):
         return until(p, x)[0]
 
     def fun(p, x):
-        if around == "cond":
-            return lax.cond(jnp.sum(x) > 0, inner, lambda p, x: x, p, x)
         if around == "microbatch":
             return microbatched(inner, reduce="concat")(p, x)
         return jax.grad(lambda p: jnp.sum(inner(p, x)))(p)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from manymesh._api._parts import HostLoop, Straight, split
+from manymesh._api._parts import Straight, inside, split
 
 pytestmark = pytest.mark.once
 
@@ -67,7 +67,7 @@ def test_loops_in_calls_scans_and_loops_are_found():
         return lax.while_loop(lambda x: x < 3, lambda x: x + 1, x)
 
     def shapes(parts):
-        return [shapes(p.body) if isinstance(p, HostLoop) else "straight" for p in parts]
+        return ["straight" if isinstance(p, Straight) else shapes(inside(p)) for p in parts]
 
     straight = "straight"
     assert shapes(parted(jax.jit(inner), 1.0)[0]) == [straight, [straight], straight]
@@ -75,7 +75,22 @@ def test_loops_in_calls_scans_and_loops_are_found():
     assert shapes(parted(nested, 1.0)[0]) == [straight, [straight, [straight], straight], straight]
     scanned = lambda a: lax.scan(lambda c, _: (inner(c), c), a, length=4)  # noqa: E731
     assert shapes(parted(scanned, 1.0)[0]) == [straight, [straight, [straight], straight], straight]
-    assert parted(lambda a: lax.cond(a > 0, inner, lambda x: x, a), 1.0)[0] is None
+    chosen = lambda a: lax.cond(a > 0, inner, lambda x: x, a)  # noqa: E731
+    assert shapes(parted(chosen, 1.0)[0]) == [straight, [straight, straight, [straight], straight], straight]
+
+
+def test_what_one_branch_needs_dies_in_any():
+    def fun(a, b, c):
+        loop = lambda: lax.while_loop(lambda x: x < 3, lambda x: x + b, a)  # noqa: E731
+        return lax.cond(c, loop, lambda: a * 2.0)
+
+    (before, branch, after), names = parted(fun, 1.0, 2.0, True)
+    assert told(before, names) == ("c+0", "c+0")
+    untaken, taken = branch.bodies
+    assert told(untaken[0], names) == ("a+0", "a+0")
+    assert [told(part, names) for part in taken] == [("a+0", "a+0"), ("loop", "b+1"), ("+1", "+1")]
+    assert told(branch, names) == ("loop", "ab+1")
+    assert [v for v, _ in untaken[-1].results] == [v for v, _ in taken[-1].results] == list(after.reads)
 
 
 def test_an_argument_that_nobody_reads_is_of_the_last_part():

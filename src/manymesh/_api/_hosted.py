@@ -22,7 +22,7 @@ from .._types import PyTree
 from ._arguments import Arguments
 from ._findings import marks_in
 from ._lowered import Lowered
-from ._parts import HostLoop, Part, Parts, Straight, carried_by, made_by
+from ._parts import HostBranch, HostLoop, Part, Parts, Straight, carried_by, inside, made_by
 from ._shardings import check_submeshes
 from ._step import Step
 
@@ -61,12 +61,14 @@ class _Program:
 
 
 @dataclass(frozen=True)
-class _Loop:
-    part: HostLoop
-    body: tuple[_Program | _Loop, ...]
+class _Hosted:
+    """A part that the host runs, and its parts."""
+
+    part: HostLoop | HostBranch
+    bodies: tuple[tuple[_Program | _Hosted, ...], ...]
 
 
-_Item = _Program | _Loop
+_Item = _Program | _Hosted
 
 
 @dataclass(eq=False)
@@ -111,20 +113,24 @@ class _Lowering:
         self.homes: dict[Var, NamedSharding] = {}  # where the first part that reads a value wants it
 
     def all(self, parts: Sequence[Part], prefix: str, last: bool = False) -> tuple[_Item, ...]:
-        """Lowers parts in order, but the body of a loop before what leads up to it and makes what it starts from."""
+        """Lowers parts in order, but what the host runs before what leads up to it and makes what it starts from."""
         items: list[_Item] = []
         for k, part in enumerate(parts):
-            if isinstance(part, HostLoop):
+            if not isinstance(part, Straight):
                 continue
             following = parts[k + 1] if k + 1 < len(parts) else None
-            body: tuple[_Item, ...] = ()
-            if isinstance(following, HostLoop):
-                body = self.all(following.body, f"{prefix}while{k // 2 + 1}/")
+            hosted = None if following is None else self._hosted(following, prefix, k // 2 + 1)
             name = prefix.removesuffix("/") if len(parts) == 1 else f"{prefix}part{k // 2 + 1}"
             items.append(self.straight(part, name, last and following is None))
-            if isinstance(following, HostLoop):
-                items.append(_Loop(following, body))
+            items += [] if hosted is None else [hosted]
         return tuple(items)
+
+    def _hosted(self, part: Part, prefix: str, number: int) -> _Hosted:
+        assert not isinstance(part, Straight), "between programs there is always something that the host runs"
+        if isinstance(part, HostLoop):
+            return _Hosted(part, (self.all(part.body, f"{prefix}while{number}/"),))
+        names = (f"{prefix}cond{number}/branch{k}/" for k in range(len(part.bodies)))
+        return _Hosted(part, tuple(self.all(body, name) for body, name in zip(part.bodies, names, strict=True)))
 
     def straight(self, part: Straight, name: str, last: bool) -> _Program:
         """Lowers a part that is one program."""
@@ -235,12 +241,10 @@ def _over_time(whole: Whole, parts: Sequence[Part]) -> Groups[Var]:
 
     def handed_on(parts: Sequence[Part]) -> None:
         for part in parts:
-            if isinstance(part, HostLoop):
-                handed_on(part.body)
-                continue
-            for v, atom in part.results:
+            for v, atom in part.results if isinstance(part, Straight) else ():
                 if _compat.is_var(atom):
                     groups.join(v, atom)
+            handed_on(inside(part))
 
     handed_on(parts)
     last = parts[-1]
@@ -283,7 +287,7 @@ class LoweredParts(_InParts, Lowered):
         self, whole: Whole, items: tuple[_Item, ...], consts: dict[Var, object], homes: Mapping[Var, Sharding]
     ) -> None:
         self._title, self._whole, self._items, self._consts = whole.step.name, whole, items, consts
-        self._homes, self._lines = homes, ", ".join(dict.fromkeys(loop.part.line for loop in _loops(items)))
+        self._homes, self._lines = homes, ", ".join(dict.fromkeys(x.part.line for x in _hosted(items)))
         self._in_tree, self._out_tree = whole.given.treedef, whole.out_tree
         self.findings = tuple(whole.record.findings)
         programs = _programs(items)
@@ -335,7 +339,11 @@ class CompiledParts(_InParts, Compiled):
         self._dies = self._donated = tuple(sorted(whole.donated))
         self.input_shardings = jax.tree.map(lambda x: x.sharding, lowered.arguments)
         self.output_shardings = list(parts.values())[-1].output_shardings
-        self._read_in = {id(loop): self._reads(loop.body, made_by(loop.part.body)) for loop in _loops(self._items)}
+        self._read_in = {
+            id(x): self._reads(x.bodies[0], made_by(x.part.body))
+            for x in _hosted(self._items)
+            if isinstance(x.part, HostLoop)
+        }
         consts = lowered._consts
         self._consts = {
             v: compiled.bring(consts[v], home) for v, compiled, home in self._reads(self._items, ()) if v in consts
@@ -366,12 +374,15 @@ class CompiledParts(_InParts, Compiled):
                 result = self.parts[item.name].call_flat(operands, observer)
                 env.update(zip(item.names, jax.tree.leaves(result), strict=True))
                 continue
-            for v, compiled, home in self._read_in[id(item)]:  # not to be moved each time
-                env[v] = compiled.bring(env[v], home)
-            while bool(np.asarray(env[item.part.condition])):
-                self._run(item.body, env, observer)
+            if isinstance(item.part, HostLoop):
+                for v, compiled, home in self._read_in[id(item)]:  # not to be moved each time
+                    env[v] = compiled.bring(env[v], home)
+                while bool(np.asarray(env[item.part.condition])):
+                    self._run(item.bodies[0], env, observer)
+            else:
+                self._run(item.bodies[int(np.asarray(env[item.part.index]))], env, observer)
             for v in item.part.dying:
-                del env[v]
+                env.pop(v, None)
         return result
 
     def _reads(self, items: Sequence[_Item], made: Container[Var]) -> tuple[tuple[Var, Compiled, NamedSharding], ...]:
@@ -389,15 +400,15 @@ class CompiledParts(_InParts, Compiled):
         return "\n\n".join(f"// {name}\n{part.as_text()}" for name, part in self.parts.items())
 
 
-def _loops(items: Sequence[_Item]) -> list[_Loop]:
-    """The loops among parts, those in loops as well."""
-    loops = [item for item in items if isinstance(item, _Loop)]
-    return [each for loop in loops for each in (loop, *_loops(loop.body))]
+def _hosted(items: Sequence[_Item]) -> list[_Hosted]:
+    """What the host runs among parts, also in what it runs."""
+    found = [item for item in items if isinstance(item, _Hosted)]
+    return [each for item in found for each in (item, *(x for body in item.bodies for x in _hosted(body)))]
 
 
 def _programs(items: Sequence[_Item]) -> list[_Program]:
-    """The programs of parts, in order, those of loops among them."""
+    """The programs of parts, in order, those in what the host runs among them."""
     found: list[_Program] = []
     for item in items:
-        found += [item] if isinstance(item, _Program) else _programs(item.body)
+        found += [item] if isinstance(item, _Program) else [p for body in item.bodies for p in _programs(body)]
     return found

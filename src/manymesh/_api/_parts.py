@@ -2,7 +2,7 @@
 
 Which submesh runs when is then for the host to say: it calls the program of the loop's body until the condition, which is
 the body's last result, is false. What is before, between and after such loops are programs too. A scan around such a loop is
-one as well, which counts.
+one as well, which counts; of a conditional around one the host runs the branch that is taken.
 """
 
 from __future__ import annotations
@@ -58,8 +58,30 @@ class HostLoop:
     line: str
     dying: frozenset[Var] = frozenset()
 
+    @property
+    def bodies(self) -> tuple[tuple[Part, ...], ...]:
+        """What it runs."""
+        return (self.body,)
 
-Part = Straight | HostLoop
+
+@dataclass(frozen=True)
+class HostBranch:
+    """A conditional that the host runs, because a loop that it has to run is in a branch.
+
+    Attributes:
+      index: which branch is taken.
+      bodies: the parts of each. All give the same names to their results.
+      line: where the user wrote it.
+      dying: what nobody reads any more once a branch has run, whichever.
+    """
+
+    index: Var
+    bodies: tuple[tuple[Part, ...], ...]
+    line: str
+    dying: frozenset[Var] = frozenset()
+
+
+Part = Straight | HostLoop | HostBranch
 
 
 @dataclass(frozen=True)
@@ -83,7 +105,7 @@ def split(closed: AbstractJaxpr, across: Callable[[Eqn], bool]) -> Parts | None:
       across: whether a ``while`` equation is such a loop.
 
     Returns:
-      The parts; None where all such loops are inside of something that cannot be opened, as a branch.
+      The parts; None where all such loops are inside of something that cannot be opened, as a loop over microbatches.
     """
     parts = _compat.open_jaxpr(closed)
     worker = _Splitter(across, dict(zip(parts.constvars, parts.consts, strict=True)))
@@ -113,8 +135,8 @@ class _Splitter:
                 self.eqns.append(substitute(eqn, env))
                 continue
             operands = [_lookup(env, v) for v in eqn.invars]
-            loop = {"while": self._while, "scan": self._scan}.get(eqn.primitive.name)
-            made = self._opened(call_body(eqn), operands, {}, eqn) if loop is None else loop(eqn, operands)
+            hosted = {"while": self._while, "scan": self._scan, "cond": self._cond}.get(eqn.primitive.name)
+            made = self._opened(call_body(eqn), operands, {}, eqn) if hosted is None else hosted(eqn, operands)
             env.update(zip(eqn.outvars, made, strict=True))
 
     def close(self, results: Iterable[tuple[Var, Atom]]) -> None:
@@ -127,13 +149,14 @@ class _Splitter:
         self.eqns = []
 
     def _holds(self, eqn: Eqn) -> bool:
-        """Whether an equation is such a loop, or a call or a scan that holds one."""
+        """Whether an equation is such a loop, or a call, a scan or a conditional that holds one."""
         if eqn.primitive.name == "while":
             return self.across(eqn)
-        body = _compat.scan_parts(eqn).jaxpr if eqn.primitive.name == "scan" else call_body(eqn)
-        if body is None or MARK in str(eqn.params.get("name")):
+        if MARK in str(eqn.params.get("name")):
             return False
-        return any(self._holds(_compat.within(e, eqn)) for e in _compat.open_jaxpr(body).eqns)
+        opened = eqn.primitive.name in ("scan", "cond") or call_body(eqn) is not None
+        bodies = _compat.jaxprs_in(eqn) if opened else []
+        return any(self._holds(_compat.within(e, eqn)) for body in bodies for e in _compat.open_jaxpr(body).eqns)
 
     def _opened(self, jaxpr: AbstractJaxpr | None, operands: Sequence[Atom], env: Env, outer: Eqn) -> list[Atom]:
         """Adds what a jaxpr computes of operands; what holds its results."""
@@ -202,6 +225,19 @@ class _Splitter:
         avals = [zero.aval, *avals[: scan.num_carry], *stacks]
         return self._loop(eqn, [zero, *first, *empty], avals, unfinished, following)[1:]
 
+    def _cond(self, eqn: Eqn, operands: Sequence[Atom]) -> list[Var]:
+        index, *rest = operands
+        chosen = _compat.new_var(index.aval)
+        self.close([(chosen, index)])
+        results = [_compat.new_var(v.aval) for v in eqn.outvars]
+        bodies = []
+        for jaxpr in eqn.params["branches"]:
+            branch = _Splitter(self.across, self.consts)
+            branch.close(list(zip(results, branch._opened(jaxpr, rest, {}, eqn), strict=True)))
+            bodies.append(tuple(branch.parts))
+        self.parts.append(HostBranch(chosen, tuple(bodies), _compat.source_line(eqn)))
+        return results
+
     def _loop(
         self, eqn: Eqn, first: Sequence[Atom], avals: Sequence[_compat.AbstractValue], unfinished: _Condition, following: _Body
     ) -> list[Var]:  # fmt: skip
@@ -235,11 +271,17 @@ def _lookup(env: Env, atom: Atom) -> Atom:
     return env.get(atom, atom) if _compat.is_var(atom) else atom
 
 
+def inside(part: Part) -> list[Part]:
+    """The parts that a part consists of."""
+    return [] if isinstance(part, Straight) else [each for body in part.bodies for each in body]
+
+
 def read_by(parts: Iterable[Part]) -> set[Var]:
     """All that parts read, also what they made before."""
     found: set[Var] = set()
     for part in parts:
-        found |= set(part.reads) if isinstance(part, Straight) else {part.condition} | read_by(part.body)
+        own = part.reads if isinstance(part, Straight) else (_asked(part),)
+        found |= {*own} | read_by(inside(part))
     return found
 
 
@@ -247,18 +289,23 @@ def made_by(parts: Iterable[Part]) -> set[Var]:
     """All that parts make, and all names that they give."""
     found: set[Var] = set()
     for part in parts:
-        found |= _made(part) | {v for v, _ in part.results} if isinstance(part, Straight) else made_by(part.body)
+        if isinstance(part, Straight):
+            found |= {v for eqn in part.eqns for v in eqn.outvars} | {v for v, _ in part.results}
+        found |= made_by(inside(part))
     return found
-
-
-def _made(part: Straight) -> set[Var]:
-    return {v for eqn in part.eqns for v in eqn.outvars}
 
 
 def carried_by(parts: Iterable[Part]) -> set[Var]:
     """What the loops among parts carry."""
-    loops = [part for part in parts if isinstance(part, HostLoop)]
-    return {v for loop in loops for v in loop.carry} | {v for loop in loops for v in carried_by(loop.body)}
+    found: set[Var] = set()
+    for part in parts:
+        found |= set(part.carry if isinstance(part, HostLoop) else ()) | carried_by(inside(part))
+    return found
+
+
+def _asked(part: HostLoop | HostBranch) -> Var:
+    """What the host reads of a part."""
+    return part.condition if isinstance(part, HostLoop) else part.index
 
 
 def _lives(parts: Sequence[Part], after: set[Var]) -> tuple[tuple[Part, ...], set[Var]]:
@@ -272,10 +319,15 @@ def _lives(parts: Sequence[Part], after: set[Var]) -> tuple[tuple[Part, ...], se
             made, reads = {v for v, _ in part.results}, set(part.reads)
             known.append(replace(part, dying=frozenset(reads - (alive - made))))
             alive = (alive - made) | reads
+        elif isinstance(part, HostLoop):
+            within = (read_by(part.body) - made_by(part.body)) | {part.condition, *part.carry}
+            body, _ = _lives(part.body, alive | within)
+            known.append(replace(part, body=body, dying=frozenset(within - alive)))
+            alive |= within
         else:
-            again = {part.condition, *part.carry}
-            inside = (read_by(part.body) - made_by(part.body)) | again
-            body, _ = _lives(part.body, alive | inside)
-            known.append(replace(part, body=body, dying=frozenset(inside - alive)))
-            alive |= inside
+            lived = [_lives(body, alive) for body in part.bodies]
+            before = {part.index}.union(*(alive_before for _, alive_before in lived))
+            # What only another branch would have needed dies as well.
+            known.append(replace(part, bodies=tuple(body for body, _ in lived), dying=frozenset(before - alive)))
+            alive = before
     return tuple(reversed(known)), alive
