@@ -424,6 +424,22 @@ def test_an_optimizer_with_a_line_search(micro):
     assert loss < 0.9 * float(reference(jax.jit(fun), parameters(), optimizer.init(parameters()), rows())[2])
 
 
+def test_conjugate_gradients_over_the_hessian_of_a_model():
+    """Hessian-free optimization: a solver of JAX's own, whose matrix is a product through both tasks and back."""
+
+    def fun(p, x):
+        loss = lambda p: jnp.mean((both(p, x) - 0.5) ** 2)  # noqa: E731
+        grads = jax.grad(loss)(p)
+
+        def damped(v):
+            return jax.tree.map(lambda a, b: a + 0.5 * b, jax.jvp(jax.grad(loss), (p,), (v,))[1], v)
+
+        step, _ = jax.scipy.sparse.linalg.cg(damped, grads, maxiter=8)
+        return jax.tree.map(jnp.subtract, p, step), loss(p)
+
+    same(fun, parameters(), rows(), tolerance=2e-4)
+
+
 def test_modules_of_nnx_in_a_loop():
     from flax import nnx
 

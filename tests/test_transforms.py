@@ -402,14 +402,25 @@ def test_operations_around_tasks(name):
         assert_agrees(jax.value_and_grad(lambda p, x: jnp.mean(f(p, x) ** 2), (0, 1)), parameters()["front"], rows())
 
 
-def test_an_operation_around_tasks_of_several_submeshes():
-    def f(p, x):
-        return solved(lambda v: v + 0.1 * back(p["back"], front(p["front"], v)), x)
+@pytest.mark.parametrize("looped", [False, True])
+def test_a_system_over_several_submeshes(looped):
+    """What solves it stands in its place, where its derivatives are taken already."""
 
-    with pytest.raises(
-        mm.errors.PlacementError, match="custom_linear_solve .* is one operation, which runs on one submesh"
-    ):
-        mm.jit(f)(parameters(), rows())
+    def f(p, x):
+        return jnp.mean(solved(lambda v: v + 0.1 * back(jnp.eye(WIDTH), front(jnp.eye(WIDTH), v)), x @ p["front"]) ** 2)
+
+    fun = jax.value_and_grad(f)
+    assert_agrees(microbatched(fun) if looped else fun, parameters(), rows())
+
+
+def test_an_operation_around_tasks_of_several_submeshes():
+    one, two = (mm.task(lambda a, b: a + b, name, devices=[k]) for k, name in enumerate(("one", "two")))
+
+    def f(x):
+        return jax.lax.reduce(x, 0.0, lambda a, b: two(one(a, b), 0.0), (0, 1))
+
+    with pytest.raises(mm.errors.PlacementError, match="reduce .* is one operation, which runs on one submesh"):
+        mm.jit(f)(rows())
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

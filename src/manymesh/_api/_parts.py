@@ -136,7 +136,12 @@ class _Splitter:
                 continue
             operands = [_lookup(env, v) for v in eqn.invars]
             hosted = {"while": self._while, "scan": self._scan, "cond": self._cond}.get(eqn.primitive.name)
-            made = self._opened(call_body(eqn), operands, {}, eqn) if hosted is None else hosted(eqn, operands)
+            if hosted is not None:
+                made: Sequence[Atom] = hosted(eqn, operands)
+            elif solver := _compat.solver(eqn):
+                made = self._opened(solver[0], [_lookup(env, v) for v in solver[1]], {}, eqn)
+            else:
+                made = self._opened(call_body(eqn), operands, {}, eqn)
             env.update(zip(eqn.outvars, made, strict=True))
 
     def close(self, results: Iterable[tuple[Var, Atom]]) -> None:
@@ -154,8 +159,9 @@ class _Splitter:
             return self.across(eqn)
         if MARK in str(eqn.params.get("name")):
             return False
+        solver = _compat.solver(eqn)
         opened = eqn.primitive.name in ("scan", "cond") or call_body(eqn) is not None
-        bodies = _compat.jaxprs_in(eqn) if opened else []
+        bodies = [solver[0]] if solver is not None else _compat.jaxprs_in(eqn) if opened else []
         return any(self._holds(_compat.within(e, eqn)) for body in bodies for e in _compat.open_jaxpr(body).eqns)
 
     def _opened(self, jaxpr: AbstractJaxpr | None, operands: Sequence[Atom], env: Env, outer: Eqn) -> list[Atom]:

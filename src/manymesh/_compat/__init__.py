@@ -52,6 +52,7 @@ from ._jaxprs import new_var as new_var
 from ._jaxprs import open_jaxpr as open_jaxpr
 from ._jaxprs import scan_parts as scan_parts
 from ._jaxprs import shape as shape
+from ._jaxprs import solver as solver
 from ._jaxprs import source_line as source_line
 from ._jaxprs import stacked as stacked
 from ._jaxprs import while_parts as while_parts

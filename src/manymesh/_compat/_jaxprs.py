@@ -299,6 +299,16 @@ def while_parts(eqn: Eqn) -> WhileParts:
     return WhileParts(p["cond_jaxpr"], p["cond_nconsts"], p["body_jaxpr"], p["body_nconsts"])
 
 
+def solver(eqn: Eqn) -> tuple[AbstractJaxpr, list[Any]] | None:
+    """The jaxpr that solves the system of a ``custom_linear_solve`` equation, and its operands; None for another equation."""
+    if eqn.primitive.name != "custom_linear_solve":
+        return None
+    lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    start = lengths.matvec + lengths.vecmat
+    right = eqn.invars[sum(lengths) :]
+    return jaxprs.solve, [*eqn.invars[start : start + lengths.solve], *right]
+
+
 def within(eqn: Eqn, outer: Eqn | None) -> Eqn:
     """An equation that was in a jaxpr of another one, with the name stack that it has outside of it."""
     if outer is None:

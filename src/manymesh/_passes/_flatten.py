@@ -172,6 +172,9 @@ class _Flattener:
                 self._call(eqn, env, inner_stack, loop, None)
             elif whole := self.whole(eqn, inner_stack, loop):
                 self._keep_whole(eqn, env, inner_stack, loop, whole)
+            elif solver := _compat.solver(eqn):
+                operands = [_lookup(env, v) for v in solver[1]]
+                self._inline_jaxpr(solver[0], operands, eqn.outvars, env, inner_stack, loop)
             else:
                 message = _control_flow_message(eqn, self._tasks_in(eqn, inner_stack))
                 raise (AcrossError if eqn.primitive.name == "while" else PlacementError)(message)
