@@ -323,7 +323,10 @@ SIMPLE: dict[str, Callable[[Any, Surroundings], Any]] = {
 # Of what is sharded, XLA on CPU cannot reduce by bits; and before JAX 0.12 what is written at one place of a product with
 # a sharded contraction comes out wrong where that dimension is sharded, under plain jax.jit as well.
 _AT = ("set_at", "set_at_value", "add_at", "add_at_many", "multiply_at", "subtract_at", "max_at", "min_at", "power_at")
-_UNSHARDED = ("reduce_xor", "reduce_bits", *(_AT if jax.__version_info__ < (0, 12) else ()))
+# A scan by a tree leaves interior padding, which XLA's partitioner gets wrong (0.10 to 0.12) where a device has one element
+# of a dimension: jax.jit of ``lax.pad(x, 0., ((0, 0, 0), (1, 0, 1))) * y``, x [4, 1], and y [4, 2] sharded over the second.
+_TREES = ("cumprod", "cummax", "cummin", "cumlogsumexp", "associative_scan")
+_UNSHARDED = ("reduce_xor", "reduce_bits", *_TREES, *(_AT if jax.__version_info__ < (0, 12) else ()))
 for _name, _fun in SIMPLE.items():
     operation(_fun, name=_name, unsharded=_name in _UNSHARDED)
 
