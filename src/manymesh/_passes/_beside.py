@@ -35,8 +35,9 @@ def beside(flat: FlatProgram, placement: Placement) -> tuple[dict[Var, int], dic
     found = {v: around.of_neighbours(pins.names[v]) for v, o in pins.states if v in free and flat.outvars[o] in made}
     outs = {o: v for o, v in enumerate(flat.outvars) if _compat.is_var(v) and o in pins.result_names}
     around = _Names((pins.result_names[o], placement.home[v]) for o, v in outs.items() if v not in made)
-    fixed = {*pins.outputs, *(o for _, o in pins.states)}
-    left = {v: around.of_neighbours(pins.result_names[o]) for o, v in outs.items() if v in made and o not in fixed}
+    # One value may be two results: the next value of a state is where the state is, whatever else it is.
+    fixed = {flat.outvars[o] for o in (*pins.outputs, *(o for _, o in pins.states)) if _compat.is_var(flat.outvars[o])}
+    left = {v: around.of_neighbours(pins.result_names[o]) for o, v in outs.items() if v in made - fixed}
     return {v: at for v, at in found.items() if at is not None}, {v: at for v, at in left.items() if at is not None}
 
 
