@@ -220,12 +220,14 @@ def host_loops():
     front = mm.task(lambda w, t, cache, i: (jnp.tanh(w[t] + cache[i]), cache.at[i].set(w[t])), "front", mesh=mesh(0, 1))
     back = mm.task(lambda w, h: jnp.argmax(h @ w, -1).astype(jnp.int32), "back", mesh=mesh(5, 6))
 
+    table, seed = np.linspace(0, 0.1, WIDTH, dtype=np.float32), jax.random.key(5)
+
     def decode(params, start, last):
         def body(c):
             i, tokens, cache, key = c
             h, cache = front(params["front"], tokens[i], cache, i)
             key, now = jax.random.split(key)
-            h = h + 0.1 * jax.random.normal(now, h.shape)
+            h = h + 0.1 * jax.random.normal(now, h.shape) + table * jax.random.uniform(jax.random.fold_in(seed, i))
             return i + 1, tokens.at[i + 1].set(back(params["back"], h)), cache, key
 
         tokens = jnp.zeros(9, jnp.int32).at[0].set(start)
