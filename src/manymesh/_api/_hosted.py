@@ -188,15 +188,18 @@ class _Lowering:
 
     def _pairs(self, operands: Sequence[Var], names: Sequence[Var]) -> Pairs:
         """(operand, result) of a part that are one thing over time: a state and its next value, what a loop carries."""
-        found = {i: names.index(v) for i, v in enumerate(operands) if v in names}
+        number = {v: o for o, v in enumerate(names)}
+        found = {i: number[v] for i, v in enumerate(operands) if v in number}
+
+        def kind(v: Var) -> tuple[Var, jax.ShapeDtypeStruct]:
+            return self.over_time.find(v), _compat.abstract(v.aval)
+
         left: dict[Any, list[int]] = {}
-        for o, v in enumerate(names):
-            if o not in found.values():
-                left.setdefault((self.over_time.find(v), _compat.abstract(v.aval)), []).append(o)
+        for o in sorted(set(number.values()) - set(found.values())):
+            left.setdefault(kind(names[o]), []).append(o)
         for i, v in enumerate(operands):
-            results = left.get((self.over_time.find(v), _compat.abstract(v.aval)))
-            if results and i not in found:
-                found[i] = results.pop(0)
+            if i not in found and left.get(kind(v)):
+                found[i] = left[kind(v)].pop(0)
         return list(found.items())
 
     def _arguments(self, part: Straight) -> Arguments:
