@@ -55,7 +55,7 @@ def snapshot(leaves: Sequence[Leaf], processes: Processes, *, keep: bool) -> lis
     check_names([part.record for part, _ in plans])
     for _, shards in plans:
         for _, data in shards:
-            if isinstance(data, jax.Array):
+            if isinstance(data, jax.Array) and not _on_cpu(data):
                 data.copy_to_host_async()
     for part, shards in plans:
         part.pieces.extend((box, _on_host(data, part, keep)) for box, data in shards)
@@ -127,7 +127,10 @@ def _on_host(data: Any, part: Part, keep: bool) -> np.ndarray[Any, Any]:
         return data.view(part.dtype) if part.record.dtype is not None else np.asarray(data)
     if part.record.random is not None:
         data = jax.random.key_data(data)
-    # On CPU NumPy shows the memory of the array itself.
-    on_cpu = next(iter(data.sharding.device_set)).platform == "cpu"
-    array = np.array(data, copy=True) if on_cpu and keep else np.asarray(data)
+    array = np.array(data, copy=True) if _on_cpu(data) and keep else np.asarray(data)
     return array.view(part.dtype) if part.record.dtype is not None else array
+
+
+def _on_cpu(data: jax.Array) -> bool:
+    """Whether NumPy shows the memory of the array itself, which then can't be donated (in JAX 0.11 once it was asked for)."""
+    return next(iter(data.sharding.device_set)).platform == "cpu"
