@@ -274,7 +274,8 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
     body.__name__ = body.__qualname__ = mark
     stands_for(body, fun, [paths[i][0] for i in traced])
     try:
-        outs = iter(_call_equal(record, described, mark, jax.jit(body), [leaves[i] for i in traced]))
+        operands = [_on_no_mesh(leaves[i]) for i in traced]
+        outs = iter(_call_equal(record, described, mark, jax.jit(body), operands))
     except Exception as error:
         _note(error, described)
         raise
@@ -285,6 +286,11 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
 def _at_border(value: Any) -> Any:
     """What enters a task comes on no mesh; so does its cotangent, which leaves the task, on its way back."""
     return border_p.bind(value) if jax.numpy.issubdtype(value.dtype, np.inexact) else value
+
+
+def _on_no_mesh(value: Any) -> Any:
+    """What the user put on a mesh outside of tasks (`jax.device_put`, a constraint) comes without it."""
+    return value if jax.typeof(value).sharding.mesh.empty else border_p.bind(value)
 
 
 def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, operands: list[Any]) -> list[Any]:

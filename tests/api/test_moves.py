@@ -54,3 +54,31 @@ def test_a_result_that_is_put_somewhere():
     assert_same(
         results, mm.jit(lambda p, x: (y := first(p["front"], x), second(p["back"], y), y))(parameters(), rows())
     )
+
+
+@pytest.mark.parametrize("say", [put, constrain])
+@pytest.mark.parametrize("patterns", [False, True])
+def test_what_was_put_on_a_mesh_is_read_by_a_task_on_a_mesh_of_another_size(say, patterns):
+    """Loops and Python's numbers inside of the task, which JAX refuses to mix with values of another mesh; see also
+    `jax.grad` through it, and ids, which have no gradient."""
+    alone = Mesh(np.array(jax.devices()[4:5]), ("data",))
+
+    def scanned(w, x, ids):
+        rolled = jax.lax.scan(lambda c, row: (jnp.tanh(c + row), c), jnp.zeros(x.shape[1:]), x)[1]
+        return (0 + rolled[ids]) @ w
+
+    def loss(second, p, x, put_there):
+        h = put_there(first(p["front"], x))
+        ids = put_there(jnp.argsort(x[:, 0]))
+        with jax.named_scope("between"):
+            h = jnp.roll(h, 1)
+        return jnp.sum(second(p["back"], h, ids) ** 2)
+
+    def step(second, put_there):
+        return lambda p, x: jax.value_and_grad(lambda p: loss(second, p, x, put_there))(p)
+
+    if patterns:
+        mm.register_task("between", mesh=alone)
+    placed = mm.jit(step(mm.task(scanned, "second", mesh=SECOND), lambda x: say(x, alone)))
+    plain = jax.jit(step(scanned, lambda x: x))
+    assert_same(placed(parameters(), rows()), plain(parameters(), rows()))
