@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .. import _compat
@@ -42,6 +43,22 @@ def note_pipeline(record: Recording, program: Program | None, jaxpr: Any) -> Non
     for name in dict.fromkeys(name for mark, name in missing.items() if mark in traced and mark not in left):
         record.findings[
             f"task {name!r} is dropped: no result of the step depends on what it computes; return it, or take the task away"
+        ] = PlacementError
+
+
+def note_opened(record: Recording, opened: Mapping[str, str]) -> None:
+    """Adds findings: loops over microbatches that the host runs.
+
+    Args:
+      record: of the trace.
+      opened: their marks, each with the line of the loop of unknown length in it.
+    """
+    for mark, line in opened.items():
+        loop = record.loops[mark]
+        record.findings[
+            f"microbatch({loop.name}) has a lax.while_loop over several submeshes in it ({line}), whose length the data says, so "
+            f"that the host runs both, and its {loop.num_microbatches} microbatches one after the other; for a pipeline give "
+            "that loop a fixed length (lax.scan, a Python loop), put all its tasks on one submesh, or take it out of there"
         ] = PlacementError
 
 

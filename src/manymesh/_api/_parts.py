@@ -7,7 +7,7 @@ one as well, which counts; of a conditional around one the host runs the branch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -91,24 +91,27 @@ class Parts:
     Attributes:
       parts: in order. The last one makes the results of the step, in theirs.
       consts: constants of the step, which are read like arguments.
+      opened: the marks of the loops over microbatches that the host runs, as they hold such a loop, and the line of that.
     """
 
     parts: tuple[Part, ...]
     consts: dict[Var, object]
+    opened: dict[str, str]
 
 
-def split(closed: AbstractJaxpr, across: Callable[[Eqn], bool]) -> Parts | None:
+def split(closed: AbstractJaxpr, across: Callable[[Eqn], bool], loops: Container[str] = ()) -> Parts | None:
     """Takes a step apart at its loops of unknown length over several submeshes.
 
     Args:
       closed: the jaxpr of the step.
       across: whether a ``while`` equation is such a loop.
+      loops: the marks of its loops over microbatches.
 
     Returns:
-      The parts; None where all such loops are inside of something that cannot be opened, as a loop over microbatches.
+      The parts; None where all such loops are inside of something that cannot be opened.
     """
     parts = _compat.open_jaxpr(closed)
-    worker = _Splitter(across, dict(zip(parts.constvars, parts.consts, strict=True)))
+    worker = _Splitter(across, loops, dict(zip(parts.constvars, parts.consts, strict=True)), {})
     env: Env = {}
     worker.walk(parts.eqns, env, None)
     if not worker.parts:
@@ -118,22 +121,31 @@ def split(closed: AbstractJaxpr, across: Callable[[Eqn], bool]) -> Parts | None:
     assert isinstance(last, Straight), "no loop makes the results"
     unread = tuple(v for v in parts.invars if v not in read)  # somebody has to say where they are
     worker.parts[-1] = replace(last, reads=last.reads + unread)
-    return Parts(_lives(worker.parts, set())[0], worker.consts)
+    return Parts(_lives(worker.parts, set())[0], worker.consts, worker.opened)
 
 
 class _Splitter:
-    def __init__(self, across: Callable[[Eqn], bool], consts: dict[Var, object]) -> None:
-        self.across, self.consts = across, consts
+    def __init__(
+        self, across: Callable[[Eqn], bool], loops: Container[str], consts: dict[Var, object], opened: dict[str, str]
+    ) -> None:
+        self.across, self.loops, self.consts, self.opened = across, loops, consts, opened
         self.parts: list[Part] = []
         self.eqns: list[Eqn] = []  # of the part under way
+
+    def apart(self) -> _Splitter:
+        """One for parts inside of this one's."""
+        return _Splitter(self.across, self.loops, self.consts, self.opened)
 
     def walk(self, eqns: Sequence[Eqn], env: Env, outer: Eqn | None) -> None:
         """Adds equations; ``env`` maps their variables to those of the parts."""
         for inner in eqns:
             eqn = _compat.within(inner, outer)
-            if not self._holds(eqn):
+            loop = self._held(eqn)
+            if loop is None:
                 self.eqns.append(substitute(eqn, env))
                 continue
+            if (mark := str(eqn.params.get("name"))) in self.loops:
+                self.opened[mark] = _compat.source_line(loop)
             operands = [_lookup(env, v) for v in eqn.invars]
             hosted = {"while": self._while, "scan": self._scan, "cond": self._cond}.get(eqn.primitive.name)
             if hosted is not None:
@@ -153,16 +165,18 @@ class _Splitter:
         self.parts.append(Straight(tuple(self.eqns), made, tuple(reads)))
         self.eqns = []
 
-    def _holds(self, eqn: Eqn) -> bool:
-        """Whether an equation is such a loop, or a call, a scan or a conditional that holds one."""
+    def _held(self, eqn: Eqn) -> Eqn | None:
+        """The first such loop in an equation: that itself, or in a call, a scan or a conditional; None where there is none."""
         if eqn.primitive.name == "while":
-            return self.across(eqn)
-        if MARK in str(eqn.params.get("name")):
-            return False
+            return eqn if self.across(eqn) else None
+        name = str(eqn.params.get("name"))
+        if MARK in name and name not in self.loops:  # a task
+            return None
         solver = _compat.solver(eqn)
         opened = eqn.primitive.name in ("scan", "cond") or call_body(eqn) is not None
         bodies = [solver[0]] if solver is not None else _compat.jaxprs_in(eqn) if opened else []
-        return any(self._holds(_compat.within(e, eqn)) for body in bodies for e in _compat.open_jaxpr(body).eqns)
+        held = (self._held(_compat.within(e, eqn)) for body in bodies for e in _compat.open_jaxpr(body).eqns)
+        return next((loop for loop in held if loop is not None), None)
 
     def _opened(self, jaxpr: AbstractJaxpr | None, operands: Sequence[Atom], env: Env, outer: Eqn) -> list[Atom]:
         """Adds what a jaxpr computes of operands; what holds its results."""
@@ -238,7 +252,7 @@ class _Splitter:
         results = [_compat.new_var(v.aval) for v in eqn.outvars]
         bodies = []
         for jaxpr in eqn.params["branches"]:
-            branch = _Splitter(self.across, self.consts)
+            branch = self.apart()
             branch.close(list(zip(results, branch._opened(jaxpr, rest, {}, eqn), strict=True)))
             bodies.append(tuple(branch.parts))
         self.parts.append(HostBranch(chosen, tuple(bodies), _compat.source_line(eqn)))
@@ -252,7 +266,7 @@ class _Splitter:
         go_on = self._any(unfinished(self, first))
         again = _compat.new_var(go_on.aval)
         self.close([*zip(carry, first, strict=True), (again, go_on)])
-        body = _Splitter(self.across, self.consts)
+        body = self.apart()
         after = following(body, carry)
         go_on = body._any(unfinished(body, after))
         changed = [(v, made) for v, made in zip(carry, after, strict=True) if made is not v]

@@ -26,7 +26,7 @@ from .._shown import Shown, joined
 from .._topology import auto_mesh
 from ._arguments import Arguments, donated_leaves
 from ._boxes import with_parameter
-from ._findings import note_pipeline
+from ._findings import note_opened, note_pipeline
 from ._hosted import Whole, lower_parts
 from ._lowered import Lowered
 from ._names import names_of_arguments, names_of_results, paths_of_arguments, paths_of_results
@@ -103,10 +103,11 @@ class Traced(Shown):
         except AxisError as error:
             raise with_parameter(error, given) from None
         except AcrossError:
-            parts = split(self.jaxpr, runs_across(self._record))
+            parts = split(self.jaxpr, runs_across(self._record), self._record.loops)
             if parts is None:
                 raise
         if parts is not None:
+            note_opened(self._record, parts.opened)
             whole = Whole(
                 step, given, self._record, self.jaxpr, self._shapes, self._out_tree, self._moved, wanted_in, pairs, given_away,
             )  # fmt: skip

@@ -599,8 +599,7 @@ def _control_flow_message(eqn: Eqn, tasks: Sequence[Task]) -> str:
     name, why, remedy = {
         "while": (
             "lax.while_loop (or fori_loop with a traced bound)",
-            "which submesh runs when depends on data, so that the host has to run it, and inside of a loop over microbatches it "
-            "cannot",
+            "which submesh runs when depends on data, so that the host has to run it, and what it is in cannot be opened",
             "take it out of there, use a loop of fixed length (lax.scan, a Python loop), or put all its tasks on one submesh",
         ),
     }.get(
