@@ -401,7 +401,9 @@ def test_microbatches_with_such_a_loop_run_one_after_the_other(reduce):
     def step(p, x):
         return microbatched(lambda p, x: {"h": until(p, x)[0]}, reduce=reduce)(p, x), jnp.sum(both(p, x))
 
-    with pytest.warns(UserWarning, match=r"microbatch\(<lambda>\) has a lax.while_loop.*test_host_loops.py.*, whose length"):
+    with pytest.warns(
+        UserWarning, match=r"microbatch\(<lambda>\) has a lax.while_loop.*test_host_loops.py.*, whose length"
+    ):
         same(step, parameters(), rows())
     with pytest.raises(mm.errors.PlacementError, match=r"strict=True\): microbatch"):
         mm.jit(step, strict=True)(parameters(), rows())

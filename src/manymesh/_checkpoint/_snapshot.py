@@ -133,4 +133,5 @@ def _on_host(data: Any, part: Part, keep: bool) -> np.ndarray[Any, Any]:
 
 def _on_cpu(data: jax.Array) -> bool:
     """Whether NumPy shows the memory of the array itself, which then can't be donated (in JAX 0.11 once it was asked for)."""
-    return next(iter(data.sharding.device_set)).platform == "cpu"
+    device: Any = next(iter(data.sharding.device_set))
+    return bool(device.platform == "cpu")
