@@ -128,8 +128,8 @@ def rewrite(
         edit.after_loop(index, total)
         changed[p.carry] = Carry(inner, p.carry.out, init, final)
     for i, (node, eqns) in enumerate(zip(seen.nodes, worker.body(seen.top), strict=True)):
-        if eqns[0] is node.eqn:
-            continue
+        if len(eqns) == 1 and eqns[0] is node.eqn:
+            continue  # nothing is left of one that does nothing to parts, such as a cast that only took away a weak type
         assert node.task is None or len(eqns) == 1, "a task stays one equation"
         mesh = None if node.task is not None else worker.mesh[seen.top, i]
         edit.replace_node(node, [replace(node, eqn=e, mesh=mesh) for e in eqns])
