@@ -204,7 +204,7 @@ def test_a_piece_that_does_not_divide_over_devices():
 
 
 def test_a_task_in_a_while_loop():
-    """The construct, its tasks on several submeshes, and what to do instead."""
+    """The construct, the line, and what to do instead."""
 
     def grown(x):
         more = lambda v: back(jnp.eye(WIDTH), front(jnp.eye(WIDTH), v)) + 1  # noqa: E731
@@ -212,8 +212,8 @@ def test_a_task_in_a_while_loop():
 
     step = mm.microbatch(grown, num_microbatches=2, reduce="concat")
 
-    with raises(ValueError, "lax.while_loop", "test_errors.py", "'front'", "fixed length"):
-        mm.jit(step)(rows())
+    with raises(errors.PlacementError, "microbatch(grown)", "lax.while_loop", "test_errors.py", "fixed length"):
+        mm.jit(step, strict=True)(rows())
 
 
 # Microbatches

@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from generated.laws import counted_compilations
@@ -523,3 +525,161 @@ def test_modules_of_nnx_in_a_loop():
     for _ in range(2):
         assert_same(step(model, rows()), reference(step, plain, rows()))
     assert int(model.calls.get_value()) == int(plain.calls.get_value()) == 6
+
+
+# Where the parts of a loop keep what they share
+
+SUBMESHES = [Mesh(np.array(jax.devices()[i : i + 2]), ("data",)) for i in (0, 2)]
+
+
+def trained(p, x, steps=4, at=("front", "back")):
+    """Gradient descent until the loss is small, over two submeshes of two devices."""
+    first, second = (mm.task(lambda w, x: jnp.tanh(x @ w), n, mesh=m) for n, m in zip(at, SUBMESHES, strict=True))
+
+    def one(p):
+        value, grads = jax.value_and_grad(lambda p: jnp.mean((second(p["back"], first(p["front"], x)) - 0.5) ** 2))(p)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads), value
+
+    return lax.while_loop(
+        lambda c: (c[1] > 0.01) & (c[2] < steps), lambda c: (*one(c[0]), c[2] + 1), (p, jnp.float32(1), 0)
+    )
+
+
+def places(tree):
+    return jax.tree.map(lambda x: (sorted(d.id for d in x.sharding.device_set), x.sharding.spec), tree)
+
+
+def test_each_state_of_a_loop_is_where_its_task_is():
+    """Between calls and in the loop; a second call moves nothing."""
+    step = same(trained, parameters(), rows())
+    compiled = step.prepare(parameters(), rows())
+    found = places(step(parameters(), rows())[0])
+    assert found == {"front": ([0, 1], P()), "back": ([2, 3], P())} == places(compiled.arguments[0][0])
+    for part in compiled.parts.values():
+        moved = Moves()
+        args = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), part.arguments)
+        part.call_flat(jax.tree.leaves(args), moved)
+        assert moved.count == 0
+
+
+@pytest.mark.parametrize("how", ["in_shardings", "device_put"])
+def test_a_state_lies_in_a_loop_as_the_user_says_of_the_argument(how):
+    """The weights stay sharded in every part, and come back so."""
+    said = {"front": NamedSharding(SUBMESHES[0], P("data")), "back": NamedSharding(SUBMESHES[1], P(None, "data"))}
+    step = mm.jit(trained, **({"in_shardings": (said, None)} if how == "in_shardings" else {}))
+    p = parameters() if how == "in_shardings" else jax.device_put(parameters(), said)
+    compiled = step.prepare(p, rows())
+    expected = reference(jax.jit(trained), parameters(), rows())
+    result = step(p, rows())
+    assert_same(result, expected, 2e-5)
+    assert jax.tree.map(lambda x: x.sharding, result[0]) == said == compiled.input_shardings[0][0]
+    body = [x.sharding for x in jax.tree.leaves(compiled.parts["while1"].arguments) if x.shape == (WIDTH, WIDTH)]
+    assert sorted(map(str, body)) == sorted(map(str, said.values()))
+
+
+def test_a_stacked_state_that_is_not_donated_comes_back_as_it_came():
+    layer = mm.task(lambda w, h: jnp.tanh(h @ w), "layer", mesh=SUBMESHES)
+
+    def fun(ws, x):
+        def once(c):
+            value, grads = jax.value_and_grad(
+                lambda ws: jnp.mean(lax.scan(lambda h, w: (layer(w, h), None), x, ws)[0] ** 2)
+            )(c[0])
+            return c[0] - 0.1 * grads, value
+
+        return lax.while_loop(lambda c: c[1] > 0.05, once, (ws, jnp.float32(1)))
+
+    ws = jnp.stack([parameters(k)["front"] for k in range(4)])
+    step = same(fun, ws, rows())
+    back = step(ws, rows())[0]
+    assert back.sharding == step.prepare(ws, rows()).input_shardings[0][0]
+    assert len(back.sharding.device_set) == 4
+
+
+def test_what_several_submeshes_read_crosses_once_a_loop():
+    """A table at both ends of the model, in a loop and in a loop of such loops."""
+    first = mm.task(lambda t, ids: t[ids], "embed", devices=[0])
+    last = mm.task(lambda t, h: jnp.argmax(h @ t.T, -1), "head", devices=[1])
+
+    def decoded(table, ids):
+        return lax.while_loop(lambda c: c[1] < 5, lambda c: (last(table, first(table, c[0])), c[1] + 1), (ids, 0))[0]
+
+    def twice(table, ids):
+        return lax.while_loop(
+            lambda c: c[1] < 3, lambda c: (decoded(2 * table, c[0]) + decoded(table, c[0]), c[1] + 1), (ids, 0)
+        )
+
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(32, WIDTH)), jnp.float32)
+    for fun, crossings in ((decoded, 1), (lambda t, ids: twice(t, ids % 4), 4)):
+        step = same(fun, table, jnp.arange(8))
+        compiled = step.prepare(table, jnp.arange(8))
+        copied = []
+        for part in compiled.parts.values():
+            count_copies(part._executor._relayouts, copied)
+        args = jax.device_put((table, jnp.arange(8)), compiled.input_shardings[0])
+        compiled.call_flat(list(args))
+        assert copied.count(table.shape) == crossings
+
+
+def count_copies(relayouts, copied):
+    """Has the shapes of arrays added to a list that go to other devices."""
+    bring = relayouts.bring
+
+    def counting(x, sharding):
+        if getattr(x, "sharding", sharding).device_set != sharding.device_set:
+            copied.append(x.shape)
+        return bring(x, sharding)
+
+    relayouts.bring = counting
+
+
+def test_a_task_that_another_part_runs_is_not_dropped():
+    def fun(p, x):
+        front(p["front"], x)  # nobody reads it
+        return until(p, x)
+
+    mm.jit(fun, strict=True)(parameters(), rows())
+    with pytest.raises(mm.errors.PlacementError, match="task 'unread' is dropped"):
+        mm.jit(lambda p, x: (mm.task(jnp.sin, "unread", devices=[0])(x), until(p, x))[1], strict=True)(
+            parameters(), rows()
+        )
+
+
+def test_collected_weak_types_and_keys_of_a_scan_around_a_loop():
+    def fun(p, x, key):
+        def body(h, key):
+            h, count = until(p, h, at_most=2)
+            return h, (count, jax.random.fold_in(key, count))
+
+        return lax.scan(body, x, jax.random.split(key, 3))
+
+    same(fun, parameters(), rows(), jax.random.key(0))
+    assert mm.jit(fun)(parameters(), rows(), jax.random.key(0))[1][0].weak_type
+
+
+def test_a_loop_in_each_layer_of_a_scan_is_one_task():
+    """Each iteration of the scan is on one submesh, so that nothing is left for the host, but for the loop behind."""
+    layer = mm.task(lambda w, h: jnp.tanh(h @ w), "layer", mesh=SUBMESHES)
+
+    def fun(ws, p, x):
+        def deep(h, w):
+            return lax.while_loop(lambda c: c[1] < 3, lambda c: (layer(w, c[0]), c[1] + 1), (h, 0))
+
+        return lax.scan(deep, x, ws)
+
+    ws = jnp.stack([parameters(k)["front"] for k in range(4)])
+    assert not hasattr(same(fun, ws, parameters(), rows()).lower(ws, parameters(), rows()), "parts")
+    same(lambda ws, p, x: (fun(ws, p, x), until(p, x)), ws, parameters(), rows())
+
+
+def test_parallelized():
+    step, init, batches = mm.parallelize(until, init_params=parameters, get_input_batch=rows, devices=jax.devices()[:2])
+    assert_same(step(init(), batches()), reference(jax.jit(until), parameters(), rows()), 2e-5)
+    with pytest.raises(mm.errors.MeshError, match="'back' runs on devices"):
+        mm.parallelize(until, init_params=parameters, get_input_batch=rows, devices=jax.devices()[:1])
+
+
+def test_a_name_that_nothing_has():
+    step = mm.jit(until).lower(parameters(), rows())
+    with pytest.raises(AttributeError, match="LoweredParts has no attribute 'prats'"):
+        step.prats  # noqa: B018

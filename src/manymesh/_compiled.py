@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from . import _compat
 from ._cost._clock import Durations
@@ -156,6 +156,19 @@ class Compiled(Shown):
     def bring(self, x: Any, sharding: NamedSharding) -> jax.Array:
         """An array, or a host value, with a sharding of this step: asynchronously, from any devices."""
         return self._executor.bring(x, sharding)
+
+    def places(self) -> list[tuple[NamedSharding, ...]]:
+        """The shardings with which the submeshes that read it take each leaf of the arguments."""
+        program, lowered = self.program, self._lowered
+        flat = [
+            tuple(lowered.sharding(v, s) for s in program.input_submeshes[v])
+            for v in program.invars[len(program.consts) :]
+        ]
+        return self._stacks.of_arguments(flat, lambda x: (x.sharding,))
+
+    def runs_on(self) -> list[tuple[str, Mesh]]:
+        """What each fragment is called, and the submesh on which it runs."""
+        return [(f.name, self.program.submeshes[f.submesh]) for f in self.program.fragments]
 
     def _check_usable(self, leaves: list[Any]) -> None:
         for i, x in enumerate(leaves):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from .. import _compat
@@ -11,13 +11,12 @@ from .._mark import MARK, Recording
 from .._program import Program
 
 
-def note_pipeline(record: Recording, program: Program | None, jaxpr: Any) -> None:
-    """Adds findings: loops without a task, tasks of which nothing is used, loops that their schedule cannot run.
+def note_pipeline(record: Recording, program: Program | None) -> None:
+    """Adds findings: loops without a task, loops that their schedule cannot run.
 
     Args:
       record: of the trace.
       program: made from it; None where nothing says what runs where.
-      jaxpr: the closed jaxpr of the step.
     """
     for loop in record.loops.values() if program is None and not record.tasks else ():
         record.findings[
@@ -34,7 +33,16 @@ def note_pipeline(record: Recording, program: Program | None, jaxpr: Any) -> Non
                 "made of the one before it; its microbatches run one after the other. Let values go from each stage to later "
                 "ones only, and state be read where it is written; put jax.checkpoint inside of tasks, not around several"
             ] = PlacementError
-    used = {name for fragment in (program.fragments if program is not None else ()) for name in fragment.tasks}
+
+
+def note_dropped(record: Recording, used: Container[str], jaxpr: Any) -> None:
+    """Adds findings: tasks of which nothing is used.
+
+    Args:
+      record: of the trace.
+      used: the names of the tasks that run.
+      jaxpr: the closed jaxpr of the step.
+    """
     missing = {mark: task.name for mark, task in record.tasks.items() if task.name not in used}
     if not missing:
         return

@@ -9,21 +9,23 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .. import _compat
-from .._compat import Var
+from .._compat import Atom, Var
 from .._compiled import Compiled
+from .._distributed._world import world
 from .._errors import MeshError
 from .._layout._groups import Groups
 from .._mark import Recording
+from .._runtime._execute import Kept
 from .._runtime._observe import Observer
 from .._types import PyTree
 from ._arguments import Arguments
-from ._findings import marks_in
+from ._findings import marks_in, note_dropped
 from ._lowered import Lowered
 from ._parts import HostBranch, HostLoop, Part, Parts, Straight, carried_by, inside, made_by
-from ._shardings import check_submeshes
+from ._shardings import check_submeshes, committed
 from ._step import Step
 
 Pairs = list[tuple[int, int]]
@@ -96,11 +98,18 @@ def lower_parts(whole: Whole, parts: Parts, lower_one: LowerOne) -> LoweredParts
     """Lowers each part of a step, so that what one makes is where the next one wants it."""
     worker = _Lowering(whole, parts, lower_one)
     items = worker.all(parts.parts, "", last=True)
+    used = {name for p in _programs(items) for f in p.lowered.program.fragments for name in f.tasks}
+    note_dropped(whole.record, used, whole.jaxpr)
     whole.step.report(whole.record, whole.jaxpr)
     return LoweredParts(whole, items, parts.consts, worker.homes)
 
 
 class _Lowering:
+    """Lowers parts one after the other, and keeps where each value is made and wanted.
+
+    Names are those of the parts, in which the body of a loop gives the names of what it carries anew each time.
+    """
+
     def __init__(self, whole: Whole, parts: Parts, lower_one: LowerOne) -> None:
         self.whole, self.parts, self.lower_one = whole, parts, lower_one
         self.invars = whole.invars
@@ -108,6 +117,10 @@ class _Lowering:
         self.owned = {self.invars[i] for i in whole.donated} | made_by(parts.parts)
         self.carried = carried_by(parts.parts)
         self.over_time = _over_time(whole, parts.parts)
+        # What is said of an argument is said of all that it is over time.
+        self.asked = {self._kind(self.invars[i]): s for i, s in reversed(whole.asked.items())}
+        put = ((v, committed(x)) for v, x in zip(self.invars, whole.given.leaves, strict=True))
+        self.put = {self._kind(v): s for v, s in put if s is not None}
         self.labels: dict[Var, str] = {}
         self.made: dict[Var, Sharding] = {}  # where parts that are lowered already leave what they make
         self.homes: dict[Var, NamedSharding] = {}  # where the first part that reads a value wants it
@@ -119,13 +132,13 @@ class _Lowering:
             if not isinstance(part, Straight):
                 continue
             following = parts[k + 1] if k + 1 < len(parts) else None
-            hosted = None if following is None else self._hosted(following, prefix, k // 2 + 1)
+            hosted = None if following is None else self._lower_hosted(following, prefix, k // 2 + 1)
             name = prefix.removesuffix("/") if len(parts) == 1 else f"{prefix}part{k // 2 + 1}"
             items.append(self.straight(part, name, last and following is None))
             items += [] if hosted is None else [hosted]
         return tuple(items)
 
-    def _hosted(self, part: Part, prefix: str, number: int) -> _Hosted:
+    def _lower_hosted(self, part: Part, prefix: str, number: int) -> _Hosted:
         assert not isinstance(part, Straight), "between programs there is always something that the host runs"
         if isinstance(part, HostLoop):
             return _Hosted(part, (self.all(part.body, f"{prefix}while{number}/"),))
@@ -133,9 +146,9 @@ class _Lowering:
         return _Hosted(part, tuple(self.all(body, name) for body, name in zip(part.bodies, names, strict=True)))
 
     def straight(self, part: Straight, name: str, last: bool) -> _Program:
-        """Lowers a part that is one program."""
-        given = self._arguments(part)
-        whole, operands = self.whole, jax.tree.leaves((given.dyn_args, given.dyn_kwargs))
+        """Lowers a part that is one program; the last one makes the results of the step."""
+        given, whole = self._arguments(part), self.whole
+        operands = jax.tree.leaves((given.dyn_args, given.dyn_kwargs))
         if last:
             names = [v for v, _ in part.results]
             shapes, out_tree = whole.shapes, whole.out_tree
@@ -145,18 +158,13 @@ class _Lowering:
         held = dict(part.results)
         jaxpr = _compat.new_jaxpr(operands, [held[v] for v in names], part.eqns)
         record = _record_of(whole.record, marks_in(jaxpr))
-        asked = {v: whole.asked.get(i) or self._home(v, record) for v, i in self.position.items()}
-        wanted_in, _ = jax.tree.unflatten(given.treedef, [asked.get(v) for v in operands])
+        wanted_in, _ = jax.tree.unflatten(given.treedef, [self._wanted_in(v, record) for v in operands])
         pairs = self._pairs(operands, names)
-        moved = {}
-        if last:  # the next state is wanted where the step takes it
-            homes = {o: self._home(self.invars[i], record) for i, o in whole.states}
-            moved = {**{o: home for o, home in homes.items() if home is not None}, **whole.moved}
         settings = {f.name: getattr(whole.step, f.name) for f in fields(Step)}
         settings |= {"static_argnums": (), "static_argnames": (), "donate_argnums": (), "donate_argnames": ()}
         settings |= {"name": f"{whole.step.name}/{name}", "in_shardings": wanted_in}
+        moved = self._moved([held[v] for v in names], record) if last else {}
         plain = functools.partial(jax.core.eval_jaxpr, jaxpr, [])
-
         first_read = [v not in self.homes for v in operands]
 
         def lowered(out_shardings: Any) -> Lowered:
@@ -168,18 +176,34 @@ class _Lowering:
             self.made.update(zip(names, (x.sharding for x in jax.tree.leaves(made.out_info)), strict=True))
             return made
 
-        followed = {o for _, o in pairs}  # what an operand becomes lies like it, where it is on its submesh
+        if last:
+            return _Program(name, part, tuple(operands), tuple(names), lowered(whole.step.out_shardings))
+        follows = {names[o] for _, o in pairs}  # what an operand becomes lies like it, where it is on its submesh
+        while True:
+            homes = [None if v in follows else self._home(v, record) for v in names]
+            found = lowered(jax.tree.unflatten(out_tree, homes))
+            # The next iteration wants these elsewhere, as is known now. One that goes home may take another one with it.
+            apart = {v for v in follows if self._is_apart(v) and self._home(v, record) is not None}
+            if not apart:
+                return _Program(name, part, tuple(operands), tuple(names), found)
+            follows -= apart
 
-        def wanted() -> Any:
-            homes = (
-                None if o in followed and not self._is_apart(v) else self._home(v, record) for o, v in enumerate(names)
-            )
-            return jax.tree.unflatten(out_tree, list(homes))
+    def _wanted_in(self, v: Var, record: Recording) -> NamedSharding | None:
+        """Where an operand of a part is wanted: where the user says, or where another part takes it."""
+        asked = self.asked.get(self._kind(v))
+        if v in self.position:
+            return self.whole.asked.get(self.position[v]) or self._fitting(asked, record) or self._home(v, record)
+        return self._fitting(asked, record)
 
-        found = lowered(whole.step.out_shardings if last else wanted())
-        if not last and any(map(self._is_apart, names)):  # the next iteration wants it elsewhere, as is known now
-            found = lowered(wanted())
-        return _Program(name, part, tuple(operands), tuple(names), found)
+    def _moved(self, results: Sequence[Atom], record: Recording) -> dict[int, NamedSharding]:
+        """Where results of the step are wanted of which the user said nothing.
+
+        The next state where the step takes it, and what the last part only hands through where it was made.
+        """
+        through = {o: self._fitting(self.made.get(v), record) for o, v in enumerate(results) if _compat.is_var(v)}
+        homes = {o: self._home(self.invars[i], record) for i, o in self.whole.states}
+        found = {o: s for each in (through, homes) for o, s in each.items() if s is not None}
+        return {**found, **self.whole.moved}
 
     def _is_apart(self, v: Var) -> bool:
         """Whether a value is known to be made on other devices than those where the first part that reads it wants it."""
@@ -191,16 +215,17 @@ class _Lowering:
         number = {v: o for o, v in enumerate(names)}
         found = {i: number[v] for i, v in enumerate(operands) if v in number}
 
-        def kind(v: Var) -> tuple[Var, jax.ShapeDtypeStruct]:
-            return self.over_time.find(v), _compat.abstract(v.aval)
-
         left: dict[Any, list[int]] = {}
         for o in sorted(set(number.values()) - set(found.values())):
-            left.setdefault(kind(names[o]), []).append(o)
+            left.setdefault(self._kind(names[o]), []).append(o)
         for i, v in enumerate(operands):
-            if i not in found and left.get(kind(v)):
-                found[i] = left[kind(v)].pop(0)
+            if i not in found and left.get(self._kind(v)):
+                found[i] = left[self._kind(v)].pop(0)
         return list(found.items())
+
+    def _kind(self, v: Var) -> tuple[Var, jax.ShapeDtypeStruct]:
+        """What is equal for values that are one thing over time, of one shape and dtype."""
+        return self.over_time.find(v), _compat.abstract(v.aval)
 
     def _arguments(self, part: Straight) -> Arguments:
         """What a part takes, in the structure of the step's arguments and a dict more.
@@ -220,18 +245,22 @@ class _Lowering:
             return self.whole.given.leaves[self.position[v]]
         if v in self.parts.consts:
             return self.parts.consts[v]
-        aval = _compat.abstract(v.aval)
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=self.made.get(v), weak_type=aval.weak_type)
+        aval, sharding = _compat.abstract(v.aval), self.made.get(v) or self.put.get(self._kind(v))
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
     def _home(self, v: Var, record: Recording) -> NamedSharding | None:
         """Where a value is wanted by the part that reads it first, if that is not between the tasks of the one that makes it."""
-        home = self.homes.get(v)
-        if home is not None:
-            try:
-                check_submeshes("out_shardings", {0: home}, [""], record.tasks.values())
-            except MeshError:
-                return None
-        return home
+        return self._fitting(self.homes.get(v), record)
+
+    def _fitting(self, sharding: Sharding | None, record: Recording) -> NamedSharding | None:
+        """A sharding, if it is not on devices of one of a part's tasks and others."""
+        if not isinstance(sharding, NamedSharding):
+            return None
+        try:
+            check_submeshes("", {0: sharding}, [""], record.tasks.values())
+        except MeshError:
+            return None
+        return sharding
 
     def _label(self, v: Var) -> str:
         kind = "carried" if v in self.carried else "made"
@@ -268,8 +297,8 @@ class _InParts:
     """What is asked of a step as a whole, and only its parts can say."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.startswith("__") or not (name.startswith("_") or name in ("program", "plan", "estimate")):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; it has the parts of a step, .parts")
         step, parts, lines = (self.__dict__.get(k, "") for k in ("_title", "parts", "_lines"))
         raise AttributeError(
             f"mm.jit({step}) has a lax.while_loop over several submeshes ({lines}), which the host runs, so that it is not one "
@@ -290,7 +319,7 @@ class LoweredParts(_InParts, Lowered):
         self, whole: Whole, items: tuple[_Item, ...], consts: dict[Var, object], homes: Mapping[Var, Sharding]
     ) -> None:
         self._title, self._whole, self._items, self._consts = whole.step.name, whole, items, consts
-        self._homes, self._lines = homes, ", ".join(dict.fromkeys(x.part.line for x in _hosted(items)))
+        self._homes, self._lines = homes, ", ".join(dict.fromkeys(x.part.line for x in _all_hosted(items)))
         self._in_tree, self._out_tree = whole.given.treedef, whole.out_tree
         self.findings = tuple(whole.record.findings)
         programs = _programs(items)
@@ -344,16 +373,22 @@ class CompiledParts(_InParts, Compiled):
         self.output_shardings = list(parts.values())[-1].output_shardings
         self._read_in = {
             id(x): self._reads(x.bodies[0], made_by(x.part.body))
-            for x in _hosted(self._items)
+            for x in _all_hosted(self._items)
             if isinstance(x.part, HostLoop)
         }
         consts = lowered._consts
-        self._consts = {
-            v: compiled.bring(consts[v], home) for v, compiled, home in self._reads(self._items, ()) if v in consts
-        }
+        self._consts = {v: self.bring(consts[v], home) for v, home, _ in self._reads(self._items, ()) if v in consts}
 
     def __repr__(self) -> str:
         return f"CompiledParts({self.name}: {', '.join(self.parts)}; the host runs its loops)"
+
+    def bring(self, x: Any, sharding: NamedSharding) -> jax.Array:
+        """An array, or a host value, with a sharding of this step: asynchronously, from any devices."""
+        return next(iter(self.parts.values())).bring(x, sharding)
+
+    def runs_on(self) -> list[tuple[str, Mesh]]:
+        """What each fragment of each part is called, and the submesh on which it runs."""
+        return [each for part in self.parts.values() for each in part.runs_on()]
 
     def call_flat(self, leaves: list[Any], observer: Observer | None = None) -> PyTree:
         """Runs the step on the flat list of its arguments' leaves; an observer is told what is done."""
@@ -378,35 +413,55 @@ class CompiledParts(_InParts, Compiled):
                 env.update(zip(item.names, jax.tree.leaves(result), strict=True))
                 continue
             if isinstance(item.part, HostLoop):
-                for v, compiled, home in self._read_in[id(item)]:  # not to be moved each time
-                    env[v] = compiled.bring(env[v], home)
+                kept = self._bring_once(item, env)
                 while bool(np.asarray(env[item.part.condition])):
                     self._run(item.bodies[0], env, observer)
+                for v in kept:
+                    env[v] = env[v].value
             else:
                 self._run(item.bodies[int(np.asarray(env[item.part.index]))], env, observer)
             for v in item.part.dying:
                 env.pop(v, None)
         return result
 
-    def _reads(self, items: Sequence[_Item], made: Container[Var]) -> tuple[tuple[Var, Compiled, NamedSharding], ...]:
-        """What programs read and do not make, each with the first that reads it, and where that wants it."""
-        found: dict[Var, tuple[Var, Compiled, NamedSharding]] = {}
+    def _bring_once(self, item: _Hosted, env: dict[Var, Any]) -> list[Var]:
+        """Puts what a loop reads and does not make where its body wants it, and not again each time.
+
+        Returns what is `Kept` from here on.
+        """
+        one_process, kept = world() is None, []
+        for v, home, elsewhere in self._read_in[id(item)]:
+            if isinstance(env[v], Kept):  # by a loop around this one
+                continue
+            env[v] = self.bring(env[v], home)
+            if elsewhere and one_process and not _compat.checks_floats():
+                env[v] = Kept(env[v])
+                kept.append(v)
+        return kept
+
+    def _reads(self, items: Sequence[_Item], made: Container[Var]) -> tuple[tuple[Var, NamedSharding, bool], ...]:
+        """What programs read and do not make, each with where the first that reads it wants it, and whether anybody
+        wants it elsewhere."""
+        homes: dict[Var, NamedSharding] = {}
+        places: dict[Var, set[NamedSharding]] = {}
         for program in _programs(items):
             compiled = self.parts[program.name]
-            for v, home in zip(program.operands, jax.tree.leaves(compiled.input_shardings), strict=True):
+            found = zip(program.operands, jax.tree.leaves(compiled.input_shardings), compiled.places(), strict=True)
+            for v, home, taken in found:
                 if v not in made:
-                    found.setdefault(v, (v, compiled, home))
-        return tuple(found.values())
+                    homes.setdefault(v, home)
+                    places.setdefault(v, set()).update(taken)
+        return tuple((v, home, bool(places[v] - {home})) for v, home in homes.items())
 
     def as_text(self) -> str:
         """The optimized program of every fragment that this process runs, part by part."""
         return "\n\n".join(f"// {name}\n{part.as_text()}" for name, part in self.parts.items())
 
 
-def _hosted(items: Sequence[_Item]) -> list[_Hosted]:
+def _all_hosted(items: Sequence[_Item]) -> list[_Hosted]:
     """What the host runs among parts, also in what it runs."""
     found = [item for item in items if isinstance(item, _Hosted)]
-    return [each for item in found for each in (item, *(x for body in item.bodies for x in _hosted(body)))]
+    return [each for item in found for each in (item, *(x for body in item.bodies for x in _all_hosted(body)))]
 
 
 def _programs(items: Sequence[_Item]) -> list[_Program]:

@@ -129,10 +129,10 @@ def _plain(fun: Callable[[], Any]) -> Callable[[], Any]:
 
 def _check_devices(compiled: Compiled, allowed: Iterable[Any]) -> None:
     given = set(allowed)
-    for f in compiled.program.fragments:
-        outside = set(mesh_devices(compiled.program.submeshes[f.submesh])) - given
+    for name, submesh in compiled.runs_on():
+        outside = set(mesh_devices(submesh)) - given
         if outside:
             raise MeshError(
-                f"parallelize: {f.name!r} runs on devices {sorted(d.id for d in outside)}, which are not among "
+                f"parallelize: {name!r} runs on devices {sorted(d.id for d in outside)}, which are not among "
                 f"devices={sorted(d.id for d in given)}; place its task on these, or give all devices that tasks use"
             )

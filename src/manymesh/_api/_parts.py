@@ -3,6 +3,15 @@
 Which submesh runs when is then for the host to say: it calls the program of the loop's body until the condition, which is
 the body's last result, is false. What is before, between and after such loops are programs too. A scan around such a loop is
 one as well, which counts; of a conditional around one the host runs the branch that is taken.
+
+Of ``lax.while_loop(unfinished, body, x)`` the parts are, in names that stand for arrays::
+
+    Straight   reads x          gives carry = x, again = unfinished(x)
+    HostLoop   while again:
+      Straight   reads carry    gives carry = body(carry), again = unfinished(body(carry))
+    Straight   reads carry      gives the results
+
+A name is given anew each time: what the loop carries has one name before it, in it and behind it.
 """
 
 from __future__ import annotations
@@ -125,6 +134,8 @@ def split(closed: AbstractJaxpr, across: Callable[[Eqn], bool], loops: Container
 
 
 class _Splitter:
+    """Goes through equations in their order, and ends a part wherever the host takes over."""
+
     def __init__(
         self, across: Callable[[Eqn], bool], loops: Container[str], consts: dict[Var, object], opened: dict[str, str]
     ) -> None:
@@ -151,9 +162,9 @@ class _Splitter:
             if hosted is not None:
                 made: Sequence[Atom] = hosted(eqn, operands)
             elif solver := _compat.solver(eqn):
-                made = self._opened(solver[0], [_lookup(env, v) for v in solver[1]], {}, eqn)
+                made = self._opened(solver[0], [_lookup(env, v) for v in solver[1]], eqn)
             else:
-                made = self._opened(call_body(eqn), operands, {}, eqn)
+                made = self._opened(call_body(eqn), operands, eqn)
             env.update(zip(eqn.outvars, made, strict=True))
 
     def close(self, results: Iterable[tuple[Var, Atom]]) -> None:
@@ -178,11 +189,11 @@ class _Splitter:
         held = (self._held(_compat.within(e, eqn)) for body in bodies for e in _compat.open_jaxpr(body).eqns)
         return next((loop for loop in held if loop is not None), None)
 
-    def _opened(self, jaxpr: AbstractJaxpr | None, operands: Sequence[Atom], env: Env, outer: Eqn) -> list[Atom]:
+    def _opened(self, jaxpr: AbstractJaxpr | None, operands: Sequence[Atom], outer: Eqn) -> list[Atom]:
         """Adds what a jaxpr computes of operands; what holds its results."""
         assert jaxpr is not None, "only calls are opened"
         parts = _compat.open_jaxpr(jaxpr)
-        inner: Env = dict(zip(parts.invars, (_lookup(env, v) for v in operands), strict=True))
+        inner: Env = dict(zip(parts.invars, operands, strict=True))
         for v, value in zip(parts.constvars, parts.consts, strict=True):
             inner[v] = fresh = _compat.new_var(v.aval)
             self.consts[fresh] = value
@@ -200,10 +211,10 @@ class _Splitter:
         of_cond, of_body = operands[: loop.cond_consts], operands[loop.cond_consts :][: loop.body_consts]
 
         def unfinished(at: _Splitter, carry: Sequence[Atom]) -> Atom:
-            return at._opened(loop.cond, [*of_cond, *carry], {}, eqn)[0]
+            return at._opened(loop.cond, [*of_cond, *carry], eqn)[0]
 
         def following(at: _Splitter, carry: Sequence[Atom]) -> list[Atom]:
-            after = at._opened(loop.body, [*of_body, *carry], {}, eqn)
+            after = at._opened(loop.body, [*of_body, *carry], eqn)
             if not _compat.shape(_compat.open_jaxpr(loop.cond).outvars[0]):
                 return after
             each = unfinished(at, carry)  # under vmap: each example goes on for itself
@@ -222,6 +233,11 @@ class _Splitter:
         def place(i: jax.Array) -> jax.Array:
             return scan.length - 1 - i if scan.reverse else i
 
+        def filled(i: jax.Array, ys: jax.Array, y: jax.Array) -> jax.Array:
+            after: jax.Array = lax.dynamic_update_index_in_dim(ys, y, place(i), 0)
+            after = _compat.with_weak_type(after, ys.weak_type)
+            return after
+
         def unfinished(at: _Splitter, carry: Sequence[Atom]) -> Atom:
             return at._traced(lambda i: i < scan.length, carry[:1])[0]
 
@@ -230,16 +246,15 @@ class _Splitter:
             pieces = at._traced(
                 lambda i, *xs: [lax.dynamic_index_in_dim(x, place(i), 0, keepdims=False) for x in xs], [i, *stacked]
             )
-            after = at._opened(scan.jaxpr, [*consts, *rest, *pieces], {}, eqn)
+            after = at._opened(scan.jaxpr, [*consts, *rest, *pieces], eqn)
             (more,) = at._traced(lambda i: i + 1, [i])
             together = [
-                at._traced(lambda i, ys, y: lax.dynamic_update_index_in_dim(ys, y, place(i), 0), [i, ys, y])[0]
-                for ys, y in zip(collected, after[scan.num_carry :], strict=True)
+                at._traced(filled, [i, ys, y])[0] for ys, y in zip(collected, after[scan.num_carry :], strict=True)
             ]
             return [more, *after[: scan.num_carry], *together]
 
         def begin() -> list[jax.Array]:
-            return [jnp.int32(0), *(lax.empty(x.shape, x.dtype) for x in stacks)]
+            return [jnp.int32(0), *(_compat.with_weak_type(lax.empty(x.shape, x.dtype), x.weak_type) for x in stacks)]
 
         zero, *empty = self._traced(begin, [])
         avals = [zero.aval, *avals[: scan.num_carry], *stacks]
@@ -253,7 +268,7 @@ class _Splitter:
         bodies = []
         for jaxpr in eqn.params["branches"]:
             branch = self.apart()
-            branch.close(list(zip(results, branch._opened(jaxpr, rest, {}, eqn), strict=True)))
+            branch.close(list(zip(results, branch._opened(jaxpr, rest, eqn), strict=True)))
             bodies.append(tuple(branch.parts))
         self.parts.append(HostBranch(chosen, tuple(bodies), _compat.source_line(eqn)))
         return results
@@ -340,6 +355,7 @@ def _lives(parts: Sequence[Part], after: set[Var]) -> tuple[tuple[Part, ...], se
             known.append(replace(part, dying=frozenset(reads - (alive - made))))
             alive = (alive - made) | reads
         elif isinstance(part, HostLoop):
+            # What the body reads, it may read once more: only behind the loop does it die.
             within = (read_by(part.body) - made_by(part.body)) | {part.condition, *part.carry}
             body, _ = _lives(part.body, alive | within)
             known.append(replace(part, body=body, dying=frozenset(within - alive)))

@@ -26,7 +26,7 @@ from .._shown import Shown, joined
 from .._topology import auto_mesh
 from ._arguments import Arguments, donated_leaves
 from ._boxes import with_parameter
-from ._findings import note_opened, note_pipeline
+from ._findings import note_dropped, note_opened, note_pipeline
 from ._hosted import Whole, lower_parts
 from ._lowered import Lowered
 from ._names import names_of_arguments, names_of_results, paths_of_arguments, paths_of_results
@@ -112,7 +112,10 @@ class Traced(Shown):
                 step, given, self._record, self.jaxpr, self._shapes, self._out_tree, self._moved, wanted_in, pairs, given_away,
             )  # fmt: skip
             return lower_parts(whole, parts, lambda *of_part: Traced(*of_part).lower())
-        note_pipeline(self._record, program, self.jaxpr)
+        note_pipeline(self._record, program)
+        if self._pairs is None:  # of a step in parts another one may run the task
+            fragments = program.fragments if program is not None else ()
+            note_dropped(self._record, {name for f in fragments for name in f.tasks}, self.jaxpr)
         follows = program is None
         if program is None:
             program = self._without_tasks()

@@ -175,7 +175,7 @@ def with_body(jaxpr: Any, invars: Sequence[Var], outvars: Sequence[Any], eqns: S
 
 def stacked(aval: Any, count: int) -> Any:
     """The abstract value of ``count`` values with a dimension before theirs, without sharding."""
-    return jax.core.ShapedArray((count, *aval.shape), aval.dtype)
+    return jax.core.ShapedArray((count, *aval.shape), aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 class OpenJaxpr(NamedTuple):

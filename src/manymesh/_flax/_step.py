@@ -261,7 +261,7 @@ def _check_loss(loss_of: Callable[..., Any], params: PyTree, batch: PyTree, key:
 
 def _check_devices(compiled: Compiled, mesh: Mesh) -> None:
     allowed = {d.id for d in mesh_devices(mesh)}
-    for submesh in compiled.program.submeshes:
+    for _, submesh in compiled.runs_on():
         outside = sorted({d.id for d in mesh_devices(submesh)} - allowed)
         if outside:
             raise MeshError(

@@ -7,7 +7,7 @@ stays one opaque equation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +44,9 @@ def runs_across(record: Recording) -> Callable[[Eqn], bool]:
 
     def across(eqn: Eqn) -> bool:
         stack = f"/{_compat.name_stack(eqn)}"
-        return worker.is_opened(eqn, stack) and worker.whole(eqn, stack, None) is None
+        return (
+            worker.is_opened(eqn, stack) and worker.whole(eqn, stack, None) is None and not worker.is_split(eqn, stack)
+        )
 
     return across
 
@@ -352,8 +354,12 @@ class _Flattener:
 
     def whole(self, eqn: Eqn, stack: str, loop: int | None) -> str | None:
         """The mark of the task that a conditional or a loop becomes where one submesh has all tasks in it; else None."""
-        marks = self._explicit(eqn)
-        tasks = self._tasks_in(eqn, stack)
+        marks = (
+            [self._of_iteration(mark) or mark for mark in self._explicit(eqn)]
+            if self._iteration
+            else self._explicit(eqn)
+        )
+        tasks = self._tasks(marks, eqn, stack)
         conditional = eqn.primitive.name == "cond"
         if any(t.meshes for t in tasks) or len({t.mesh for t in tasks} - {None}) > 1:
             return None
@@ -552,9 +558,18 @@ class _Flattener:
             return False
         return self._holds_mark(eqn) or bool(matched_inside(eqn, stack, self.registered))
 
+    def is_split(self, eqn: Eqn, stack: str) -> bool:
+        """Whether all tasks in an equation are on one submesh in each iteration of the scan around it."""
+        tasks = self._tasks_in(eqn, stack)
+        return all(t.meshes for t in tasks) and len({t.meshes for t in tasks}) == 1 and not self._holds_scan(eqn)
+
     def _tasks_in(self, eqn: Eqn, stack: str) -> list[Task]:
         """The tasks in an equation, marked or registered, each once."""
-        found = [self.tasks[mark].named(mark.split(MARK)[0]) for mark in self._explicit(eqn)]
+        return self._tasks(self._explicit(eqn), eqn, stack)
+
+    def _tasks(self, marks: Iterable[str], eqn: Eqn, stack: str) -> list[Task]:
+        """The tasks of marks and those that are registered for scopes in an equation, each once."""
+        found = [self.tasks[mark].named(mark.split(MARK)[0]) for mark in marks]
         return list(dict.fromkeys(found + tasks_inside(eqn, stack, self.registered)))
 
     def _explicit(self, eqn: Eqn) -> list[str]:
@@ -565,6 +580,14 @@ class _Flattener:
                 name = str(e.params.get("name")) if _compat.is_jit(e) else ""
                 found.update(dict.fromkeys([name] if name in self.tasks else self._explicit(e)))
         return list(found)
+
+    def _holds_scan(self, eqn: Eqn) -> bool:
+        """Whether there is a scan with tasks in an equation."""
+        return any(
+            (e.primitive.name == "scan" and self._holds_mark(e)) or self._holds_scan(e)
+            for j in _compat.jaxprs_in(eqn)
+            for e in _compat.open_jaxpr(j).eqns
+        )
 
     def _holds_loop(self, eqn: Eqn) -> bool:
         """Whether there is a microbatch loop in an equation."""

@@ -11,7 +11,7 @@ import jax
 from .. import _compat
 from .._compat import Atom, Eqn, Var
 from ._flat import FlatProgram
-from ._nodes import Loop, Node, shape_and_dtype
+from ._nodes import Loop, Node
 
 
 class Tags(TypedDict, total=False):
@@ -39,7 +39,7 @@ def trace_nodes(
 
 def trace_eqns(fun: Callable[..., Any], operands: Sequence[Atom]) -> tuple[list[Eqn], list[Any]]:
     """As `trace_nodes`, without what a node says besides its equation."""
-    avals = [jax.ShapeDtypeStruct(*shape_and_dtype(v)) for v in operands]
+    avals = [_compat.abstract(v.aval) for v in operands]
     with _compat.without_mesh():
         parts = _compat.open_jaxpr(jax.make_jaxpr(fun)(*avals))
     assert not parts.consts, "internal functions close over nothing"

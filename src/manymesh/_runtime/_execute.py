@@ -51,6 +51,26 @@ class Input:
     at: int
 
 
+class Kept:
+    """An argument of many calls that several submeshes read: there is a copy on each, made by the first call that reads it.
+
+    Attributes:
+      value: the array.
+    """
+
+    def __init__(self, value: jax.Array) -> None:
+        self.value = value
+        self._copies: dict[NamedSharding, jax.Array] = {}
+
+    def at(self, sharding: NamedSharding, bring: Callable[[Any, NamedSharding], jax.Array]) -> jax.Array:
+        """The array with a sharding; ``bring`` makes a copy that has it."""
+        if self.value.sharding == sharding:
+            return self.value
+        if sharding not in self._copies:
+            self._copies[sharding] = bring(self.value, sharding)
+        return self._copies[sharding]
+
+
 class Executor:
     """Runs a bound plan on flat lists of arrays.
 
@@ -87,7 +107,8 @@ class Executor:
         """Runs one step.
 
         Args:
-          args: arrays or host values in the order of the program's inputs, without its constants.
+          args: arrays, host values or, in one process, what is `Kept`, in the order of the program's inputs, without its
+            constants.
           observer: is told what is done.
 
         Returns:
@@ -139,6 +160,8 @@ class Executor:
             if given is not accepted[n]:
                 if given == sharding and isinstance(x, jax.Array):
                     accepted[n] = given
+                elif isinstance(x, Kept):
+                    x = x.at(sharding, self._relayouts.bring)
                 else:
                     if observer is not None:
                         observer.moves_argument(i, x, sharding)
