@@ -159,9 +159,13 @@ def test_constants_that_a_loop_closes_over():
             h, i = c
             return both(p, h + jnp.asarray(table) + jax.random.normal(jax.random.fold_in(seed, i), h.shape)), i + 1
 
-        return lax.while_loop(lambda c: c[1] < 2, body, (x, 0))[0] * table
+        def unfinished(c):
+            return (c[1] < 2) & jnp.all(jnp.asarray(table) < 2)
 
-    same(fun, parameters(), rows())
+        return jax.jit(lambda x: lax.while_loop(unfinished, body, (x, 0))[0])(x) * table
+
+    compiled = same(fun, parameters(), rows()).prepare(parameters(), rows())
+    assert sorted(x.shape for x in compiled._consts.values()) == [(), (WIDTH,)]  # each is on the devices once
 
 
 @pytest.mark.parametrize("how", ["debug", "io", "ordered"])

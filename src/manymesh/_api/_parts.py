@@ -17,7 +17,7 @@ A name is given anew each time: what the loop carries has one name before it, in
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -120,8 +120,8 @@ def split(closed: AbstractJaxpr, across: Callable[[Eqn], bool], loops: Container
       The parts; None where all such loops are inside of something that cannot be opened.
     """
     parts = _compat.open_jaxpr(closed)
-    worker = _Splitter(across, loops, dict(zip(parts.constvars, parts.consts, strict=True)), {})
-    env: Env = {}
+    worker = _Splitter(_Shared(across, loops))
+    env: Env = {v: worker.shared.constant(v, value) for v, value in zip(parts.constvars, parts.consts, strict=True)}
     worker.walk(parts.eqns, env, None)
     if not worker.parts:
         return None
@@ -130,22 +130,38 @@ def split(closed: AbstractJaxpr, across: Callable[[Eqn], bool], loops: Container
     assert isinstance(last, Straight), "no loop makes the results"
     unread = tuple(v for v in parts.invars if v not in read)  # somebody has to say where they are
     worker.parts[-1] = replace(last, reads=last.reads + unread)
-    return Parts(_lives(worker.parts, set())[0], worker.consts, worker.opened)
+    shared = worker.shared
+    consts = {v: value for v, value in shared.constants.values()}
+    return Parts(_lives(worker.parts, set())[0], consts, shared.opened)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What is known of a whole step.
+
+    Attributes:
+      across, loops: as in `split`.
+      opened: as in `Parts`.
+      constants: identity and kind of a constant -> its name, the constant.
+    """
+
+    across: Callable[[Eqn], bool]
+    loops: Container[str]
+    opened: dict[str, str] = field(default_factory=dict)
+    constants: dict[tuple[int, _compat.AbstractValue], tuple[Var, object]] = field(default_factory=dict)
+
+    def constant(self, v: Var, value: object) -> Var:
+        """The name of a constant, the same wherever what closes over it is opened."""
+        return self.constants.setdefault((id(value), v.aval), (_compat.new_var(v.aval), value))[0]
 
 
 class _Splitter:
     """Goes through equations in their order, and ends a part wherever the host takes over."""
 
-    def __init__(
-        self, across: Callable[[Eqn], bool], loops: Container[str], consts: dict[Var, object], opened: dict[str, str]
-    ) -> None:
-        self.across, self.loops, self.consts, self.opened = across, loops, consts, opened
+    def __init__(self, shared: _Shared) -> None:
+        self.shared = shared
         self.parts: list[Part] = []
         self.eqns: list[Eqn] = []  # of the part under way
-
-    def apart(self) -> _Splitter:
-        """One for parts inside of this one's."""
-        return _Splitter(self.across, self.loops, self.consts, self.opened)
 
     def walk(self, eqns: Sequence[Eqn], env: Env, outer: Eqn | None) -> None:
         """Adds equations; ``env`` maps their variables to those of the parts."""
@@ -155,8 +171,8 @@ class _Splitter:
             if loop is None:
                 self.eqns.append(substitute(eqn, env))
                 continue
-            if (mark := str(eqn.params.get("name"))) in self.loops:
-                self.opened[mark] = _compat.source_line(loop)
+            if (mark := str(eqn.params.get("name"))) in self.shared.loops:
+                self.shared.opened[mark] = _compat.source_line(loop)
             operands = [_lookup(env, v) for v in eqn.invars]
             hosted = {"while": self._while, "scan": self._scan, "cond": self._cond}.get(eqn.primitive.name)
             if hosted is not None:
@@ -179,9 +195,9 @@ class _Splitter:
     def _held(self, eqn: Eqn) -> Eqn | None:
         """The first such loop in an equation: that itself, or in a call, a scan or a conditional; None where there is none."""
         if eqn.primitive.name == "while":
-            return eqn if self.across(eqn) else None
+            return eqn if self.shared.across(eqn) else None
         name = str(eqn.params.get("name"))
-        if MARK in name and name not in self.loops:  # a task
+        if MARK in name and name not in self.shared.loops:  # a task
             return None
         solver = _compat.solver(eqn)
         opened = eqn.primitive.name in ("scan", "cond") or call_body(eqn) is not None
@@ -194,9 +210,7 @@ class _Splitter:
         assert jaxpr is not None, "only calls are opened"
         parts = _compat.open_jaxpr(jaxpr)
         inner: Env = dict(zip(parts.invars, operands, strict=True))
-        for v, value in zip(parts.constvars, parts.consts, strict=True):
-            inner[v] = fresh = _compat.new_var(v.aval)
-            self.consts[fresh] = value
+        inner.update((v, self.shared.constant(v, x)) for v, x in zip(parts.constvars, parts.consts, strict=True))
         self.walk(parts.eqns, inner, outer)
         return [_lookup(inner, v) for v in parts.outvars]
 
@@ -267,7 +281,7 @@ class _Splitter:
         results = [_compat.new_var(v.aval) for v in eqn.outvars]
         bodies = []
         for jaxpr in eqn.params["branches"]:
-            branch = self.apart()
+            branch = _Splitter(self.shared)
             branch.close(list(zip(results, branch._opened(jaxpr, rest, eqn), strict=True)))
             bodies.append(tuple(branch.parts))
         self.parts.append(HostBranch(chosen, tuple(bodies), _compat.source_line(eqn)))
@@ -281,7 +295,7 @@ class _Splitter:
         go_on = self._any(unfinished(self, first))
         again = _compat.new_var(go_on.aval)
         self.close([*zip(carry, first, strict=True), (again, go_on)])
-        body = self.apart()
+        body = _Splitter(self.shared)
         after = following(body, carry)
         go_on = body._any(unfinished(body, after))
         changed = [(v, made) for v, made in zip(carry, after, strict=True) if made is not v]
