@@ -679,6 +679,17 @@ def test_a_loop_in_each_layer_of_a_scan_is_one_task():
     assert not hasattr(same(fun, ws, parameters(), rows()).lower(ws, parameters(), rows()), "parts")
     same(lambda ws, p, x: (fun(ws, p, x), until(p, x)), ws, parameters(), rows())
 
+    def all_layers(c):
+        return lax.scan(lambda h, w: (layer(w, h), None), c[0], ws)[0], c[1] + 1
+
+    def scanned(ws, x):  # here each time is on all submeshes
+        return lax.scan(
+            lambda h, _: (lax.while_loop(lambda c: c[1] < 2, all_layers, (h, 0))[0], None), x, None, length=2
+        )[0]
+
+    assert parts(scanned, ws, rows())[1].startswith("while1")
+    same(scanned, ws, rows())
+
 
 def test_parallelized():
     step, init, batches = mm.parallelize(until, init_params=parameters, get_input_batch=rows, devices=jax.devices()[:2])

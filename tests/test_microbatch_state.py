@@ -91,3 +91,94 @@ def test_a_state_that_waits_for_the_backward_pass_runs_in_order(schedule: str) -
         wanted = step(WS, X)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+
+
+def far_states(schedule: str, begin: str) -> Any:
+    """A step whose states are made and read on different submeshes, outside of tasks and in them."""
+    first = mm.task(lambda w, c, x: jnp.tanh(x @ w) * (1 + 0.01 * c), "first", devices=[0])
+    last = mm.task(lambda w, c, h: (h @ w) * (1 + 0.1 * c), "last", devices=[1])
+
+    def grad(ws: Any, state: Any, x: Any) -> Any:
+        def loss(ws: Any) -> Any:
+            h = first(ws[0], state["both"], x)
+            y = last(ws[1], state["seen"], h) + state["both"] * state["earlier"]
+            return jnp.mean((y * state["outside"]) ** 2), (jnp.mean(h), jnp.max(jnp.abs(y)))
+
+        (value, (mean, size)), grads = jax.value_and_grad(loss, has_aux=True)(ws)
+        new = {
+            "count": state["count"] + 1, "both": state["both"] + 1, "outside": state["outside"] * 0.5,  # made nowhere in particular
+            "seen": 0.5 * state["seen"] + mean,  # made on the first submesh, read on the last
+            "earlier": state["late"], "late": mean,  # one is what the other was
+            "size": jnp.maximum(state["size"], size),
+        }  # fmt: skip
+        return (value, grads), new
+
+    def step(ws: Any, state: Any, x: Any) -> Any:
+        if begin == "made":
+            state = {k: v + 0 * x[0, 0].astype(v.dtype) for k, v in state.items()}
+        elif begin == "literal":
+            state = {k: jnp.full(v.shape, 1, v.dtype) for k, v in state.items()}
+        loop = mm.microbatch(grad, argnum=2, num_microbatches=4, schedule=schedule, state_argnum=1, reduce="mean")
+        return loop(ws, state, x)
+
+    return step
+
+
+@pytest.mark.parametrize("begin", ["argument", "made", "literal"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
+def test_a_state_is_read_on_another_submesh_than_it_is_made_on(schedule: str, begin: str) -> None:
+    """Each microbatch sends it there; the schedule applies, for values only go from earlier stages to later ones."""
+    names = ("both", "outside", "seen", "earlier", "late", "size")
+    state = {"count": jnp.int32(3), **{k: jnp.float32(0.3 + 0.1 * i) for i, k in enumerate(names)}}
+    step = far_states(schedule, begin)
+    jitted = mm.jit(step, strict=True)
+    with mm.ignore_transforms():
+        wanted = jax.jit(step)(WS, state, X)
+    got = jitted(WS, state, X)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+    program = jitted.lower(WS, state, X).program
+    assert program.loops[0].placement == (0, 1) and program.loops[0].in_order
+
+
+def test_a_counter_is_no_stage_and_no_launch() -> None:
+    """What each microbatch adds one to runs with the task that reads it."""
+    first, last = mm.task(jnp.sin, "first", devices=[0]), mm.task(lambda c, x: x * c, "last", devices=[1])
+    loop = mm.microbatch(
+        lambda c, x: (last(c, first(x)), c + 1), argnum=1, num_microbatches=4, state_argnum=0, reduce="concat"
+    )
+    program = mm.jit(loop).lower(jnp.float32(2), X).program
+    assert [f.name for f in program.fragments if f.loop == 0] == ["first", "last"]
+    assert [e for e in program.edges if e.var.aval.shape == ()] == []
+    got, wanted = mm.jit(loop)(jnp.float32(2), X), loop(jnp.float32(2), X)
+    np.testing.assert_allclose(got[0], wanted[0], rtol=1e-6)
+    assert got[1] == wanted[1] == 6
+
+
+@pytest.mark.parametrize("kind", ["swapped", "backwards", "chain", "kept"])
+def test_states_that_only_change_names_or_go_back(kind: str) -> None:
+    """Two that swap, one that the last submesh makes and the first reads, three in a row, one that stays."""
+    first, last = (
+        mm.task(lambda c, x: jnp.sin(c * x), "first", devices=[0]),
+        mm.task(lambda c, x: x * c, "last", devices=[1]),
+    )
+
+    def fun(state: Any, x: Any) -> Any:
+        a, b, c = state
+        if kind == "backwards":
+            y = last(1.5, first(a, x))
+            return y, (jnp.mean(y) + b, c, b)
+        y = last(b, first(2.0, x)) * c
+        return y, {"swapped": (b, a, c), "chain": (jnp.max(y), a, b), "kept": (a, b, c + b)}[kind]
+
+    loop = mm.microbatch(fun, argnum=1, num_microbatches=4, state_argnum=0, reduce="concat")
+    state = (jnp.float32(2), jnp.float32(3), jnp.float32(5))
+    wanted = loop(state, X)
+    step = mm.jit(lambda state, x: loop(state, x))
+    if kind == "backwards":
+        with pytest.warns(UserWarning, match="no order that schedule '1f1b' could run"):
+            got = step(state, X)
+    else:
+        got = step(state, X)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)

@@ -10,7 +10,7 @@ from manymesh._api._parts import Straight, inside, split
 pytestmark = pytest.mark.once
 
 
-def parted(fun, *args, across=lambda eqn: True):
+def parted(fun, *args, across=lambda eqn, in_scan: True):
     """The parts of a function, all of whose `while` equations are the host's; a name for each variable of its arguments."""
     closed = jax.make_jaxpr(fun)(*args)
     names = dict(zip(closed.jaxpr.invars, "abcdefg", strict=False))
@@ -31,7 +31,8 @@ def told(part, names):
 def test_a_step_without_such_a_loop_has_no_parts():
     assert parted(lambda a: a + 1, 1.0)[0] is None
     assert (
-        parted(lambda a: lax.while_loop(lambda x: x < 3, lambda x: x + 1, a), 1.0, across=lambda eqn: False)[0] is None
+        parted(lambda a: lax.while_loop(lambda x: x < 3, lambda x: x + 1, a), 1.0, across=lambda eqn, in_scan: False)[0]
+        is None
     )
 
 

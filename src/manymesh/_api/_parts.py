@@ -108,12 +108,12 @@ class Parts:
     opened: dict[str, str]
 
 
-def split(closed: AbstractJaxpr, across: Callable[[Eqn], bool], loops: Container[str] = ()) -> Parts | None:
+def split(closed: AbstractJaxpr, across: Callable[[Eqn, bool], bool], loops: Container[str] = ()) -> Parts | None:
     """Takes a step apart at its loops of unknown length over several submeshes.
 
     Args:
       closed: the jaxpr of the step.
-      across: whether a ``while`` equation is such a loop.
+      across: whether a ``while`` equation is such a loop; it is told whether the equation is in a scan.
       loops: the marks of its loops over microbatches.
 
     Returns:
@@ -145,7 +145,7 @@ class _Shared:
       constants: identity and kind of a constant -> its name, the constant.
     """
 
-    across: Callable[[Eqn], bool]
+    across: Callable[[Eqn, bool], bool]
     loops: Container[str]
     opened: dict[str, str] = field(default_factory=dict)
     constants: dict[tuple[int, _compat.AbstractValue], tuple[Var, object]] = field(default_factory=dict)
@@ -192,17 +192,18 @@ class _Splitter:
         self.parts.append(Straight(tuple(self.eqns), made, tuple(reads)))
         self.eqns = []
 
-    def _held(self, eqn: Eqn) -> Eqn | None:
+    def _held(self, eqn: Eqn, in_scan: bool = False) -> Eqn | None:
         """The first such loop in an equation: that itself, or in a call, a scan or a conditional; None where there is none."""
         if eqn.primitive.name == "while":
-            return eqn if self.shared.across(eqn) else None
+            return eqn if self.shared.across(eqn, in_scan) else None
         name = str(eqn.params.get("name"))
         if MARK in name and name not in self.shared.loops:  # a task
             return None
         solver = _compat.solver(eqn)
         opened = eqn.primitive.name in ("scan", "cond") or call_body(eqn) is not None
         bodies = [solver[0]] if solver is not None else _compat.jaxprs_in(eqn) if opened else []
-        held = (self._held(_compat.within(e, eqn)) for body in bodies for e in _compat.open_jaxpr(body).eqns)
+        in_scan = in_scan or eqn.primitive.name == "scan"
+        held = (self._held(_compat.within(e, eqn), in_scan) for body in bodies for e in _compat.open_jaxpr(body).eqns)
         return next((loop for loop in held if loop is not None), None)
 
     def _opened(self, jaxpr: AbstractJaxpr | None, operands: Sequence[Atom], outer: Eqn) -> list[Atom]:

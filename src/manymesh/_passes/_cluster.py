@@ -77,6 +77,7 @@ class _Clusterer:
         self._join_levels()
         self._join_followers()
         self._join_tasks()
+        self._join_next()
         order = self._sorted()
         return order, {c: set(self.preds[c]) for c in order}
 
@@ -226,8 +227,9 @@ class _Clusterer:
                         self._edge(self._source(v, s), c)
             loop = self.flat.loops[c.loop]
             for k in loop.carries:
-                if _compat.is_var(k.init):
-                    self._edge(self._source(k.init, self.placement.home[k.inner]), c)
+                maker = self.producer.get(k.init) if _compat.is_var(k.init) else None
+                for s in self.placement.node[maker] if maker is not None else (self.placement.home[k.inner],):
+                    self._edge(self._source(k.init, s) if _compat.is_var(k.init) else None, c)
             for v in (v for p in loop.xs for v in p.outer if _compat.is_var(v)):
                 maker = self.producer.get(v)
                 for s in self.placement.node[maker] if maker is not None else ():
@@ -308,6 +310,23 @@ class _Clusterer:
                     if t is not None:
                         self._merge(t, c)
                         changed = True
+
+    def _join_next(self) -> None:
+        """What in a loop nothing but the next microbatch has to do with joins the task that reads it there, or any.
+
+        By itself it would be a stage: a counter, say, that each microbatch adds one to.
+        """
+        carries = self.flat.loops[self.scope].carries if self.scope is not None else ()
+        clusters = self._clusters()
+        for c in clusters if carries else ():
+            if c.task is not None or self.preds[c] or self.succs[c]:
+                continue
+            made = {v for n in c.nodes for v in n.outputs}
+            read = {k.inner for k in carries if k.out in made}
+            tasks = [t for t in clusters if t.task is not None and t.submesh == c.submesh and t.phase == c.phase]
+            readers = [t for t in tasks if any(not read.isdisjoint(n.inputs) for n in t.nodes)]
+            if readers or tasks:
+                self._merge((readers or tasks)[0], c)
 
     def _neighbouring_task(self, c: Cluster, order: dict[Cluster, int]) -> Cluster | None:
         near = [t for t in (*self.preds[c], *self.succs[c]) if t.task is not None]

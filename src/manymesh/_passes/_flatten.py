@@ -38,15 +38,18 @@ class AcrossError(PlacementError):
     """A loop of unknown length, which no one program can run, around tasks of several submeshes."""
 
 
-def runs_across(record: Recording) -> Callable[[Eqn], bool]:
-    """A function that tells whether a ``while`` equation, with its whole name stack, is one that `flatten` refuses."""
+def runs_across(record: Recording) -> Callable[[Eqn, bool], bool]:
+    """A function that tells whether a ``while`` equation, with its whole name stack, is one that `flatten` refuses.
+
+    Its second argument is whether the equation is in a scan, whose iterations may be on submeshes of their own.
+    """
     worker = _Flattener(record.tasks, record.loops, record.implicit)
 
-    def across(eqn: Eqn) -> bool:
+    def across(eqn: Eqn, in_scan: bool) -> bool:
         stack = f"/{_compat.name_stack(eqn)}"
-        return (
-            worker.is_opened(eqn, stack) and worker.whole(eqn, stack, None) is None and not worker.is_split(eqn, stack)
-        )
+        if not worker.is_opened(eqn, stack) or worker.whole(eqn, stack, None) is not None:
+            return False
+        return not (in_scan and worker.is_split(eqn, stack))
 
     return across
 
@@ -354,11 +357,9 @@ class _Flattener:
 
     def whole(self, eqn: Eqn, stack: str, loop: int | None) -> str | None:
         """The mark of the task that a conditional or a loop becomes where one submesh has all tasks in it; else None."""
-        marks = (
-            [self._of_iteration(mark) or mark for mark in self._explicit(eqn)]
-            if self._iteration
-            else self._explicit(eqn)
-        )
+        marks = self._explicit(eqn)
+        if self._iteration is not None and not self._scans_tasks(eqn, stack):  # of one layer
+            marks = [self._of_iteration(mark) or mark for mark in marks]
         tasks = self._tasks(marks, eqn, stack)
         conditional = eqn.primitive.name == "cond"
         if any(t.meshes for t in tasks) or len({t.mesh for t in tasks} - {None}) > 1:
@@ -561,7 +562,18 @@ class _Flattener:
     def is_split(self, eqn: Eqn, stack: str) -> bool:
         """Whether all tasks in an equation are on one submesh in each iteration of the scan around it."""
         tasks = self._tasks_in(eqn, stack)
-        return all(t.meshes for t in tasks) and len({t.meshes for t in tasks}) == 1 and not self._holds_scan(eqn)
+        return (
+            all(t.meshes for t in tasks) and len({t.meshes for t in tasks}) == 1 and not self._scans_tasks(eqn, stack)
+        )
+
+    def _scans_tasks(self, eqn: Eqn, stack: str) -> bool:
+        """Whether there is a scan in an equation with tasks in it."""
+        inside = [e for j in _compat.jaxprs_in(eqn) for e in _compat.open_jaxpr(j).eqns]
+        stacks = [f"{stack}/{_compat.name_stack(e)}" for e in inside]
+        return any(
+            (e.primitive.name == "scan" and self.is_opened(e, s)) or self._scans_tasks(e, s)
+            for e, s in zip(inside, stacks, strict=True)
+        )
 
     def _tasks_in(self, eqn: Eqn, stack: str) -> list[Task]:
         """The tasks in an equation, marked or registered, each once."""
@@ -580,14 +592,6 @@ class _Flattener:
                 name = str(e.params.get("name")) if _compat.is_jit(e) else ""
                 found.update(dict.fromkeys([name] if name in self.tasks else self._explicit(e)))
         return list(found)
-
-    def _holds_scan(self, eqn: Eqn) -> bool:
-        """Whether there is a scan with tasks in an equation."""
-        return any(
-            (e.primitive.name == "scan" and self._holds_mark(e)) or self._holds_scan(e)
-            for j in _compat.jaxprs_in(eqn)
-            for e in _compat.open_jaxpr(j).eqns
-        )
 
     def _holds_loop(self, eqn: Eqn) -> bool:
         """Whether there is a microbatch loop in an equation."""

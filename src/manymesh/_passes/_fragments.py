@@ -82,6 +82,26 @@ class _Builder:
         for v in self.index.enters_loop:
             names = self.index.continues_as[v]
             self.read_in_loops[v] = {s for inner in names for _, s in self.read_by.get(inner, ())}
+        for loop in self.flat.loops:
+            self._find_carried(loop)
+
+    def _find_carried(self, loop: Loop) -> None:
+        """What a microbatch leaves to the next one goes wherever that reads it, and so does what the first one begins with."""
+        needed = {c.inner: {s for _, s in self.read_by.get(c.inner, ())} for c in loop.carries}
+        for c in loop.carries:
+            if c.out in needed:
+                needed[c.out].add(self.placement.home[c.final])
+        grown = True
+        while grown:  # what one carry was, another one may be next
+            grown = False
+            for c in loop.carries:
+                if c.out in needed and not needed[c.inner] <= needed[c.out]:
+                    needed[c.out] |= needed[c.inner]
+                    grown = True
+        for c in loop.carries:
+            for v in (c.out, c.init):
+                if _compat.is_var(v):
+                    self.read_in_loops[v] = self.read_in_loops.get(v, set()) | needed[c.inner]
 
     def _loop(self, index: int, order: list[Cluster], preds: dict[Cluster, set[Cluster]]) -> LoopPlan:
         loop, tasks = self.flat.loops[index], self.flat.tasks

@@ -83,6 +83,11 @@ class _Placer:
         self.at: dict[Node, int] = {}
         self.reason: dict[Node, str] = {}
         self.producer, self.position, self.consumers = self.index.producer, self.index.position, self.index.readers
+        self.next_read_as: dict[Var, list[Var]] = defaultdict(
+            list
+        )  # what a microbatch leaves -> its name in the next one
+        for c in (c for loop in flat.loops for c in loop.carries):
+            self.next_read_as[c.out].append(c.inner)
         for n in flat.nodes:
             mesh = flat.submesh_of(n)
             if mesh is not None:
@@ -215,7 +220,7 @@ class _Placer:
                 if c.layout_follows_loop or c.unstacks or c in self.small:
                     for out in c.outputs:
                         found += self._readers(out, depth + 1)
-            for linked in self.index.continues_as.get(v, ()):
+            for linked in (*self.index.continues_as.get(v, ()), *self.next_read_as.get(v, ())):
                 found += self._readers(linked, depth + 1)
         return found
 
@@ -253,11 +258,22 @@ class _Placer:
             for v in n.outputs:  # of its clones, the one that somebody asked for is the value of record
                 result[v] = self.wanted[v] if self.wanted.get(v) in places[n] else places[n][0]
         for loop in self.flat.loops:
+            leaves = {c.inner: c.out for c in loop.carries}
             for c in loop.carries:
-                result[c.inner] = result[c.final] = result.get(c.out, 0)
+                result[c.inner] = result[c.final] = self._home_of_carry(c.out, leaves, result, needed)
             for p in loop.ys:
                 result.update({v: result.get(p.inner, 0) for v in p.outer if _compat.is_var(v)})
         return Placement(tuple(self.submeshes), places, result, reason)
+
+    @staticmethod
+    def _home_of_carry(v: Var, leaves: dict[Var, Var], home: dict[Var, int], needed: dict[Var, set[int]]) -> int:
+        """Where a carry is: where it is made, or was made before another carry had it; else where it is read."""
+        handed = [v]
+        while handed[-1] in leaves and leaves[handed[-1]] not in handed:
+            handed.append(leaves[handed[-1]])
+        if handed[-1] not in leaves:
+            return home.get(handed[-1], 0)
+        return min(set().union(*(needed[inner] for inner in handed)), default=0)  # nobody makes it: they are swapped
 
     def _needs(self, v: Var, needed: dict[Var, set[int]]) -> set[int]:
         found = set(needed.get(v, ()))

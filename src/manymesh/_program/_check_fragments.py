@@ -61,6 +61,7 @@ class _Checker:
         """What the body reads by the loop's ties is there wherever it reads it, and so is what the loop leaves."""
         loop = self.program.loops[index]
         reads = {(v, f.submesh) for f in self.program.body(index) for v in f.invars}
+        reads |= self._handed_on(loop, reads)
         self._enter(loop, reads)
         for f in self.program.body(index):
             assert f.stage is not None and loop.placement[f.stage] == f.submesh, f"{f.name!r} is in a stage elsewhere"
@@ -79,6 +80,22 @@ class _Checker:
             for v in outer:
                 assert self.has(inner, self.program.home[v]), f"{short(inner)} is collected where it is not"
                 self.made.add((v, self.program.home[v]))
+
+    def _handed_on(self, loop: LoopPlan, reads: set[tuple[Var, int]]) -> set[tuple[Var, int]]:
+        """Where a carry has to be that only becomes another one, or leaves the loop."""
+        inners = {inner for inner, _, _, _ in loop.carries}
+        found = {(out, self.program.home[final]) for _, out, _, final in loop.carries if out in inners}
+        pending = [*reads, *found]
+        becomes: dict[Var, list[Var]] = defaultdict(list)
+        for inner, out, _, _ in loop.carries:
+            if out in inners:
+                becomes[inner].append(out)
+        while pending:
+            v, s = pending.pop()
+            new = {(out, s) for out in becomes.get(v, ())} - found
+            found |= new
+            pending += new
+        return found
 
     def _enter(self, loop: LoopPlan, reads: set[tuple[Var, int]]) -> None:
         starts = {inner: (init,) for inner, _, init, _ in loop.carries}
