@@ -41,6 +41,7 @@ def constructs(program: Program) -> set[str]:
         found.add("layout: in_shardings")
     if program.again:
         found.add("mode: again and again, in lax.while_loop")
+    found |= {f"carried from one microbatch to the next: {how}" for how, *_ in program.carried}
     if program.arrives:
         found.add("layout: a batch that arrives sharded")
     found.add(f"framework: {program.framework or 'none'}")

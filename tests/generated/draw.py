@@ -175,13 +175,14 @@ def of_functions(draw, small: bool) -> Program:
     microbatches = draw(st.sampled_from([1, 2, 4] if small else [1, 2, 2, 3, 4]))
     aux = mode not in LOOPS and draw(st.booleans())
     reduces = ["mean", "mean", "sum"] + (["max", "last", "weighted", "stack"] if aux else [])
+    schedules = _schedules(draw, order, layers, submeshes, microbatches, mode, small)
     return Program(
         submeshes,
         layers,
         mode=mode,
         microbatches=microbatches,
         reduce=draw(st.sampled_from(reduces)) if mode in ("train", "twice") else "mean",
-        schedules=_schedules(draw, order, layers, submeshes, microbatches, mode, small),
+        schedules=schedules,
         optimizer=draw(st.sampled_from(sorted(OPTIMIZERS) + ["sgd"] * (len(OPTIMIZERS) * 3 if small else 0)))
         if mode != "forward"
         else "sgd",
@@ -198,7 +199,19 @@ def of_functions(draw, small: bool) -> Program:
         arrives=draw(st.sampled_from([False, False, False, True])),
         again=draw(st.sampled_from([False] * 7 + [True])),
         order=draw(st.integers(0, 9)),
+        carried=_carried(draw, count)
+        if mode == "train" and not aux and order == "chain" and None not in schedules
+        else (),
     )
+
+
+def _carried(draw, layers: int) -> tuple[tuple[str, int, int], ...]:
+    """None, or up to three numbers, each read by the layer that it is made after or a later one: so schedules apply."""
+    found = []
+    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2, 3]))):
+        made = draw(st.integers(0, layers - 1))
+        found.append((draw(st.sampled_from(["count", "mean", "was"])), made, draw(st.integers(made, layers - 1))))
+    return tuple(found)
 
 
 def _key_from(draw, key: str | None, layers: tuple[Layer, ...], mode: str) -> str:

@@ -86,6 +86,9 @@ class Program:
         loop; ``nested_around``: a loop over gradients of a loop; ``gathered``: the gradient of a loss of all the rows that
         a loop gives.
       arrives: whether the batch comes sharded along ``data``, on the submesh of the first layer; in one process.
+      carried: numbers that go from one microbatch to the next, each as (how it changes, after which layer it is made, before
+        which it is read): ``count`` adds one, ``mean`` averages what the layer gives, ``was`` is what the number before it
+        was; in the mode ``train``, without ``aux``.
       again: whether the step is taken as often as the data says, in a loop of unknown length.
       order: which order a custom schedule writes down, as the seed of a random one; 0 is GPipe.
     """
@@ -108,6 +111,7 @@ class Program:
     weak: bool = False
     in_shardings: bool = False
     arrives: bool = False
+    carried: tuple[tuple[str, int, int], ...] = ()
     again: bool = False
     order: int = 0
     framework: str | None = None
@@ -187,12 +191,14 @@ class Program:
 
     # The step
 
-    def loss(self, params: Any, batch: Any, key: Any, scale: Any) -> Any:
+    def loss(self, params: Any, batch: Any, key: Any, scale: Any, carried: Any = ()) -> Any:
         """Mean of squares of what the last layer gives, and a little of every other value."""
-        values, ids = self.values(params, batch, key), batch["ids"]
+        values, ids = self.values(params, batch, key, carried), batch["ids"]
         value = jnp.mean(values[-1] ** 2) + sum(jnp.mean(v) for v in values[:-1]) * 0.1
         if scale is not None:
             value = value * scale
+        if self.carried:
+            return value, self.next_carried(values, carried)
         if not self.aux:
             return value
         weak = jnp.asarray(0.5) * 3
@@ -208,7 +214,17 @@ class Program:
         value = jnp.mean(values[-1] ** 2) + sum(jnp.mean(jnp.tanh(v @ v.T)) for v in values)
         return value if scale is None else value * scale
 
-    def values(self, params: Any, batch: Any, key: Any) -> list[Any]:
+    def next_carried(self, values: list[Any], carried: Any) -> tuple[Any, ...]:
+        """The numbers that the next microbatch gets."""
+        new = []
+        for k, (how, made, _) in enumerate(self.carried):
+            if how == "mean":
+                new.append(0.5 * carried[k] + 0.1 * jnp.mean(jnp.tanh(values[made])))
+            else:
+                new.append(carried[k] + 1 if how == "count" or k == 0 else carried[k - 1])
+        return tuple(new)
+
+    def values(self, params: Any, batch: Any, key: Any, carried: Any = ()) -> list[Any]:
         """What each layer gives."""
         meshes = self.meshes()
         values, ids = [batch["x"]], batch["ids"]
@@ -222,6 +238,7 @@ class Program:
                 names = (None,) * (p["kernel"].ndim - 2) + layer.kernel_axes
                 p = {**p, "kernel": mm.with_sharding_constraint(p["kernel"], names)}
             x = sum((values[r] for r in layer.reads[1:]), values[layer.reads[0]])
+            x = sum((0.1 * number for number, (*_, read) in zip(carried, self.carried, strict=True) if read == i), x)
             own = None if key is None else jax.random.fold_in(key, i)
             y = call_wrapped(layer.wrap, self.task(i, meshes, own), p, x, ids, own, f"t{i}")
             if layer.between is not None:
@@ -308,7 +325,13 @@ class Program:
         return mm.with_sharding_constraint(x, names)
 
     def looped(
-        self, fun: Any, schedule: str | None, reduce: Any, backward: bool = True, count: int | None = None
+        self,
+        fun: Any,
+        schedule: str | None,
+        reduce: Any,
+        backward: bool = True,
+        count: int | None = None,
+        **options: Any,
     ) -> Any:
         """``fun(params, batch, key, scale)`` over ``count`` microbatches, or those of the program, if it has any."""
         if schedule is None:
@@ -320,6 +343,7 @@ class Program:
             reduce=reduce,
             rng_argnum=2 if self.key is not None and self.key_from == "folded" else None,
             **self.scheduled(schedule, backward),
+            **options,
         )
 
     def scheduled(self, schedule: str, backward: bool) -> dict[str, Any]:
@@ -396,6 +420,9 @@ class Program:
             loss, grads = jax.value_and_grad(self.looped(self.loss, schedule, self.reduction()))(
                 params, batch, key, scale
             )
+        elif self.carried:
+            (loss, grads), last = self._carrying(schedule)(params, batch, key, scale, self.first_carried())
+            loss = loss, last
         else:
             loss, grads = self.looped(grad, schedule, self.reduction())(params, batch, key, scale)
         if self.reduce == "sum":
@@ -405,6 +432,18 @@ class Program:
             after = new.params if self.state != "dict" else new["params"]
             loss = loss, self.looped(self.loss, schedule, "last", False)(after, batch, key, scale)
         return new, (loss, grads)
+
+    def first_carried(self) -> tuple[Any, ...]:
+        return tuple(jnp.float32(0.3 + 0.1 * k) for k in range(len(self.carried)))
+
+    def _carrying(self, schedule: str | None) -> Any:
+        """``(params, batch, key, scale, numbers) -> ((loss, gradients), the next numbers)``, over microbatches."""
+
+        def grad(params: Any, batch: Any, key: Any, scale: Any, carried: Any) -> Any:
+            (value, new), grads = jax.value_and_grad(self.loss, has_aux=True)(params, batch, key, scale, carried)
+            return (value, grads), new
+
+        return self.looped(grad, schedule, self.reduction(), state_argnum=4)
 
     def inner(self, grad: Any, schedule: str | None) -> Any:
         """The gradient over pieces of what it is given."""
