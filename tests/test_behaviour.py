@@ -705,3 +705,21 @@ def test_a_function_of_nothing():
     assert_agrees(lambda: (jnp.ones(()), jnp.zeros(3)))
     where = NamedSharding(Mesh(np.array(jax.devices()[2:3]), ("d",)), P())
     assert mm.jit(lambda: 1.0, out_shardings=where)().devices() == {jax.devices()[2]}
+
+
+def test_a_callback_between_tasks_is_called_once():
+    """Its result is small, and read on two submeshes, which is no reason to call it on both."""
+    calls = []
+
+    def temperature():
+        calls.append(1)
+        return np.float32(len(calls))
+
+    @mm.jit
+    def step(x):
+        t = jax.pure_callback(temperature, jax.ShapeDtypeStruct((), jnp.float32))
+        return back(jnp.eye(WIDTH) * t, front(jnp.eye(WIDTH) * t, x)), t
+
+    for count in (1, 2):
+        _, t = jax.block_until_ready(step(rows()))
+        assert t == count == len(calls)

@@ -182,3 +182,16 @@ def test_states_that_only_change_names_or_go_back(kind: str) -> None:
         got = step(state, X)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_keeps_its_shape() -> None:
+    task = mm.task(jnp.sum, "task", devices=[0])
+    loop = mm.microbatch(
+        lambda s, x: (task(x), {"seen": jnp.concatenate([s["seen"], x[0]])}),
+        argnum=1,
+        num_microbatches=2,
+        state_argnum=0,
+    )
+    message = r"the state args\[0\]\['seen'\] of shape \(4,\) becomes one of shape \(8,\)"
+    with pytest.raises(mm.errors.MicrobatchError, match=message):
+        mm.jit(loop)({"seen": jnp.ones(4)}, X)

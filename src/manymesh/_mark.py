@@ -365,6 +365,11 @@ def is_dynamic(leaf: object) -> bool:
 
 def _note(error: Exception, described: Task) -> None:
     note = f"in task {described.name!r}"
+    if isinstance(error, ValueError) and "of type Auto or Manual" in str(error):
+        note += (
+            ", in which all axes are Auto, also where those of its mesh are Explicit: write mm.with_sharding_constraint(x, spec) "
+            "in place of out_sharding= and jax.reshard, and XLA finds what is between"
+        )
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 

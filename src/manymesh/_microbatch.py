@@ -300,7 +300,7 @@ def _count(
             if not -len(shape) <= dim < len(shape):
                 raise MicrobatchError(
                     f"{where} of shape {shape} has no dimension {dim} to cut along; what is the same in every microbatch goes in an "
-                    "argument that argnum does not name"
+                    f"argument that argnum does not name{_if_parameters(args, argnums)}"
                 )
             length = shape[dim]
             if length == 0:
@@ -314,7 +314,7 @@ def _count(
                 kind = "num_microbatches" if number is not None else "size"
                 raise MicrobatchError(
                     f"{where} of shape {shape} has length {length} along dimension {dim}, which does not divide into {what}; "
-                    f"{kind} that would work: {_short(fits)}"
+                    f"{kind} that would work: {_short(fits)}{_if_parameters(args, argnums)}"
                 )
             if number is not None and size is not None and length != number * size:
                 raise MicrobatchError(
@@ -326,14 +326,20 @@ def _count(
         raise MicrobatchError(f"microbatch({name}): the batch (argnum {argnums}) has no array to cut")
     if len(set(counts.values())) > 1:
         listing = ", ".join(f"{w.split(': ')[1]}: {c}" for w, c in counts.items())
-        raise MicrobatchError(f"microbatch({name}): leaves give different numbers of microbatches ({listing})")
+        hint = _if_parameters(args, argnums)
+        raise MicrobatchError(f"microbatch({name}): leaves give different numbers of microbatches ({listing}){hint}")
     if len(set(lengths.values())) > 1:
         listing = ", ".join(f"{w.split(': ')[1]}: {n}" for w, n in lengths.items())
         raise MicrobatchError(
             f"microbatch({name}): leaves of the batch have different lengths along dimension {dim} ({listing}), so that "
-            "their pieces would not belong together; cut leaves of one length, or pass the other ones apart"
+            f"their pieces would not belong together; cut leaves of one length, or pass the other ones apart{_if_parameters(args, argnums)}"
         )
     return next(iter(counts.values()))
+
+
+def _if_parameters(args: tuple[Any, ...], argnums: tuple[int, ...]) -> str:
+    """What to write if the batch was not named, and the first argument is something else."""
+    return "; if args[0] is not the batch, write argnum=1, or whichever is" if argnums == (0,) and len(args) > 1 else ""
 
 
 def _short(numbers: list[int]) -> str:
@@ -394,6 +400,17 @@ class _Call:
                 f"the state in the structure in which it came, {structure}; it returned {jax.tree.structure(out)}"
             )
         return out
+
+    def _check_next(self, name: str, i: int, new: Any) -> None:
+        """Refuses a part of the state, the i-th leaf, whose shape a microbatch changes."""
+        state = self.args[self.state_argnum]  # type: ignore[index]  # there is one
+        path, old = jax.tree_util.tree_leaves_with_path(state)[i]
+        if np.shape(old) != new.shape:
+            raise MicrobatchError(
+                f"microbatch({name}): the state args[{self.state_argnum}]{jax.tree_util.keystr(path)} of shape {np.shape(old)} becomes "
+                f"one of shape {new.shape}; under mm.jit all microbatches run one program, so that a state keeps its shape: begin "
+                "with room for all of it, and write what each microbatch adds into its place"
+            )
 
     def _constrained(self, n: int, piece: PyTree) -> PyTree:
         """A piece of the n-th batch argument with the sharding that the caller asked for."""
@@ -462,6 +479,8 @@ class _Call:
         first = (*jax.tree.map(_first, (stacked, keys)), state)
         shape, changing = jax.eval_shape(jitted, *first)
         avals = jax.tree.leaves(shape)
+        for i, new in changing.items():
+            self._check_next(name, i, new)
         words = _words(self.reduce, shape)
         first_word = words.per_leaf[0] if words.per_leaf else None
         is_loss = first_word == "sum" and not avals[0].shape and _compat.differentiated(self.fun) is not None

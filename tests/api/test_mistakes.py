@@ -41,6 +41,15 @@ def in_a_task(fun, **task):
     return lambda: mm.jit(mm.task(fun, "inner", **(task or {"devices": [0]})))(rows())
 
 
+def placed_as(where, spec, fun=lambda x: x * 2):
+    """A step whose argument, or result ``y``, of three rows is to lie so on a submesh of 2 x 2."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    task = mm.task(fun, "task", mesh=mesh)
+    sharding = NamedSharding(mesh, spec) if where else None
+    said = {"in": {"in_shardings": sharding}, "out": {"out_shardings": {"y": sharding}}, None: {}}[where]
+    return lambda: mm.jit(lambda x: {"y": task(x)}, **said)(jnp.ones((3, 4)))
+
+
 def whole_mesh(which):
     w = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("data",)), P("data"))
     options = {"in_shardings": ({"front": w, "back": None}, None)} if which == "in" else {"out_shardings": {"y": w}}
@@ -169,6 +178,23 @@ CASES = {
         whole_mesh("in"), ValueError, "in_shardings of args[0]['front']", "devices [0, 1]", "'back', 'front'", "submesh",
     ),
     "a result on the whole mesh": (whole_mesh("out"), ValueError, "out_shardings of result['y']", "devices [0, 1]"),
+    "a sharding of too many dimensions": (
+        placed_as("in", P("data", None, "model")), ValueError, "in_shardings of args[0]: P('data', None, 'model') is of 3 dimensions",
+        "shape (3, 4) has 2",
+    ),
+    "a sharding that does not divide": (
+        placed_as("in", P("data")), ValueError, "in_shardings of args[0]: dimension 0 of shape (3, 4) does not divide over axis 'data'",
+    ),
+    "a result of too many dimensions": (placed_as("out", P(None, None, "data")), ValueError, "out_shardings of result['y']", "3 dim"),
+    "a result that does not divide": (placed_as("out", P("data")), ValueError, "out_shardings of result['y']: dimension 0", "2 or 4"),
+    "an exception for explicit shardings in a task": (
+        placed_as(None, None, lambda x: jax.reshard(x, P(None, "data"))), ValueError, "all axes are Auto", "with_sharding_constraint(x, spec)",
+    ),
+    "parameters for a batch": (mistaken(argnum=0, num_microbatches=3), ValueError, "does not divide", "write argnum=1, or whichever is"),
+    "a batch and parameters of other lengths": (
+        lambda: mm.microbatch(lambda p, x: p["w"].sum(), num_microbatches=2)({"w": rows(8), "b": rows(6)}, rows()),
+        ValueError, "different lengths", "if args[0] is not the batch, write argnum=1",
+    ),
     "a task inside shard_map": (sharded_by_hand, ValueError, "task 'front'", "inside jax.shard_map", "outside"),
     "a constraint on another mesh": (
         in_a_task(lambda x: jax.lax.with_sharding_constraint(2 * x, NamedSharding(MESH, P("data")))),

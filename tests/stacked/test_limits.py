@@ -234,3 +234,21 @@ def test_the_keys_of_a_key_are_no_layers(key, recwarn):
 
     step(jnp.ones((3, 3)), key(0))
     assert not recwarn.list
+
+
+def test_tokens_of_a_sequence_are_no_layers():
+    """A scan over time reads a token on one submesh and the next one on another."""
+    first, last = (
+        mm.task(f, n, devices=[i])
+        for i, (f, n) in enumerate(((lambda w, x: w[x], "first"), (lambda h, y: h * y, "last")))
+    )
+
+    def fun(w, tokens):
+        def one(h, xy):
+            h = h + first(w, xy[0])
+            return h, last(h, xy[1])
+
+        return lax.scan(one, jnp.zeros(()), (tokens[:-1], tokens[1:]))
+
+    args = jnp.arange(8.0), jnp.array([1, 2, 3, 4, 5])
+    assert_same(mm.jit(fun, strict=True)(*args), jax.jit(fun)(*args))

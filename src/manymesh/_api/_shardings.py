@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._errors import ArgumentError, MeshError
+from .._errors import ArgumentError, AxisError, MeshError
 from .._program import Program
 from .._task import Task, mesh_devices
 from .._topology import auto_mesh
 from .._types import PyTree
+from ..meta._check import indivisible, indivisible_text
 
 
 def mesh_of(x: Any) -> Mesh | None:
@@ -66,6 +67,30 @@ def check_submeshes(label: str, shardings: dict[int, Any], paths: list[str], tas
                 f"{', '.join(map(repr, sorted(parts)))} use parts of these devices; write NamedSharding(submesh, spec), or "
                 "None to have it inferred"
             )
+
+
+def check_fit(
+    label: str, shardings: dict[int, NamedSharding], shapes: Sequence[tuple[int, ...]], names: Sequence[str]
+) -> None:
+    """Refuses a sharding that a value cannot have, as ``jax.jit`` does.
+
+    Args:
+      label: ``in_shardings`` or ``out_shardings``.
+      shardings: position of a leaf -> its sharding.
+      shapes: those of all leaves.
+      names: what each leaf is called.
+
+    Raises:
+      AxisError: more dimensions than the value has, or one that does not divide.
+    """
+    for i, sharding in shardings.items():
+        spec, shape = sharding.spec, shapes[i]
+        if len(spec) > len(shape):
+            raise AxisError(
+                f"{label} of {names[i]}: {spec} is of {len(spec)} dimensions, but the value of shape {shape} has {len(shape)}"
+            )
+        for d in indivisible(shape, tuple(spec), sharding.mesh):
+            raise AxisError(indivisible_text(f"{label} of {names[i]}", shape, d, spec[d], sharding.mesh))
 
 
 def expand(label: str, prefix: Any, tree: PyTree) -> dict[int, Any]:

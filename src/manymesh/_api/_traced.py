@@ -32,7 +32,7 @@ from ._lowered import Lowered
 from ._names import names_of_arguments, names_of_results, paths_of_arguments, paths_of_results
 from ._outside import Outside
 from ._parts import split
-from ._shardings import check_submeshes, committed, expand, mesh_of
+from ._shardings import check_fit, check_submeshes, committed, expand, mesh_of
 from ._step import Step
 
 
@@ -84,6 +84,11 @@ class Traced(Shown):
         wanted_in = {} if step.in_shardings is None else expand("in_shardings", step.in_shardings, dynamic)
         out = jax.tree.unflatten(self._out_tree, self._shapes)
         wanted_out = {} if step.out_shardings is None else expand("out_shardings", step.out_shardings, out)
+        if wanted_in:
+            shapes = [tuple(np.shape(x)) for x in given.leaves]
+            check_fit("in_shardings", wanted_in, shapes, names_of_arguments(given.treedef))
+        if wanted_out:
+            check_fit("out_shardings", wanted_out, [x.shape for x in self._shapes], names_of_results(self._out_tree))
         wanted_out = {**self._moved, **wanted_out}
         pinned_out = {i: auto_mesh(s.mesh) for i, s in wanted_out.items()}
         given_away = (

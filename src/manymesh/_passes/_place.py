@@ -14,7 +14,7 @@ from dataclasses import replace
 from jax.sharding import Mesh
 
 from .. import _compat
-from .._compat import Var
+from .._compat import Eqn, Var
 from .._errors import MeshError
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
@@ -302,12 +302,19 @@ def _small_nodes(flat: FlatProgram) -> set[Node]:
         return v not in inner and v not in index.made_by_loop and nbytes(v.aval) <= SMALL
 
     for n in flat.nodes:
-        if n.task is not None or n.eqn.effects or flat.submesh_of(n) is not None:
+        if n.task is not None or n.eqn.effects or flat.submesh_of(n) is not None or _calls_back(n.eqn):
             continue
         is_small = sum(nbytes(v.aval) for v in n.outputs) <= SMALL and all(is_small_input(v) for v in n.inputs)
         if not n.inputs or is_small:
             small.add(n)
     return small
+
+
+def _calls_back(eqn: Eqn) -> bool:
+    """Whether the host computes something for an equation, who may say something else, or pay again, each time."""
+    return eqn.primitive.name == "pure_callback" or any(
+        _calls_back(e) for jaxpr in _compat.jaxprs_in(eqn) for e in _compat.open_jaxpr(jaxpr).eqns
+    )
 
 
 def _check_submeshes(meshes: Sequence[Mesh]) -> None:

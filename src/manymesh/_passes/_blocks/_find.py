@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ... import _compat
 from ..._compat import Var
 from ..._program._flat import FlatProgram
-from ..._program._nodes import Loop, Node, nbytes
+from ..._program._nodes import Loop, Node, nbytes, shape_and_dtype
 from ..._task import mesh_devices
 from ._ties import Tie, joins_blocks, taken_apart, tie_of
 
@@ -127,6 +128,8 @@ class _Finder:
             (root,) = self.producer[root].inputs
         if root not in self.inputs or root in self.uneven or _compat.shape(root) != _compat.shape(v):
             return  # the keys that a key is split into, say, are no layers of it
+        if not jnp.issubdtype(shape_and_dtype(root)[1], jnp.inexact):
+            return  # nor are the tokens of a sequence
         size = nbytes(root.aval) // max(_compat.shape(v)[d], 1)
         held: dict[Mesh, int] = defaultdict(int)
         for a, b, m in dict.fromkeys(known):
