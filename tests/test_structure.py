@@ -43,6 +43,7 @@ LAYERS = (
     "schedules",
     "_single",
     "_means",
+    "_reductions",
     "_microbatch",
     "_program",
     "_passes",

@@ -21,9 +21,9 @@ from ._implicit import register_task as register_task
 from ._mark import ignore_transforms as ignore_transforms
 from ._mark import task as task
 from ._mark import with_sharding_constraint as with_sharding_constraint
-from ._microbatch import WeightedMean as WeightedMean
 from ._microbatch import microbatch as microbatch
 from ._publish import publish as _publish
+from ._reductions import WeightedMean as WeightedMean
 from ._task import Task as Task
 from ._topology import planned_devices as planned_devices
 from ._topology import submeshes as submeshes

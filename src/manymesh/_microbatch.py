@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,41 +21,23 @@ from . import _compat, schedules
 from ._errors import AxisError, MicrobatchError, ScheduleError
 from ._mark import Recording, current_recording, with_sharding_constraint
 from ._means import is_mean
+from ._reductions import (
+    ACCUMULATE,
+    REDUCTIONS,
+    Reduce,
+    WeightedMean,
+    dtype_as_reference,
+    in_bytes,
+    initial,
+    reduce_reference,
+    words_of,
+)
 from ._single import check_single
 from ._stands_for import stands_for
 from ._types import PyTree
 
-Reduction = Literal["sum", "mean", "max", "concat", "stack", "last"]
-REDUCTIONS = get_args(Reduction)
-
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class WeightedMean:
-    """A mean over pieces that count differently, such as tokens behind a mask.
-
-    Every floating-point result is averaged over the microbatches with the weight that ``fun`` returns, so that
-    it equals the full-batch result; the weight itself, and integers, are summed.
-
-    Args:
-      count: the weight among the results of ``fun``: the last component of its path (a dictionary key or an
-        attribute), or a function from the result to the leaf.
-
-    Example:
-      >>> import jax.numpy as jnp, manymesh as mm
-      >>> def loss(batch):
-      ...     return {"loss": jnp.mean(batch), "tokens": jnp.sum(batch >= 0)}
-      >>> mm.microbatch(loss, num_microbatches=2, reduce=mm.WeightedMean("tokens"))(jnp.arange(4.0))["loss"].item()
-      1.5
-    """
-
-    count: str | Callable[[Any], Any]
-
-
-# One word for all, or a pytree prefix of the result with a word for each part.
-Reduce: TypeAlias = Reduction | WeightedMean | tuple[Any, ...] | list[Any] | Mapping[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -379,9 +361,9 @@ class _Call:
             if self.state_argnum is not None:
                 out, state = self._state_of(out, structure)
             outs.append(out)
-        words = _words(self.reduce, outs[0])
+        words = words_of(self.reduce, outs[0])
         leaves = [jax.tree.leaves(o) for o in outs]
-        reduced = [_reduce_reference(w, [row[j] for row in leaves]) for j, w in enumerate(words.per_leaf)]
+        reduced = [reduce_reference(w, [row[j] for row in leaves]) for j, w in enumerate(words.per_leaf)]
         if words.count is not None:
             counts = [row[words.count] for row in leaves]
             total = functools.reduce(jnp.add, counts)
@@ -446,7 +428,7 @@ class _Call:
         loop.__name__ = loop.__qualname__ = mark
         leaves = jax.jit(loop)(*dynamic)
         words = out_tree[-1][1]
-        record.loops[mark] = replace(spec, accumulates=any(w in _ACCUMULATE for w in words))
+        record.loops[mark] = replace(spec, accumulates=any(w in ACCUMULATE for w in words))
         return jax.tree.unflatten(out_tree[-1][0], leaves)
 
     def _scan(
@@ -481,7 +463,7 @@ class _Call:
         avals = jax.tree.leaves(shape)
         for i, new in changing.items():
             self._check_next(name, i, new)
-        words = _words(self.reduce, shape)
+        words = words_of(self.reduce, shape)
         first_word = words.per_leaf[0] if words.per_leaf else None
         is_loss = first_word == "sum" and not avals[0].shape and _compat.differentiated(self.fun) is not None
         if is_loss and is_mean(jitted.trace(*first).jaxpr, 0):
@@ -502,24 +484,24 @@ class _Call:
                     o * weight.astype(o.dtype) if w == "weighted" else o
                     for o, w in zip(out, words.per_leaf, strict=True)
                 ]
-            out = [_in_bytes(w, o) for w, o in zip(words.per_leaf, out, strict=True)]
+            out = [in_bytes(w, o) for w, o in zip(words.per_leaf, out, strict=True)]
             kept = iter(summed)
-            new = [_ACCUMULATE[w](next(kept), o) for w, o in zip(words.per_leaf, out, strict=True) if w in _ACCUMULATE]
+            new = [ACCUMULATE[w](next(kept), o) for w, o in zip(words.per_leaf, out, strict=True) if w in ACCUMULATE]
             ys = [o for w, o in zip(words.per_leaf, out, strict=True) if w in ("stack", "concat")]
             return (new, moved), ys
 
-        start = [_initial(w, a) for w, a in zip(words.per_leaf, avals, strict=True) if w in _ACCUMULATE]
+        start = [initial(w, a) for w, a in zip(words.per_leaf, avals, strict=True) if w in ACCUMULATE]
         moving = {i: state[i] if state[i].dtype == a.dtype else state[i].astype(a.dtype) for i, a in changing.items()}
         (carry, moving), ys = jax.lax.scan(body, (start, moving), (stacked, keys), length=self.count)
         carried, collected = iter(carry), iter(ys)
         result = [
-            next(carried) if w in _ACCUMULATE else np.zeros(a.shape, a.dtype) if w == "float0" else next(collected)
+            next(carried) if w in ACCUMULATE else np.zeros(a.shape, a.dtype) if w == "float0" else next(collected)
             for w, a in zip(words.per_leaf, avals, strict=True)
         ]
         total = result[words.count] if words.count is not None else None
         finished = [self._finish(w, r, total) for w, r in zip(words.per_leaf, result, strict=True)]
         final = [moving.get(i, x) for i, x in enumerate(state)]
-        return [_dtype_as_reference(w, r, a) for w, r, a in zip(words.per_leaf, finished, avals, strict=True)] + final
+        return [dtype_as_reference(w, r, a) for w, r, a in zip(words.per_leaf, finished, avals, strict=True)] + final
 
     def _finish(self, word: str, value: Any, total: Any) -> Any:
         if word == "mean":
@@ -537,15 +519,6 @@ class _Call:
         return jnp.moveaxis(x.reshape(shape), d, 0)
 
 
-_ACCUMULATE: dict[str, Callable[[Any, Any], Any]] = {
-    "sum": jnp.add,
-    "mean": jnp.add,
-    "weighted": jnp.add,
-    "max": jnp.maximum,
-    "last": lambda old, new: new,
-}
-
-
 def _arrays(name: str, out: PyTree) -> PyTree:
     """What a function returned for a microbatch; JAX's own words for what is no array count from our tuples."""
     for path, x in jax.tree_util.tree_leaves_with_path(out):
@@ -561,137 +534,6 @@ def _arrays(name: str, out: PyTree) -> PyTree:
 
 def _first(stacked: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype, weak_type=jax.typeof(stacked).weak_type)
-
-
-def _initial(word: str, aval: Any) -> Any:
-    start = jnp.full(aval.shape, _least(aval.dtype) if word == "max" else 0, aval.dtype)
-    start = start.astype(_carried_dtype(word, aval.dtype))
-    return _compat.with_weak_type(start, True) if aval.weak_type else start
-
-
-def _carried_dtype(word: str, dtype: Any) -> Any:
-    """The dtype of a result between microbatches: JAX's executables do not take arrays of parts of bytes from others."""
-    if jnp.issubdtype(dtype, jnp.integer) and _limits(dtype).bits < 8:
-        return jnp.uint8 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int8
-    if jnp.issubdtype(dtype, jnp.floating) and _limits(dtype).bits < 8 and word not in ("sum", "mean", "weighted"):
-        return jnp.float16  # what is added up is rounded at every step, as in the reference
-    return dtype
-
-
-def _limits(dtype: Any) -> Any:
-    about: Any = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
-    return about(dtype)
-
-
-def _in_bytes(word: str, value: Any) -> Any:
-    dtype = _carried_dtype(word, value.dtype)
-    return value if dtype == value.dtype else value.astype(dtype)
-
-
-def _least(dtype: Any) -> Any:
-    """What is not greater than any value of a dtype."""
-    if dtype == jnp.bool_:
-        return False
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return _limits(dtype).min
-    infinite = np.asarray(-np.inf).astype(dtype)
-    return _limits(dtype).min if np.isnan(infinite.astype(np.float32)) else infinite
-
-
-def _dtype_as_reference(word: str, value: Any, aval: Any) -> Any:
-    """A reduced value, whose dtype is that of the reference, as weak as there."""
-    if word == "float0" or not aval.weak_type and _carried_dtype(word, aval.dtype) == aval.dtype:
-        return value
-    if word == "weighted":  # its terms are products with the count, which is not weak
-        return _compat.with_weak_type(value.astype(aval.dtype), False)
-    one = jax.ShapeDtypeStruct((1,), aval.dtype, weak_type=aval.weak_type)
-    kept = jax.eval_shape(lambda x: _reduce_reference(word, [x, x]), one)
-    return _compat.with_weak_type(value.astype(kept.dtype), kept.weak_type)
-
-
-def _reduce_reference(word: str, values: list[Any]) -> Any:
-    if word in ("last", "float0"):
-        return values[-1]
-    if word == "stack":
-        return jnp.stack(values)
-    if word == "concat":
-        return jnp.concatenate(values)
-    total = functools.reduce(jnp.maximum if word == "max" else jnp.add, values)
-    return total / len(values) if word == "mean" else total
-
-
-@dataclass
-class _Words:
-    """A word of `REDUCTIONS` for each leaf; ``weighted`` for one to be averaged, ``float0`` for the gradient of an integer."""
-
-    per_leaf: list[str]
-    count: int | None = None
-
-
-def _words(reduce: Any, out: PyTree) -> _Words:
-    """The reduction of each leaf of a result."""
-    leaves = jax.tree.leaves(out)
-    if isinstance(reduce, WeightedMean):
-        index = _find_count(reduce.count, out)
-        words = ["weighted" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "sum" for leaf in leaves]
-        words = ["float0" if _dtype_of(x) == jax.dtypes.float0 else w for w, x in zip(words, leaves, strict=True)]
-        words[index] = "sum"
-        return _Words(words, index)
-    try:
-        expanded = jax.tree.map(lambda w, part: [w] * len(jax.tree.leaves(part)), reduce, out)
-    except ValueError as error:
-        raise MicrobatchError(
-            f"reduce {reduce!r} is not a prefix of the result, whose structure is {jax.tree.structure(out)}: {error}"
-        ) from None
-    words = [
-        "float0" if _dtype_of(x) == jax.dtypes.float0 else w
-        for w, x in zip(jax.tree.leaves(expanded), leaves, strict=True)
-    ]
-    for (path, leaf), word in zip(jax.tree_util.tree_leaves_with_path(out), words, strict=True):
-        if word == "max" and jnp.issubdtype(_dtype_of(leaf), jnp.complexfloating):
-            raise MicrobatchError(
-                f"reduce: result{jax.tree_util.keystr(path)} is {_dtype_of(leaf).name}, and complex numbers have no greatest one; "
-                "reduce their absolute values, or use another word, such as 'stack'"
-            )
-        if word == "concat" and not leaf.shape:
-            raise MicrobatchError(
-                f"reduce: result{jax.tree_util.keystr(path)} is a scalar in each microbatch and cannot be concatenated; use 'stack'"
-            )
-    return _Words(words)
-
-
-def _dtype_of(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-
-
-def _find_count(count: Any, out: PyTree) -> int:
-    with_path = jax.tree_util.tree_leaves_with_path(out)
-    if callable(count):
-        numbered = jax.tree.unflatten(jax.tree.structure(out), list(range(len(with_path))))
-        index = count(numbered)
-        if not isinstance(index, int):
-            raise MicrobatchError(f"WeightedMean: the function has to pick one leaf of the result, it gave {index!r}")
-        found = [index]
-    else:
-        found = [i for i, (path, _) in enumerate(with_path) if path and _key_name(path[-1]) == str(count)]
-    if len(found) != 1:
-        names = sorted({_key_name(path[-1]) for path, _ in with_path if path})
-        raise MicrobatchError(
-            f"WeightedMean({count!r}): {len(found)} leaves of the result are called that; it has leaves called {names}. "
-            "Return the count beside the loss (has_aux=True), or pick it with a function"
-        )
-    if with_path[found[0]][1].shape:
-        raise MicrobatchError(
-            f"WeightedMean({count!r}): the count has shape {with_path[found[0]][1].shape}; it has to be a scalar"
-        )
-    return found[0]
-
-
-def _key_name(key: Any) -> str:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
 
 
 def _split(tree: PyTree) -> tuple[list[Any], list[Any], Any]:

@@ -1,0 +1,184 @@
+"""How the results of microbatches combine: a word for each, in the reference and in the loop that a schedule runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _compat
+from ._errors import MicrobatchError
+from ._types import PyTree
+
+Reduction = Literal["sum", "mean", "max", "concat", "stack", "last"]
+REDUCTIONS = get_args(Reduction)
+
+
+@dataclass(frozen=True)
+class WeightedMean:
+    """A mean over pieces that count differently, such as tokens behind a mask.
+
+    Every floating-point result is averaged over the microbatches with the weight that ``fun`` returns, so that
+    it equals the full-batch result; the weight itself, and integers, are summed.
+
+    Args:
+      count: the weight among the results of ``fun``: the last component of its path (a dictionary key or an
+        attribute), or a function from the result to the leaf.
+
+    Example:
+      >>> import jax.numpy as jnp, manymesh as mm
+      >>> def loss(batch):
+      ...     return {"loss": jnp.mean(batch), "tokens": jnp.sum(batch >= 0)}
+      >>> mm.microbatch(loss, num_microbatches=2, reduce=mm.WeightedMean("tokens"))(jnp.arange(4.0))["loss"].item()
+      1.5
+    """
+
+    count: str | Callable[[Any], Any]
+
+
+# One word for all, or a pytree prefix of the result with a word for each part.
+Reduce: TypeAlias = Reduction | WeightedMean | tuple[Any, ...] | list[Any] | Mapping[Any, Any]
+
+ACCUMULATE: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": jnp.add,
+    "mean": jnp.add,
+    "weighted": jnp.add,
+    "max": jnp.maximum,
+    "last": lambda old, new: new,
+}
+
+
+def initial(word: str, aval: Any) -> Any:
+    start = jnp.full(aval.shape, _least(aval.dtype) if word == "max" else 0, aval.dtype)
+    start = start.astype(_carried_dtype(word, aval.dtype))
+    return _compat.with_weak_type(start, True) if aval.weak_type else start
+
+
+def _carried_dtype(word: str, dtype: Any) -> Any:
+    """The dtype of a result between microbatches: JAX's executables do not take arrays of parts of bytes from others."""
+    if jnp.issubdtype(dtype, jnp.integer) and _limits(dtype).bits < 8:
+        return jnp.uint8 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int8
+    if jnp.issubdtype(dtype, jnp.floating) and _limits(dtype).bits < 8 and word not in ("sum", "mean", "weighted"):
+        return jnp.float16  # what is added up is rounded at every step, as in the reference
+    return dtype
+
+
+def _limits(dtype: Any) -> Any:
+    about: Any = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
+    return about(dtype)
+
+
+def in_bytes(word: str, value: Any) -> Any:
+    dtype = _carried_dtype(word, value.dtype)
+    return value if dtype == value.dtype else value.astype(dtype)
+
+
+def _least(dtype: Any) -> Any:
+    """What is not greater than any value of a dtype."""
+    if dtype == jnp.bool_:
+        return False
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return _limits(dtype).min
+    infinite = np.asarray(-np.inf).astype(dtype)
+    return _limits(dtype).min if np.isnan(infinite.astype(np.float32)) else infinite
+
+
+def dtype_as_reference(word: str, value: Any, aval: Any) -> Any:
+    """A reduced value, whose dtype is that of the reference, as weak as there."""
+    if word == "float0" or not aval.weak_type and _carried_dtype(word, aval.dtype) == aval.dtype:
+        return value
+    if word == "weighted":  # its terms are products with the count, which is not weak
+        return _compat.with_weak_type(value.astype(aval.dtype), False)
+    one = jax.ShapeDtypeStruct((1,), aval.dtype, weak_type=aval.weak_type)
+    kept = jax.eval_shape(lambda x: reduce_reference(word, [x, x]), one)
+    return _compat.with_weak_type(value.astype(kept.dtype), kept.weak_type)
+
+
+def reduce_reference(word: str, values: list[Any]) -> Any:
+    if word in ("last", "float0"):
+        return values[-1]
+    if word == "stack":
+        return jnp.stack(values)
+    if word == "concat":
+        return jnp.concatenate(values)
+    total = functools.reduce(jnp.maximum if word == "max" else jnp.add, values)
+    return total / len(values) if word == "mean" else total
+
+
+@dataclass
+class Words:
+    """A word of `REDUCTIONS` for each leaf; ``weighted`` for one to be averaged, ``float0`` for the gradient of an integer."""
+
+    per_leaf: list[str]
+    count: int | None = None
+
+
+def words_of(reduce: Any, out: PyTree) -> Words:
+    """The reduction of each leaf of a result."""
+    leaves = jax.tree.leaves(out)
+    if isinstance(reduce, WeightedMean):
+        index = _find_count(reduce.count, out)
+        words = ["weighted" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "sum" for leaf in leaves]
+        words = ["float0" if _dtype_of(x) == jax.dtypes.float0 else w for w, x in zip(words, leaves, strict=True)]
+        words[index] = "sum"
+        return Words(words, index)
+    try:
+        expanded = jax.tree.map(lambda w, part: [w] * len(jax.tree.leaves(part)), reduce, out)
+    except ValueError as error:
+        raise MicrobatchError(
+            f"reduce {reduce!r} is not a prefix of the result, whose structure is {jax.tree.structure(out)}: {error}"
+        ) from None
+    words = [
+        "float0" if _dtype_of(x) == jax.dtypes.float0 else w
+        for w, x in zip(jax.tree.leaves(expanded), leaves, strict=True)
+    ]
+    for (path, leaf), word in zip(jax.tree_util.tree_leaves_with_path(out), words, strict=True):
+        if word == "max" and jnp.issubdtype(_dtype_of(leaf), jnp.complexfloating):
+            raise MicrobatchError(
+                f"reduce: result{jax.tree_util.keystr(path)} is {_dtype_of(leaf).name}, and complex numbers have no greatest one; "
+                "reduce their absolute values, or use another word, such as 'stack'"
+            )
+        if word == "concat" and not leaf.shape:
+            raise MicrobatchError(
+                f"reduce: result{jax.tree_util.keystr(path)} is a scalar in each microbatch and cannot be concatenated; use 'stack'"
+            )
+    return Words(words)
+
+
+def _dtype_of(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+
+
+def _find_count(count: Any, out: PyTree) -> int:
+    with_path = jax.tree_util.tree_leaves_with_path(out)
+    if callable(count):
+        numbered = jax.tree.unflatten(jax.tree.structure(out), list(range(len(with_path))))
+        index = count(numbered)
+        if not isinstance(index, int):
+            raise MicrobatchError(f"WeightedMean: the function has to pick one leaf of the result, it gave {index!r}")
+        found = [index]
+    else:
+        found = [i for i, (path, _) in enumerate(with_path) if path and _key_name(path[-1]) == str(count)]
+    if len(found) != 1:
+        names = sorted({_key_name(path[-1]) for path, _ in with_path if path})
+        raise MicrobatchError(
+            f"WeightedMean({count!r}): {len(found)} leaves of the result are called that; it has leaves called {names}. "
+            "Return the count beside the loss (has_aux=True), or pick it with a function"
+        )
+    if with_path[found[0]][1].shape:
+        raise MicrobatchError(
+            f"WeightedMean({count!r}): the count has shape {with_path[found[0]][1].shape}; it has to be a scalar"
+        )
+    return found[0]
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
