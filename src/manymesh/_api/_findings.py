@@ -29,9 +29,9 @@ def note_pipeline(record: Recording, program: Program | None) -> None:
             name = getattr(plan.schedule, "name", plan.schedule)
             record.findings[
                 f"microbatch({plan.name}): its stages are on submeshes {plan.placement} and in no order that schedule "
-                f"{name!r} could run: values go both ways between them in one pass, or a microbatch reads what a later stage "
-                "made of the one before it; its microbatches run one after the other. Let values go from each stage to later "
-                "ones only, and state be read where it is written; put jax.checkpoint inside of tasks, not around several"
+                f"{name!r} could run: {plan.against}, against the order of the stages; its microbatches run one after the "
+                "other. Let values go from each stage to later ones only, and state be read where it is written; put "
+                "jax.checkpoint inside of tasks, not around several"
             ] = PlacementError
 
 

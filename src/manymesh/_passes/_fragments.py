@@ -9,6 +9,7 @@ from .._compat import Atom, Var
 from .._program._flat import FlatProgram
 from .._program._fragments import Edge, Fragment, Kind, LoopPlan, Program
 from .._program._nodes import Loop, nbytes
+from .._program._text import short
 from ._beside import of_literals
 from ._cluster import Cluster, cluster
 from ._guard import guarded
@@ -118,7 +119,27 @@ class _Builder:
             tuple((c.inner, c.out, c.init, c.final) for c in loop.carries),
             tuple((p.inner, p.outer) for p in loop.xs),
             tuple((p.inner, p.outer) for p in loop.ys),
-            fit.in_order,
+            fit.against is None,
+            "" if fit.against is None else self._told(loop, *fit.against),
+        )
+
+    def _told(self, loop: Loop, maker: Cluster, reader: Cluster) -> str:
+        """What one cluster makes and the other reads, in this microbatch or in the next one, and where it is written."""
+        read = {v for n in reader.nodes for v in n.inputs}
+        kept = {c.out for c in loop.carries if c.inner in read}
+        made = [(v, n) for n in sorted(maker.nodes, key=self.index.position.__getitem__) for v in n.outputs]
+        value, when = next((pair for pair in made if pair[0] in read), None), ""
+        if value is None:
+            value, when = next((pair for pair in made if pair[0] in kept), made[-1]), " in the next microbatch"
+        line = _compat.source_line(value[1].eqn)
+        at = f" ({line})" if line else ""
+        return f"{self._called(maker)} makes {short(value[0])}{at}, which {self._called(reader)} reads{when}"
+
+    def _called(self, c: Cluster) -> str:
+        names = [self.flat.tasks[n.task].name or "task" for n in c.nodes if n.task is not None]
+        phase = ("", "the backward pass of ", "the weight-gradient pass of ")[c.phase]
+        return phase + (
+            f"task {', '.join(map(repr, names))}" if names else f"what is outside of tasks on submesh {c.submesh}"
         )
 
     def _carried(self, loop: Loop) -> list[tuple[Cluster, Cluster]]:

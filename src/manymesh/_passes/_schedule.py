@@ -21,13 +21,14 @@ class Fit:
     Attributes:
       stage: stage of each cluster of the body.
       placement: submesh of each stage.
-      in_order: whether a schedule applies at all; if not, microbatches run one after the other.
+      against: (what makes a value, what reads it) against the order of the stages, so that no schedule applies and
+        microbatches run one after the other; None if there are none.
       schedule: the schedule object.
     """
 
     stage: dict[Cluster, int]
     placement: tuple[int, ...]
-    in_order: bool
+    against: tuple[Cluster, Cluster] | None
     schedule: schedules.AbstractSchedule
 
 
@@ -59,10 +60,11 @@ def fit_schedule(
     backward = any(c.backward for c in order) and any(not c.backward for c in order)
     custom = spec.custom_schedule
     failed: ScheduleError | None = None
-    for stage, placement, in_order in (coarse, fine):
+    for stage, placement, against in (coarse, fine):
         if spec.num_stages is not None and len(placement) != spec.num_stages:
             continue
-        in_order = in_order and all(_comes_after(stage, reader, maker, backward) for maker, reader in carried)
+        late = ((maker, reader) for maker, reader in carried if not _comes_after(stage, reader, maker, backward))
+        against = against or next(late, None)
         schedule = spec.schedule
         if custom is not None:
             rows = _translate(spec, custom, order, stage, name)
@@ -73,13 +75,13 @@ def fit_schedule(
         try:
             if isinstance(schedule, schedules.Custom):
                 _check_rows(spec, schedule, placement, backward, {stage[c]: name(c) for c in order if name(c)})
-            elif in_order:
+            elif against is None:
                 schedule.order(placement, spec.num_microbatches, backward=backward)
         except ScheduleError as error:
             failed = failed or error
             continue
         _check_interleave(spec, placement)
-        return Fit(stage, placement, in_order, schedule)
+        return Fit(stage, placement, against, schedule)
     if failed is not None:
         raise ScheduleError(f"microbatch({spec.name}): {failed}")
     raise ScheduleError(

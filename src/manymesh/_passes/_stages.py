@@ -9,7 +9,7 @@ from ._cluster import Cluster
 
 def number_stages(
     order: list[Cluster], preds: dict[Cluster, set[Cluster]], *, each_task: bool = False
-) -> tuple[dict[Cluster, int], tuple[int, ...], bool]:
+) -> tuple[dict[Cluster, int], tuple[int, ...], tuple[Cluster, Cluster] | None]:
     """Stage of each cluster of a loop's body.
 
     A stage is what one submesh does between two crossings of the forward pass: a chain that visits
@@ -21,8 +21,8 @@ def number_stages(
       each_task: whether every task is a stage of its own, also where the next one runs on the same submesh.
 
     Returns:
-      The stage of each cluster, the submesh of each stage, and whether every dependency goes up the stages
-      in the forward pass and down in the backward pass, so that a pipeline schedule applies.
+      The stage of each cluster, the submesh of each stage, and the first (maker, reader) that does not go up the stages
+      in the forward pass, or down in the backward pass; None if all do, so that a pipeline schedule applies.
     """
     forward = [c for c in order if not c.backward]
     main = forward or order  # a body that is all backward is scheduled like a forward one
@@ -63,10 +63,15 @@ def number_stages(
             fitting = [len(extra) - 1]
         stage[c] = max(fitting)
     placement = tuple(extra)
-    in_order = all(
-        (stage[p] <= stage[c]) if not c.backward or not forward else (stage[p] >= stage[c])
-        for c in order
-        for p in preds[c]
-        if p.phase == c.phase
+    position = {c: i for i, c in enumerate(order)}
+    against = next(
+        (
+            (p, c)
+            for c in order
+            for p in sorted(preds[c], key=position.__getitem__)
+            if p.phase == c.phase
+            and ((stage[p] > stage[c]) if not c.backward or not forward else (stage[p] < stage[c]))
+        ),
+        None,
     )
-    return stage, placement, in_order
+    return stage, placement, against

@@ -94,6 +94,7 @@ class LoopPlan:
       xs: (variable of the body, its piece for each microbatch).
       ys: (variable of the body, its copy for each microbatch).
       in_order: whether fragments follow the stage order, so that the schedule applies.
+      against: if not, the first value that goes against it, and between what.
     """
 
     name: str
@@ -104,6 +105,7 @@ class LoopPlan:
     xs: tuple[tuple[Any, tuple[Any, ...]], ...]
     ys: tuple[tuple[Any, tuple[Any, ...]], ...]
     in_order: bool = True
+    against: str = ""
 
 
 @dataclass(frozen=True)
