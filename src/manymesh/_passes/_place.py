@@ -83,9 +83,8 @@ class _Placer:
         self.at: dict[Node, int] = {}
         self.reason: dict[Node, str] = {}
         self.producer, self.position, self.consumers = self.index.producer, self.index.position, self.index.readers
-        self.next_read_as: dict[Var, list[Var]] = defaultdict(
-            list
-        )  # what a microbatch leaves -> its name in the next one
+        # What a microbatch leaves -> its names in the next one.
+        self.next_read_as: dict[Var, list[Var]] = defaultdict(list)
         for c in (c for loop in flat.loops for c in loop.carries):
             self.next_read_as[c.out].append(c.inner)
         for n in flat.nodes:
