@@ -5,7 +5,8 @@
 Programs have numbers, drawn one by one. Batches of them run in processes of their own, because JAX keeps what it
 compiles, and because the compiler ends the process on some programs: the next process goes on after it. Of programs
 that fail alike, the first is made smaller and written to tests/regressions/, which test_laws.py runs. At the end stands
-which primitives and constructs were drawn how often, and, with ``--page``, in the documentation.
+which primitives and constructs were drawn how often, and, with ``--page``, in the documentation. With ``--results``
+each batch is written to a file when it is done, and the same command goes on after the batches that are there.
 
 JAX's cache on disk is not used: with it no executable is loaded again for another submesh, which is to be tested too.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import hashlib
 import json
 import os
@@ -35,8 +37,10 @@ TRIES = 40  # to make a failing program smaller
 def run_batch(first: int, count: int, simplify: bool, trace: bool) -> None:
     """Runs programs in this process; prints a line of JSON before and after each."""
     sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent), str(HERE)]  # this tree, not an installed one
+    import compiling
     import conftest  # noqa: F401  # devices and profiles, before JAX is imported
 
+    compiling.set_up()
     from generated.coverage import constructs
     from generated.draw import drawn
     from generated.laws import check, traced
@@ -104,6 +108,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="number of the first program")
     parser.add_argument("--page", type=Path, help="write the coverage into this page of the documentation")
     parser.add_argument("--keep", type=Path, default=REGRESSIONS, help="where failing programs are written")
+    parser.add_argument("--results", type=Path, help="a file of what is done, to stop and go on")
     parser.add_argument("--as-drawn", action="store_true", help="do not make failing programs smaller")
     parser.add_argument("--trace-only", action="store_true", help="coverage of what would be drawn; nothing is checked")
     parser.add_argument("--with", dest="known", default="", help="entries of generated/known.py to draw all the same")
@@ -119,8 +124,14 @@ def main() -> int:
     with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
         ends = given.seed + given.examples
         last = start + 60 * given.minutes
-        futures = [pool.submit(in_processes, k, min(BATCH, ends - k), options, last) for k in firsts]
+        done = finished(given.results)
+        futures = {pool.submit(lambda k=k: done[k]): k for k in firsts if k in done}
+        run = functools.partial(in_processes, options=options, latest=last)
+        futures |= {pool.submit(run, k, min(BATCH, ends - k)): k for k in firsts if k not in done}
         for k, future in enumerate(concurrent.futures.as_completed(futures)):
+            if given.results is not None and futures[future] not in done and future.result():
+                with given.results.open("a", encoding="utf-8") as file:
+                    print(json.dumps({"first": futures[future], "found": future.result()}), file=file)
             for found in future.result():
                 new = found.get("kind") is not None and found["kind"] not in tally.broken
                 tally.add(found)
@@ -130,6 +141,14 @@ def main() -> int:
             print(f"{k + 1} of {len(firsts)} batches, {tally.ran} programs, {broken} broken", flush=True)
     finish(tally, given.seed, (time.monotonic() - start) / 60, given)
     return 1 if tally.broken else 0
+
+
+def finished(results: Path | None) -> dict[int, list[dict]]:
+    """What an earlier run has written of its batches, by their first programs."""
+    if results is None or not results.exists():
+        return {}
+    batches = map(json.loads, results.read_text("utf-8").splitlines())
+    return {batch["first"]: batch["found"] for batch in batches}
 
 
 def finish(tally: Tally, seed: int, minutes: float, given: argparse.Namespace) -> None:
