@@ -37,8 +37,9 @@ TRIES = 40  # to make a failing program smaller
 def run_batch(first: int, count: int, simplify: bool, trace: bool) -> None:
     """Runs programs in this process; prints a line of JSON before and after each."""
     sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent), str(HERE)]  # this tree, not an installed one
-    import compiling
     import conftest  # noqa: F401  # devices and profiles, before JAX is imported
+
+    import compiling
 
     compiling.set_up()
     from generated.coverage import constructs

@@ -566,6 +566,26 @@ def test_each_state_of_a_loop_is_where_its_task_is():
         assert moved.count == 0
 
 
+def test_a_state_that_nothing_reads_is_where_the_loop_leaves_its_next_value():
+    """As the flag of `optax.apply_if_finite`: a second step moves nothing."""
+    at = [mm.task(lambda w, x: jnp.tanh(x @ w), n, mesh=m) for n, m in zip("ab", SUBMESHES, strict=True)]
+
+    def fun(state, x):
+        def once(c):
+            p, _, count = c
+            value, grads = jax.value_and_grad(lambda p: jnp.mean(at[1](p["back"], at[0](p["front"], x)) ** 2))(p)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads), jnp.sum(grads["front"]) > 0, count + 1
+
+        p, _ = state
+        p, flag, _ = lax.while_loop(lambda c: c[2] < 3, once, once((p, jnp.bool_(False), 0)))
+        return p, flag
+
+    step = mm.jit(fun)
+    state = (parameters(), jnp.bool_(True))
+    homes = places(step.prepare(state, rows()).arguments[0][0])
+    assert places(step(state, rows())) == homes
+
+
 @pytest.mark.parametrize("how", ["in_shardings", "device_put"])
 def test_a_state_lies_in_a_loop_as_the_user_says_of_the_argument(how):
     """The weights stay sharded in every part, and come back so."""

@@ -117,6 +117,7 @@ class _Lowering:
         self.owned = {self.invars[i] for i in whole.donated} | made_by(parts.parts)
         self.carried = carried_by(parts.parts)
         self.over_time = _over_time(whole, parts.parts)
+        self.last_results = [x for _, x in _last(parts.parts).results]
         # What is said of an argument is said of all that it is over time.
         self.asked = {self._kind(self.invars[i]): s for i, s in reversed(whole.asked.items())}
         put = ((v, committed(x)) for v, x in zip(self.invars, whole.given.leaves, strict=True))
@@ -192,8 +193,14 @@ class _Lowering:
         """Where an operand of a part is wanted: where the user says, or where another part takes it."""
         asked = self.asked.get(self._kind(v))
         if v in self.position:
-            return self.whole.asked.get(self.position[v]) or self._fitting(asked, record) or self._home(v, record)
+            found = self.whole.asked.get(self.position[v]) or self._fitting(asked, record) or self._home(v, record)
+            return found or self._fitting(self._next_made(v), record)
         return self._fitting(asked, record)
+
+    def _next_made(self, v: Var) -> Sharding | None:
+        """Where the next value of a state is made by a part that is lowered already: a state that no task reads is there."""
+        handed_on = (self.last_results[o] for i, o in self.whole.states if self.invars[i] is v)
+        return next((self.made[x] for x in handed_on if _compat.is_var(x) and x in self.made), None)
 
     def _moved(self, results: Sequence[Atom], record: Recording) -> dict[int, NamedSharding]:
         """Where results of the step are wanted of which the user said nothing.
@@ -279,11 +286,16 @@ def _over_time(whole: Whole, parts: Sequence[Part]) -> Groups[Var]:
             handed_on(inside(part))
 
     handed_on(parts)
-    last = parts[-1]
-    assert isinstance(last, Straight), "the last part makes the results"
     for i, o in whole.states:
-        groups.join(whole.invars[i], last.results[o][0])
+        groups.join(whole.invars[i], _last(parts).results[o][0])
     return groups
+
+
+def _last(parts: Sequence[Part]) -> Straight:
+    """The part that makes the results of the step."""
+    last = parts[-1]
+    assert isinstance(last, Straight), "a step ends with a program"
+    return last
 
 
 def _record_of(record: Recording, marks: set[str]) -> Recording:
