@@ -367,8 +367,9 @@ def _note(error: Exception, described: Task) -> None:
     note = f"in task {described.name!r}"
     if isinstance(error, ValueError) and "of type Auto or Manual" in str(error):
         note += (
-            ", in which all axes are Auto, also where those of its mesh are Explicit: write mm.with_sharding_constraint(x, spec) "
-            "in place of out_sharding= and jax.reshard, and XLA finds what is between"
+            ", in which all axes are Auto, also where those of its mesh are Explicit: make it "
+            "jax.sharding.explicit_axes(fun, in_sharding=...), whose specs say how its arguments lie; or write "
+            "mm.with_sharding_constraint(x, spec) in place of out_sharding= and jax.reshard, and XLA finds what is between"
         )
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)

@@ -86,6 +86,8 @@ from ._tracing import linear_identity as linear_identity
 from ._tracing import manual_axes as manual_axes
 from ._tracing import separate_jit_caches as separate_jit_caches
 from ._tracing import trace_settings as trace_settings
+from ._tracing import typed as typed
+from ._tracing import untyped as untyped
 from ._tracing import vmapped as vmapped
 from ._tracing import with_weak_type as with_weak_type
 from ._tracing import without_mesh as without_mesh

@@ -12,7 +12,7 @@ from jax._src import mesh as mesh_lib
 from jax._src.interpreters.batching import BatchTrace
 from jax._src.lax import lax as lax_internals
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def vmapped() -> int:
@@ -150,3 +150,29 @@ def escaped(consts: Sequence[Any]) -> Exception | None:
             found: Exception = core.escaped_tracer_error(x)
             return found
     return None
+
+
+def typed(x: Any, aval: Any) -> Any:
+    """A value with the type of another one, where that says how it lies on Explicit axes."""
+    sharding = _explicit(aval)
+    if sharding is None:
+        return x
+    with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+        return jax.sharding.reshard(x, sharding)
+
+
+def untyped(x: Any) -> Any:
+    """A value whose type does not say how it lies; it lies there as before."""
+    sharding = _explicit(jax.typeof(x))
+    if sharding is None:
+        return x
+    sizes, names = sharding.mesh.axis_sizes, sharding.mesh.axis_names
+    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+
+
+def _explicit(aval: Any) -> NamedSharding | None:
+    """The sharding in a type, if it has Explicit axes."""
+    sharding = getattr(aval, "sharding", None)
+    return sharding if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types else None

@@ -338,11 +338,15 @@ def _shards(value: Any) -> bool:
 
 
 def fragment_function(f: Fragment, jaxpr: Jaxpr | None = None) -> Callable[..., Any]:
-    """A fragment, or another jaxpr for it, as a function of flat arrays, under its name."""
+    """A fragment, or another jaxpr for it, as a function of flat arrays, under its name.
+
+    Values that it hands to another one may have types that say how they lie, on Explicit axes: these hold in it alone.
+    """
     body = f.jaxpr if jaxpr is None else jaxpr
 
     def fragment(*args: jax.Array) -> Any:
-        return jax.core.eval_jaxpr(body, [], *args)
+        typed = [_compat.typed(x, v.aval) for x, v in zip(args, body.invars, strict=True)]
+        return [_compat.untyped(x) for x in jax.core.eval_jaxpr(body, [], *typed)]
 
     fragment.__name__ = fragment.__qualname__ = f.name
     return fragment
