@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -325,6 +327,33 @@ def parts_of_a_batch():
         loss, state = step(state, prepare(part))
         losses.append(float(loss))
     return losses, int(state.step)
+
+
+def parts_by_hand():
+    """Losses of a step of the user's own on a batch of which each process loads a part, joined as the docs say."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "processes.md"
+    code = re.search(r"^def joined.*?(?=\n\n\n)", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    names = {"jax": jax, "NamedSharding": NamedSharding, "PartitionSpec": P}
+    exec(code[0], names)
+    front = mm.task(lambda w, x: jnp.tanh(x @ w), "front", mesh=mesh(0, 1))
+    back = mm.task(lambda w, h, y: jnp.mean((h @ w - y) ** 2), "back", mesh=mesh(4, 5))
+    grad = jax.value_and_grad(lambda p, x, y: back(p["back"], front(p["front"], x), y))
+    pieces = mm.microbatch(grad, argnum=(1, 2), num_microbatches=2, reduce="mean")
+
+    @mm.jit
+    def step(p, x, y):
+        loss, grads = pieces(p, x, y)
+        return loss, jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
+
+    rng = np.random.default_rng(0)
+    p = {k: rng.normal(size=(4, 4)).astype("f4") for k in ("front", "back")}
+    losses = []
+    for _ in range(3):
+        whole = rng.normal(size=(8, 4)).astype("f4"), rng.normal(size=(8, 4)).astype("f4")
+        local = jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], whole)
+        loss, p = step(p, *jax.tree.map(names["joined"], local))
+        losses.append(float(loss))
+    return losses, repr(step)
 
 
 def sent_and_donated(rounds):

@@ -143,6 +143,14 @@ def test_each_process_loads_its_part_of_the_batch(pool):
         assert steps == expected[1]
 
 
+def test_a_step_of_ones_own_on_joined_parts(pool):
+    """By the function in the documentation."""
+    expected, _ = programs.parts_by_hand()
+    for losses, text in pool.call("programs.parts_by_hand"):
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        assert "1 program compiled" in text
+
+
 def test_the_example_of_the_readme(pool):
     """Word for word, in two processes; also in reference mode, which is plain JAX in each of them."""
     (loss, plain, step), other = pool.call("programs.readme")
