@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
@@ -28,6 +28,7 @@ from stages import WIDTH, back, front, loss, microbatched, parameters, rows
 pytestmark = pytest.mark.once
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data"))
+EXPLICIT = jax.device_put(np.ones(4), NamedSharding(jax.make_mesh((4,), ("data",), (AxisType.Explicit,)), P()))
 PACKAGE = str(Path(mm.__file__).parent)
 
 
@@ -189,6 +190,9 @@ CASES = {
     "a result that does not divide": (placed_as("out", P("data")), ValueError, "out_shardings of result['y']: dimension 0", "2 or 4"),
     "an exception for explicit shardings in a task": (
         placed_as(None, None, lambda x: jax.reshard(x, P(None, "data"))), ValueError, "all axes are Auto", "with_sharding_constraint(x, spec)",
+    ),
+    "an exception for a closure over an array of Explicit axes": (
+        in_a_task(lambda x: x + EXPLICIT, mesh=MESH), ValueError, "in task 'inner', which closes over", "pass it as an argument",
     ),
     "parameters for a batch": (mistaken(argnum=0, num_microbatches=3), ValueError, "does not divide", "write argnum=1, or whichever is"),
     "a batch and parameters of other lengths": (
