@@ -14,10 +14,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Never
 
 from ._errors import ArgumentError, TaskError
-from ._task import Task
+from ._task import Task, misplaced_error
 
 Callback = Callable[[re.Match[str], bool], Task | None]
 
@@ -130,7 +130,7 @@ _registered: list[tuple[Registration, ...]] = [()]  # replaced as a whole, under
 
 def register_task(
     pattern: str | re.Pattern[str],
-    *,
+    *misplaced: Never,
     task: Task | None = None,
     name: str | None = None,
     mesh: Any = None,
@@ -188,6 +188,8 @@ def register_task(
     """
     compiled = _compiled(pattern)
     where = f"register_task({compiled.pattern!r})"
+    if misplaced:
+        raise misplaced_error(where, "one pattern", misplaced[0])
     placement = {"mesh": mesh, "devices": devices, "device_axes": device_axes, "logical_axes": logical_axes}
     placement = {k: v for k, v in placement.items() if v is not None}
     if task is not None and not isinstance(task, Task):

@@ -528,16 +528,24 @@ def with_sharding_constraint(x: Any, spec: Any) -> PyTree:
       >>> mm.jit(g)(jnp.ones((4, 2))).sharding.spec[0]
       'd'
     """
+    return constrain("with_sharding_constraint", x, spec)
+
+
+def constrain(caller: str, x: PyTree, spec: Any) -> PyTree:
+    """`with_sharding_constraint`, whose errors name the caller."""
     if isinstance(spec, str):
         raise ArgumentError(
-            f"with_sharding_constraint: the spec is the string {spec!r}; expected one entry for each dimension, such as "
+            f"{caller}: the spec is the string {spec!r}; expected one entry for each dimension, such as "
             f"({spec!r}, None)"
         )
     if current_recording() is None:
         return x
     is_leaf = lambda s: s is None or isinstance(s, (PartitionSpec, NamedSharding)) or _is_names(s)  # noqa: E731
     return jax.tree.map(
-        lambda s, part: part if s is None else jax.tree.map(lambda v: _constrain(v, s), part), spec, x, is_leaf=is_leaf
+        lambda s, part: part if s is None else jax.tree.map(lambda v: _constrain(caller, v, s), part),
+        spec,
+        x,
+        is_leaf=is_leaf,
     )
 
 
@@ -549,14 +557,12 @@ def _is_names(spec: Any) -> bool:
     )  # fmt: skip
 
 
-def _constrain(value: PyTree, spec: Any) -> PyTree:
+def _constrain(caller: str, value: PyTree, spec: Any) -> PyTree:
     names = tuple(spec.spec) if isinstance(spec, NamedSharding) else tuple(spec)
     scope = current_scope()
     if scope is None or (scope.task is not None and scope.task.mesh is None):
         if len(names) > value.ndim:
-            raise AxisError(
-                f"with_sharding_constraint: {len(names)} axis names {names} for a value of shape {value.shape}"
-            )
+            raise AxisError(f"{caller}: {len(names)} axis names {names} for a value of shape {value.shape}")
         return constraint_p.bind(value, names=names)
     if scope.mesh is None:
         return jax.lax.with_sharding_constraint(value, PartitionSpec())

@@ -19,7 +19,7 @@ import numpy as np
 
 from . import _compat, schedules
 from ._errors import AxisError, MicrobatchError, ScheduleError
-from ._mark import Recording, current_recording, with_sharding_constraint
+from ._mark import Recording, constrain, current_recording
 from ._means import is_mean
 from ._reductions import (
     ACCUMULATE,
@@ -398,7 +398,8 @@ class _Call:
         """A piece of the n-th batch argument with the sharding that the caller asked for."""
         if self.arg_shardings is None:
             return piece
-        return with_sharding_constraint(piece, self.arg_shardings if len(self.argnums) == 1 else self.arg_shardings[n])
+        wanted = self.arg_shardings if len(self.argnums) == 1 else self.arg_shardings[n]
+        return constrain("microbatch: arg_shardings", piece, wanted)
 
     def about_pieces(self, name: str) -> str:
         """A sentence about how long the pieces are, for what does not divide."""

@@ -171,11 +171,15 @@ def check_name(caller: str, name: Any, *misplaced: Any) -> None:
     """Refuses what stands where the name of a task belongs, and what stands after it."""
     if isinstance(name, str) and not misplaced or name is None and not misplaced:
         return
-    found = misplaced[0] if misplaced else name
+    raise misplaced_error(caller, "the name of the task, a str", misplaced[0] if misplaced else name)
+
+
+def misplaced_error(caller: str, expected: str, found: Any) -> ArgumentError:
+    """What stands by position where a keyword belongs."""
     what = {Mesh: "mesh=", Task: "task="}.get(type(found), "mesh=, devices= or task=")
-    raise ArgumentError(
-        f"{caller}: expected the name of the task, a str, and everything else by keyword; found "
-        f"{type(found).__name__} {_short(found)} by position; write {what}"
+    return ArgumentError(
+        f"{caller}: expected {expected}, and everything else by keyword; found {type(found).__name__} {_short(found)} by "
+        f"position; write {what}"
     )
 
 

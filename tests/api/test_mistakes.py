@@ -194,6 +194,13 @@ CASES = {
     "an exception for a closure over an array of Explicit axes": (
         in_a_task(lambda x: x + EXPLICIT, mesh=MESH), ValueError, "in task 'inner', which closes over", "pass it as an argument",
     ),
+    "a task after a pattern": (
+        lambda: mm.register_task("layer", mm.Task(devices=[0])), TypeError, "register_task('layer')", "found Task", "write task=",
+    ),
+    "a mesh after a pattern": (lambda: mm.register_task("layer", MESH), TypeError, "one pattern", "write mesh="),
+    "a spec of too many axes for pieces": (
+        mistaken(num_microbatches=2, arg_shardings=P("data", "model", "x")), ValueError, "microbatch: arg_shardings: 3 axis names",
+    ),
     "parameters for a batch": (mistaken(argnum=0, num_microbatches=3), ValueError, "does not divide", "write argnum=1, or whichever is"),
     "a batch and parameters of other lengths": (
         lambda: mm.microbatch(lambda p, x: p["w"].sum(), num_microbatches=2)({"w": rows(8), "b": rows(6)}, rows()),

@@ -155,6 +155,14 @@ def test_a_forgotten_initialize(calls, processes, says):
     assert output.getvalue().count(words) == says
 
 
+def test_a_failure_before_initialize():
+    """An import that fails, as a rule: the advice to call it would lead astray."""
+    output = io.StringIO()
+    assert run_processes([sys.executable, "-c", "import not_there"], 2, output=output, timeout=60) == 1
+    assert "manymesh: that was before any process called manymesh.distributed.initialize()" in output.getvalue()
+    assert "call it first" not in output.getvalue()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

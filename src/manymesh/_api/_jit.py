@@ -36,7 +36,15 @@ from ._traced import Traced
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_LEFT_OUT = object()
+
+class _LeftOut:
+    """What stands for an argument that was left out, also in signatures."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+_LEFT_OUT = _LeftOut()
 
 
 @overload

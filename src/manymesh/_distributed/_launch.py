@@ -91,8 +91,10 @@ def run_processes(
                 return out.code
             if again > 1 and not os.listdir(notes):
                 out.line(
-                    f"manymesh: no process called manymesh.distributed.initialize(), so each of the {again} ran the script for "
-                    "itself; call it first in the script, before anything makes an array"
+                    "manymesh: that was before any process called manymesh.distributed.initialize()"
+                    if ending.code
+                    else f"manymesh: no process called manymesh.distributed.initialize(), so each of the {again} ran the script "
+                    "for itself; call it first in the script, before anything makes an array"
                 )
             if not ending.code:
                 return 0

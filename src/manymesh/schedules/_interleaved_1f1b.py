@@ -62,7 +62,12 @@ class Interleaved1F1B(AbstractSchedule):
         placement = validate(self.name, placement, num_microbatches)
         submeshes = distinct(placement)
         virtual = self.virtual_stages or max(1, len(placement) // len(submeshes))
-        require(self.name, placement, submeshes * virtual, f"{virtual} stages on each submesh, dealt out in turn")
+        require(
+            self.name,
+            placement,
+            submeshes * virtual,
+            f"{virtual} stage{'s' * (virtual > 1)} on each submesh, dealt out in turn",
+        )
         rows: list[tuple[Action, ...]] = [()] * (max(placement) + 1)
         for rank, submesh in enumerate(submeshes):
             rows[submesh] = _row(rank, len(submeshes), virtual, num_microbatches, backward=backward)
