@@ -249,9 +249,7 @@ def test_nothing_but_what_the_loop_carries_moves_in_it(where):
     assert count > 3
     assert sum(span.label == "front" for span in recording.spans) == count
     sent = sum(span.nbytes for span in recording.spans if span.source is not None)
-    assert (
-        sent == count * 8 * WIDTH * 4
-    )  # to the second task; a result that is wanted elsewhere goes there when it is done
+    assert sent == 2 * count * 8 * WIDTH * 4  # to the second task, and back for the next time round
 
 
 def test_what_an_iteration_compiles_and_leaves_alive():

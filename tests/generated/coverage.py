@@ -39,6 +39,8 @@ def constructs(program: Program) -> set[str]:
         found.add(f"key: {program.key}{', raw' if program.raw_key else ''}, {program.key_from}")
     if program.in_shardings:
         found.add("layout: in_shardings")
+    if program.collected is not None:
+        found.add("layout: results on a submesh by out_shardings")
     if program.again:
         found.add("mode: again and again, in lax.while_loop")
     found |= {f"carried from one microbatch to the next: {how}" for how, *_ in program.carried}

@@ -197,6 +197,7 @@ def of_functions(draw, small: bool) -> Program:
         weak=draw(st.booleans()),
         in_shardings=draw(st.sampled_from([False, False, False, True])),
         arrives=draw(st.sampled_from([False, False, False, True])),
+        collected=draw(st.sampled_from([None] * 9 + [layers[0].submesh, layers[-1].submesh])),
         again=draw(st.sampled_from([False] * 7 + [True])),
         order=draw(st.integers(0, 9)),
         carried=_carried(draw, count)

@@ -70,15 +70,21 @@ def _shared(donate: bool) -> Any:
 
 
 def _compiled(program: Program) -> Any:
-    if not program.in_shardings or program.state == "dict":
+    pinned = program.in_shardings and program.state != "dict"
+    if not pinned and program.collected is None:
         return _shared(program.donate)
     return mm.jit(
         _step,
         static_argnums=(4, 5),
         donate_argnums=(0,) if program.donate else (),
-        in_shardings=(_prefix(program), None, None, None),
+        in_shardings=(_prefix(program), None, None, None) if pinned else None,
+        out_shardings=None if program.collected is None else (None, _collected(program)),
         compiler_options=cheap_options(),
     )
+
+
+def _collected(program: Program) -> NamedSharding:
+    return NamedSharding(program.meshes()[program.collected], PartitionSpec())
 
 
 def _prefix(program: Program) -> Any:
@@ -181,6 +187,9 @@ def _run(program: Program, schedule: str | None, again: bool) -> _Run:
         if number == 1 and made and works("relayouts_compiled_ahead"):
             raise LawBroken(f"step 2 compiled {len(made)} programs")
         _layouts(program, compiled, state)
+        for path, x in jax.tree_util.tree_leaves_with_path(metrics) if program.collected is not None else ():
+            if not x.sharding.is_equivalent_to(_collected(program), x.ndim):
+                raise LawBroken(f"result[1]{jax.tree_util.keystr(path)} lies as {x.sharding}, not as asked")
         if program.donate and program.mode != "forward" and number == 1 and works("donated_is_deleted"):
             alive = [p for p, x in jax.tree_util.tree_leaves_with_path(given) if not x.is_deleted()]
             if alive:

@@ -89,6 +89,7 @@ class Program:
       carried: numbers that go from one microbatch to the next, each as (how it changes, after which layer it is made, before
         which it is read): ``count`` adds one, ``mean`` averages what the layer gives, ``was`` is what the number before it
         was; in the mode ``train``, without ``aux``.
+      collected: the submesh on which the loss and the gradients are wanted, by ``out_shardings``; None says nothing.
       again: whether the step is taken as often as the data says, in a loop of unknown length.
       order: which order a custom schedule writes down, as the seed of a random one; 0 is GPipe.
     """
@@ -112,6 +113,7 @@ class Program:
     in_shardings: bool = False
     arrives: bool = False
     carried: tuple[tuple[str, int, int], ...] = ()
+    collected: int | None = None
     again: bool = False
     order: int = 0
     framework: str | None = None

@@ -1,8 +1,11 @@
-"""How far a call runs ahead of the devices where submeshes share some of theirs, on CPU.
+"""How far a call runs ahead of the devices, on CPU.
 
-JAX blocks a launch while 32 on one of its devices are unfinished. A launch on eight devices that had begun on four of them
-then kept their threads from what the other four waited for, for ever: about one call in five of a program with 40 launches.
+JAX blocks a launch while 32 on one of its devices are unfinished. A launch that had begun on the others, and waited for that
+one in a collective, then kept the threads from what would have made room there, for ever: where submeshes share some of
+their devices about one call in five of a program with 40 launches, and less often on eight devices alone.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 import manymesh as mm
-from manymesh._runtime._launches import LAUNCHES, Launches
+from manymesh._runtime._launches import ALONE, Launches
 from stages import assert_same, dense, reference, rows
 
 MICROBATCHES = 32
@@ -43,9 +46,9 @@ def ahead(monkeypatch):
     found = []
     make_room = Launches._make_room
 
-    def noted(self, wide):
-        make_room(self, wide)
-        found.append(len(self._window))
+    def noted(self, window, wide):
+        make_room(self, window, wide)
+        found.append((id(window), len(window)))
 
     monkeypatch.setattr(Launches, "_make_room", noted)
     return found
@@ -60,14 +63,36 @@ def call_twice(step):
     assert_same(result, reference(jax.jit(step), weights, x))
 
 
-def test_submeshes_that_share_some_devices_do_not_run_far_ahead(ahead):
-    """Every launch waits until fewer than so many are unfinished, so that none on a device ever reaches JAX's limit."""
-    call_twice(step_over(range(8), range(4), range(4, 8)))
+@pytest.mark.parametrize(
+    ("groups", "windows"),
+    [
+        pytest.param([range(8), range(4), range(4, 8)], 1, id="some devices shared"),
+        pytest.param([range(8), range(8), range(8)], 1, id="all on the same"),
+        pytest.param([range(4), range(4, 8), range(4, 8)], 2, id="two groups"),
+    ],
+)
+def test_submeshes_of_several_devices_do_not_run_far_ahead(ahead, groups, windows):
+    """Every launch waits until fewer than so many are unfinished on its devices, so that none ever reaches JAX's limit."""
+    call_twice(step_over(*groups))
     assert len(ahead) >= 2 * 2 * 3 * MICROBATCHES  # two calls, forward and backward, three layers
-    assert max(ahead) < LAUNCHES
+    assert max(count for _, count in ahead) < ALONE
+    assert len({window for window, _ in ahead}) == windows
 
 
-def test_others_are_not_counted(ahead):
-    """Where no launch can have begun on some of its devices alone, nothing is asked about any."""
-    call_twice(step_over(range(4), range(4, 8), range(4, 8)))
+def test_single_devices_are_not_counted(ahead):
+    """Nothing waits in a collective there, so nothing is asked about any."""
+    tasks = [mm.task(dense, f"layer_{i}", devices=[i]) for i in range(3)]
+    call_twice(
+        mm.microbatch(
+            jax.value_and_grad(
+                lambda weights, x: jnp.mean(
+                    functools.reduce(lambda x, tw: tw[0](tw[1], x), zip(tasks, weights, strict=True), x) ** 2
+                )
+            ),
+            argnum=1,
+            num_microbatches=MICROBATCHES,
+            schedule="gpipe",
+            reduce="mean",
+        )  # fmt: skip
+    )
     assert ahead == []

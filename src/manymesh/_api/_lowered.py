@@ -252,15 +252,15 @@ class Lowered(Shown):
         return (f"{name}:{line.partition(':')[2]}" for name, line in zip(names, said, strict=True))
 
     def _made_in_place(self) -> dict[int, Any]:
-        """The wanted shardings that a fragment can give its result; another task's submesh, or a second layout of one
-        value, is reached by moving the finished result."""
+        """The wanted shardings that results have when the plan ends; a second layout of one value on one submesh, and devices
+        of no submesh, are reached by moving the finished result."""
         direct: dict[int, Any] = {}
         made: dict[Any, int] = {}
         for o, sharding in self._wanted.items():
             v, s = self.program.outputs[o]
             mesh = sharding.mesh
             if _compat.is_var(v) and isinstance(mesh, Mesh) and auto_mesh(mesh) == self.program.submeshes[s]:
-                first = made.setdefault(v, o)
+                first = made.setdefault((v, s), o)
                 if self._wanted[first].spec == sharding.spec:
                     direct[o] = sharding
         return direct

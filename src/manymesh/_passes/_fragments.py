@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from .. import _compat
 from .._compat import Atom, Var
@@ -42,6 +42,7 @@ class _Builder:
         clustered = {s: cluster(self.flat, s) for s in scopes}
         self.cluster_of = {(n, c.submesh): c for order, _ in clustered.values() for c in order for n in c.nodes}
         self._find_readers()
+        self.sent_to = self._sent_results()
         order: list[int] = []
         plans: dict[int, LoopPlan] = {}
         for c in clustered[None][0]:
@@ -54,7 +55,8 @@ class _Builder:
         # A literal that replaces a state, say a flag that falls after the first step, is where the state is.
         literals = {**of_literals(self.flat, self.placement), **{o: home[v] for v, o in self.flat.pins.states}}
         outputs = tuple(
-            (v, home.get(v, 0) if _compat.is_var(v) else literals.get(o, 0)) for o, v in enumerate(self.flat.outvars)
+            (v, self.sent_to.get(o, home.get(v, 0)) if _compat.is_var(v) else literals.get(o, 0))
+            for o, v in enumerate(self.flat.outvars)
         )
         return Program(
             self.placement.submeshes,
@@ -185,14 +187,28 @@ class _Builder:
         inside = self.read_in_loops.get(v, set())
         return c.submesh in inside or (of_record and not inside <= self.made_at[v])
 
+    def _sent_results(self) -> dict[int, int]:
+        """Results that the caller wants on another submesh than they are made on: their positions, and that submesh."""
+        number = {mesh: s for s, mesh in enumerate(self.placement.submeshes)}
+        made = {v: {self.placement.home[v]} for v in self.index.made_by_loop} | self.made_at
+        found = {}
+        for o, mesh in self.flat.pins.outputs.items():
+            v, s = self.flat.outvars[o], number.get(mesh)
+            if _compat.is_var(v) and v in made and s is not None and s not in made[v]:
+                found[o] = s
+        return found
+
     def _needed_at(self, v: Var) -> set[int]:
         return {s for _, s in self.read_by.get(v, ())} | self.read_in_loops.get(v, set())
 
     def _edges(self) -> list[Edge]:
         edges = []
+        wanted: dict[Atom, set[int]] = defaultdict(set)
+        for o, s in self.sent_to.items():
+            wanted[self.flat.outvars[o]].add(s)
         for v in dict.fromkeys([*self.made_at, *self.index.made_by_loop]):
             source = self.placement.home[v]
-            for target in sorted(self._needed_at(v) - self.made_at.get(v, {source})):
+            for target in sorted((self._needed_at(v) | wanted[v]) - self.made_at.get(v, {source})):
                 edges.append(Edge(v, source, target, self.index.scope.get(v), nbytes(v.aval)))
         return edges
 

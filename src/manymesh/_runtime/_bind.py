@@ -19,7 +19,7 @@ from .._plan._number import variables_of
 from .._program import Program
 from ._exchange import put
 from ._execute import Executor, Input, Issue, issue_of, untold
-from ._launches import CountedRelayouts, Handle, Launches
+from ._launches import ALONE, CountedRelayouts, Handle, Launches
 from ._ownership import Ownership
 from ._positions import Positions
 from ._relayout import Relayouts, with_sharding
@@ -69,7 +69,7 @@ def bind(
     Returns:
       The executor of the plan.
     """
-    launches = Launches(ordered=False) if _may_block(program) else None
+    launches = _counted(program)
     binder = Binder(program, plan, layout, executables, owner, transport, starts, launches, donation)
     issues = binder.issues()
     consts, inputs = binder.inputs()
@@ -85,16 +85,20 @@ def bind(
     return Executor(len(binder.positions), consts, inputs, issues, outputs, literals or {}, binder.relayouts)
 
 
-def _may_block(program: Program) -> bool:
-    """Whether running far ahead could stop it for ever.
+def _counted(program: Program) -> Launches | None:
+    """What counts the launches of a program, where running far ahead could stop it for ever.
 
     JAX on CPU launches no more than 32 unfinished computations on a device, and launches and runs all devices on threads
-    of one pool. Where submeshes share some of their devices, a launch on the larger one may have begun on those with room;
-    they wait for the others in a collective, and what would make room there finds no thread.
+    of one pool. Where a device has fallen behind so far, a launch may have begun on the others of its submesh; they wait for
+    that one in a collective, and what would make room there finds no thread.
     """
-    together = [frozenset(m.devices.flat) for m in program.submeshes]
-    shares_some = any(a & b and a != b for a in together for b in together)
-    return shares_some and next(iter(together[0])).platform == "cpu"
+    apart: list[frozenset[int]] = []
+    for mesh in program.submeshes:
+        ids = frozenset(d.id for d in mesh.devices.flat)
+        apart = [x for x in apart if not x & ids] + [ids.union(*(x for x in apart if x & ids))]
+    if all(mesh.size == 1 for mesh in program.submeshes) or program.submeshes[0].devices.flat[0].platform != "cpu":
+        return None
+    return Launches(ordered=False, most=ALONE, apart=apart)
 
 
 @dataclass(frozen=True)

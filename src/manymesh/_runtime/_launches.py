@@ -4,8 +4,8 @@ JAX on CPU runs everything of a process on one pool of threads, and a rank of a 
 come. Two things would stop it for ever, so a launch waits here, in the thread that issues instructions:
 
 - for its turn: past 32 unfinished launches on a device JAX blocks whoever launches, and Python then cannot send what others
-  wait for; nor can a launch go on that has begun on some of its devices, which is why one process whose submeshes share
-  some of theirs counts them as well;
+  wait for; nor can a launch go on that has begun on some of its devices, for what would make room on the others finds no
+  thread, which is why one process whose submeshes have several devices counts them as well;
 - where it may hold a collective, for the unfinished ones on its devices that may: two collectives under way on the same
   devices take each other's threads. `distributed.initialize` sees to it that there are more threads than devices.
 
@@ -27,6 +27,7 @@ from .._plan._instructions import Run
 from ._relayout import Relayouts
 
 LAUNCHES = 16  # unfinished ones at a time
+ALONE = 8  # of one process, on a submesh: several steps may run on it at once, and 32 are too many for all of them
 
 
 class Launch:
@@ -100,11 +101,13 @@ class Launches:
 
     Args:
       ordered: whether collectives must not be under way at the same time, as on CPU.
+      most: how many may be unfinished.
+      apart: ids of devices that share no launch, each counted by itself; by default all are counted together.
     """
 
-    def __init__(self, ordered: bool) -> None:
-        self._ordered = ordered
-        self._window: deque[Launch] = deque()
+    def __init__(self, ordered: bool, most: int = LAUNCHES, apart: Sequence[frozenset[int]] = ()) -> None:
+        self._ordered, self._most, self._apart = ordered, most, apart
+        self._windows: list[deque[Launch]] = [deque() for _ in apart or (None,)]
         self.dispatching = False
 
     def counted(
@@ -132,8 +135,11 @@ class Launches:
             assert isinstance(mesh, Mesh), "what runs has devices"
             wide = frozenset(d.id for d in mesh.devices.flat if d.process_index == me)
 
+        windows = self._windows_of(mesh)
+
         def counted(*args: jax.Array) -> Any:
-            self._make_room(wide)
+            for window in windows:
+                self._make_room(window, wide)
             results = call(*args)
             launch = Launch(run, witness(results), wide)
             for other in taken:
@@ -141,45 +147,61 @@ class Launches:
                     other.launch.taker, other.launch = launch, None
             if handle is not None:
                 handle.launch = launch
-            self._window.append(launch)
+            for window in windows:
+                window.append(launch)
             return results
 
         return counted
 
+    def _windows_of(self, mesh: Mesh | AbstractMesh) -> list[deque[Launch]]:
+        """Where launches on a mesh are counted."""
+        if not self._apart:
+            return self._windows
+        assert isinstance(mesh, Mesh), "what runs has devices"
+        ids = {d.id for d in mesh.devices.flat}
+        return [window for window, devices in zip(self._windows, self._apart, strict=True) if devices & ids]
+
+    def _all(self) -> list[Launch]:
+        return [x for window in self._windows for x in list(window)]
+
     def watch(self, x: jax.Array) -> None:
         """Counts a value from another process as something that is waited for."""
-        self._window.append(Launch(None, x, frozenset()))
-        if len(self._window) > 2 * LAUNCHES:  # in a process that launches nothing
-            self._window.popleft()
+        (window,) = self._windows
+        window.append(Launch(None, x, frozenset()))
+        if len(window) > 2 * self._most:  # in a process that launches nothing
+            window.popleft()
 
     def settle(self) -> None:
         """Waits until no collective is under way that what the user does next could meet."""
-        self._wait([x for x in self._window if x.wide])
+        for window in self._windows:
+            self._wait(window, [x for x in window if x.wide])
 
     def missing(self) -> list[Run | None]:
         """The launches that are not finished, or have failed because a value did not come, the oldest first."""
-        return [x.run for x in list(self._window) if not x.finished() or x.failed()]
+        return [x.run for x in self._all() if not x.finished() or x.failed()]
 
     def unfinished(self) -> list[Run | None]:
         """The launches that are not finished, the oldest first; None for a value from another process."""
-        return [x.run for x in list(self._window) if not x.finished()]
+        return [x.run for x in self._all() if not x.finished()]
 
-    def _make_room(self, wide: frozenset[int]) -> None:
-        window = self._window
+    def _make_room(self, window: deque[Launch], wide: frozenset[int]) -> None:
         if wide:
-            self._wait([x for x in window if x.wide & wide])
-        if len(window) >= LAUNCHES:
-            self._window = window = deque(x for x in window if x.witness is not None)
-        while len(window) >= LAUNCHES:
-            self._wait([window[0]])
+            self._wait(window, [x for x in window if x.wide & wide])
+        if len(window) >= self._most:
+            left = [x for x in window if x.witness is not None]
+            window.clear()
+            window.extend(left)
+        while len(window) >= self._most:
+            self._wait(window, [window[0]])
             window.popleft()
 
-    def _wait(self, launches: Iterable[Launch]) -> None:
+    @staticmethod
+    def _wait(window: deque[Launch], launches: Iterable[Launch]) -> None:
         for x in launches:
             last = x.last()
             if not last.wait():
                 # A later call took its results: what was launched last, and still has some, knows.
-                last = next((y for y in reversed(self._window) if y.witness is not None and y.wait()), last)
+                last = next((y for y in reversed(window) if y.witness is not None and y.wait()), last)
             last.witness = x.witness = None
 
 
