@@ -41,8 +41,7 @@ class Compiled(Shown):
 
     Attributes:
       program: the fragments and edges it runs.
-      input_shardings: `NamedSharding` of each argument at its home, in the structure ``(args, kwargs)``.
-      output_shardings: `NamedSharding` of each result, in its structure.
+      homes: `NamedSharding` of each leaf of the arguments at its home.
     """
 
     explain: Callable[[Any, list[Any]], Exception] | None = None  # what a result that is no number comes from
@@ -88,9 +87,9 @@ class Compiled(Shown):
         for i, sharding in arriving.items():
             if len(at[i]) > 1:
                 stacks.prepare(at[i].start, sharding)
-        self.input_shardings: Any = jax.tree.unflatten(in_tree, stacks.of_arguments(homes, lambda x: x.sharding))
+        self.homes: list[Any] = stacks.of_arguments(homes, lambda x: x.sharding)
         self._moved = tuple(moved.items())
-        self.output_shardings: Any = jax.tree.unflatten(out_tree, stacks.of_results(leaving, lambda x: x.sharding))
+        self._leaving: list[Any] = stacks.of_results(leaving, lambda x: x.sharding)
         own = [k for i in donated for k in at[i]]
         given = {program.invars[shift + k] for k in own}
         handed = {v: o for o, (v, _) in reversed(list(enumerate(program.outputs))) if _compat.is_var(v) and v in given}
@@ -105,6 +104,16 @@ class Compiled(Shown):
     def __repr__(self) -> str:
         made, reused = self._compilations
         return f"Compiled({self.name}: {outline(self.program, self._lowered.plan)}; {made} compiled, {reused} reused)"
+
+    @property
+    def input_shardings(self) -> Any:
+        """`NamedSharding` of each argument at its home, in the structure ``(args, kwargs)``."""
+        return jax.tree.unflatten(self._in_tree, self.homes)
+
+    @property
+    def output_shardings(self) -> Any:
+        """`NamedSharding` of each result, in its structure."""
+        return jax.tree.unflatten(self._out_tree, self._leaving)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the step."""
@@ -193,17 +202,15 @@ class Compiled(Shown):
 
     def _path(self, i: int) -> str:
         """``args[0]['w']`` of the i-th leaf."""
-        numbered = jax.tree.unflatten(self._in_tree, range(self._in_tree.num_leaves))
-        (which, *rest), _ = jax.tree_util.tree_leaves_with_path(numbered)[i]
+        which, *rest = _compat.key_paths(self._in_tree)[i]
         return f"{'kwargs' if which.idx else 'args'}{jax.tree_util.keystr(tuple(rest))}"
 
     @property
     def arguments(self) -> PyTree:
         """Shape, dtype and sharding of each argument at its home, in the structure ``(args, kwargs)``."""
-        shardings = jax.tree.leaves(self.input_shardings)
         described = [
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
-            for aval, sharding in zip(self._avals, shardings, strict=True)
+            for aval, sharding in zip(self._avals, self.homes, strict=True)
         ]
         return jax.tree.unflatten(self._in_tree, described)
 

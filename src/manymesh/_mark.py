@@ -371,6 +371,11 @@ def _note(error: Exception, described: Task) -> None:
             "jax.sharding.explicit_axes(fun, in_sharding=...), whose specs say how its arguments lie; or write "
             "mm.with_sharding_constraint(x, spec) in place of out_sharding= and jax.reshard, and XLA finds what is between"
         )
+    if isinstance(error, ValueError) and "Context mesh cannot be empty" in str(error):
+        note += (
+            ", which outside of mm.jit is a plain function, and has Explicit axes: these want a mesh, as from "
+            "jax.set_mesh(mesh) around the call"
+        )
     if isinstance(error, ValueError) and "should match the aval mesh" in str(error):
         note += (
             ", which closes over an array that lies on a mesh with Explicit axes: pass it as an argument of the task, which "

@@ -242,6 +242,7 @@ def _fold_in(key: Any, i: int) -> Any:
 
 def _folded(key: Any, count: int) -> Any:
     """The keys of all microbatches, in one array."""
+    _check_key(key)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     kind = str(jax.random.key_impl(key)) if typed else _compat.default_key_kind()
     numbers = jnp.arange(count)
@@ -249,6 +250,14 @@ def _folded(key: Any, count: int) -> Any:
         # In a call of its own: a scan beside that of the microbatches would be taken for a loop over them.
         return jax.jit(lambda key: jax.lax.map(functools.partial(jax.random.fold_in, key), numbers))(key)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+
+
+def _check_key(key: Any) -> None:
+    """Refuses what `rng_argnum` names and is no random key, typed or raw."""
+    dtype = getattr(key, "dtype", None)
+    if dtype is None or not (dtype == np.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)):
+        what = type(key).__name__ if dtype is None else f"{dtype}[{','.join(map(str, key.shape))}]"
+        raise MicrobatchError(f"microbatch: rng_argnum names an argument of random keys, found {what}")
 
 
 def _check_reductions(name: str, reduce: Any) -> None:
@@ -443,9 +452,15 @@ class _Call:
         state = [] if self.state_argnum is None else jax.tree.leaves(args[self.state_argnum])
         structure = None if self.state_argnum is None else jax.tree.structure(args[self.state_argnum])
 
+        replaced = {*self.argnums, self.rng_argnum, self.state_argnum}
+        others = [None if i in replaced else jax.tree.flatten(x) for i, x in enumerate(args)]
+        named = jax.tree.flatten(kwargs)
+
         def one(pieces: PyTree, key: Any, state: list[Any]) -> PyTree:
             """The result, and the next values of the parts of the state that change, by position."""
-            full = list(args)
+            # Objects such as Variables of NNX belong to the function that made them: here they are made anew.
+            full: list[Any] = [None if x is None else jax.tree.unflatten(x[1], x[0]) for x in others]
+            kwargs = jax.tree.unflatten(named[1], named[0])
             for n, (k, piece) in enumerate(zip(self.argnums, pieces, strict=True)):
                 full[k] = self._constrained(n, piece)
             if self.rng_argnum is not None:

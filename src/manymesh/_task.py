@@ -171,6 +171,8 @@ def check_name(caller: str, name: Any, *misplaced: Any) -> None:
     """Refuses what stands where the name of a task belongs, and what stands after it."""
     if isinstance(name, str) and not misplaced or name is None and not misplaced:
         return
+    if not misplaced and isinstance(name, int | float):
+        raise ArgumentError(f"{caller}: the name of the task has to be a str, found {type(name).__name__} {name!r}")
     raise misplaced_error(caller, "the name of the task, a str", misplaced[0] if misplaced else name)
 
 

@@ -194,6 +194,18 @@ CASES = {
     "an exception for a closure over an array of Explicit axes": (
         in_a_task(lambda x: x + EXPLICIT, mesh=MESH), ValueError, "in task 'inner', which closes over", "pass it as an argument",
     ),
+    "an argument that is static and donated": (
+        lambda: mm.jit(lambda n, x: x * n, static_argnums=0, donate_argnames="n"), TypeError, "static and donated", "no buffer",
+    ),
+    "keys that are none": (mistaken(num_microbatches=2, rng_argnum=0), ValueError, "rng_argnum", "float32"),
+    "a number for a name": (lambda: mm.task(lambda x: x, name=3, devices=[0]), TypeError, "name of the task", "found int 3"),
+    "a custom schedule by name alone": (
+        mistaken(num_microbatches=2, schedule="custom"), ValueError, "needs rows", "custom_schedule= beside it",
+    ),
+    "an exception for Explicit axes outside of mm.jit": (
+        lambda: mm.task(jax.sharding.explicit_axes(lambda x: x, in_sharding=P()), "typed", mesh=MESH)(rows()), ValueError,
+        "in task 'typed'", "jax.set_mesh(mesh) around the call",
+    ),
     "a task after a pattern": (
         lambda: mm.register_task("layer", mm.Task(devices=[0])), TypeError, "register_task('layer')", "found Task", "write task=",
     ),

@@ -93,6 +93,17 @@ def places(leaves: list[Any]) -> tuple[Any, ...]:
     return tuple(None if (place := committed_sharding(x)) == shared else place for x in leaves)
 
 
+def check_apart(
+    static: tuple[tuple[Any, ...], tuple[Any, ...]], donated: tuple[tuple[Any, ...], tuple[Any, ...]]
+) -> None:
+    """Refuses arguments that are to be static and donated: what is static has no buffer."""
+    both = [x for one, other in zip(static, donated, strict=True) for x in one if x in other]
+    if both:
+        raise ArgumentError(
+            f"mm.jit: argument {both[0]!r} is static and donated; a static argument has no buffer that could be given away"
+        )
+
+
 def check_named(label: str, fun: Any, numbers: tuple[Any, ...], names: tuple[Any, ...]) -> None:
     """Refuses numbers and names of arguments that the function does not have.
 

@@ -30,9 +30,11 @@ from ._step import Step
 
 Pairs = list[tuple[int, int]]
 # A step, the arguments of a call of it, what its marks mean, its jaxpr, the shapes and the structure of its results, it as
-# a function of its leaves, where results were put, and which result is the next value of which argument -> the step lowered.
+# a function of its leaves, where results were put, which result is the next value of which argument, and which arguments are
+# states that another part replaces -> the step lowered.
 LowerOne = Callable[
-    [Step, Arguments, Recording, Any, Any, Any, Callable[..., Any], dict[int, NamedSharding], Pairs], Lowered
+    [Step, Arguments, Recording, Any, Any, Any, Callable[..., Any], dict[int, NamedSharding], Pairs, tuple[int, ...]],
+    Lowered,
 ]
 
 
@@ -115,6 +117,7 @@ class _Lowering:
         self.invars = whole.invars
         self.position = {v: i for i, v in enumerate(self.invars)}
         self.owned = {self.invars[i] for i in whole.donated} | made_by(parts.parts)
+        self.states = {self.invars[i] for i, _ in whole.states}
         self.carried = carried_by(parts.parts)
         self.over_time = _over_time(whole, parts.parts)
         self.last_results = [x for _, x in _last(parts.parts).results]
@@ -161,6 +164,8 @@ class _Lowering:
         record = _record_of(whole.record, marks_in(jaxpr))
         wanted_in, _ = jax.tree.unflatten(given.treedef, [self._wanted_in(v, record) for v in operands])
         pairs = self._pairs(operands, names)
+        replaced = {i for i, _ in pairs}
+        constant = tuple(i for i, v in enumerate(operands) if v in self.states and i not in replaced)
         settings = {f.name: getattr(whole.step, f.name) for f in fields(Step)}
         settings |= {"static_argnums": (), "static_argnames": (), "donate_argnums": (), "donate_argnames": ()}
         settings |= {"name": f"{whole.step.name}/{name}", "in_shardings": wanted_in}
@@ -171,7 +176,7 @@ class _Lowering:
         def lowered(out_shardings: Any) -> Lowered:
             step = _PartStep(**{**settings, "out_shardings": out_shardings}, whole=whole.record)
             closed = _compat.close(jaxpr)
-            made = self.lower_one(step, given, record, closed, shapes, out_tree, plain, moved, pairs)
+            made = self.lower_one(step, given, record, closed, shapes, out_tree, plain, moved, pairs, constant)
             described = zip(operands, jax.tree.leaves(made.arguments), strict=True)
             self.homes.update({v: x.sharding for (v, x), first in zip(described, first_read, strict=True) if first})
             self.made.update(zip(names, (x.sharding for x in jax.tree.leaves(made.out_info)), strict=True))
@@ -381,8 +386,8 @@ class CompiledParts(_InParts, Compiled):
         self._in_tree, self._out_tree = lowered._in_tree, lowered._out_tree
         self._avals = [v.aval for v in whole.invars]
         self._dies = self._donated = tuple(sorted(whole.donated))
-        self.input_shardings = jax.tree.map(lambda x: x.sharding, lowered.arguments)
-        self.output_shardings = list(parts.values())[-1].output_shardings
+        self.homes = [x.sharding for x in jax.tree.leaves(lowered.arguments)]
+        self._leaving = list(parts.values())[-1]._leaving
         self._read_in = {
             id(x): self._reads(x.bodies[0], made_by(x.part.body))
             for x in _all_hosted(self._items)
@@ -458,7 +463,7 @@ class CompiledParts(_InParts, Compiled):
         places: dict[Var, set[NamedSharding]] = {}
         for program in _programs(items):
             compiled = self.parts[program.name]
-            found = zip(program.operands, jax.tree.leaves(compiled.input_shardings), compiled.places(), strict=True)
+            found = zip(program.operands, compiled.homes, compiled.places(), strict=True)
             for v, home, taken in found:
                 if v not in made:
                     homes.setdefault(v, home)

@@ -18,6 +18,7 @@ from .._types import PyTree
 from ._arguments import (
     Arguments,
     as_tuple,
+    check_apart,
     check_donation,
     check_named,
     flatten,
@@ -155,6 +156,7 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
         check_named("donate", fun, as_tuple(donate_argnums), as_tuple(donate_argnames))
         static = named(fun, as_tuple(static_argnums), as_tuple(static_argnames))
         donated = named(fun, as_tuple(donate_argnums), as_tuple(donate_argnames))
+        check_apart(static, donated)
         self.fun, self.name = fun, getattr(fun, "__name__", type(fun).__name__)
         self._step = Step(fun, self.name, *static, *donated, in_shardings, out_shardings, compiler_options, strict)
         self._compiled: dict[Any, Compiled] = {}
@@ -222,8 +224,7 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
         known = self._compiled.get((key, at))
         if known is None and any(place is not None for place in at):
             for compiled in self._without_tasks[key]:
-                wanted = jax.tree.leaves(compiled.input_shardings)
-                if all(place is None or place == w for place, w in zip(at, wanted, strict=True)):
+                if all(place is None or place == w for place, w in zip(at, compiled.homes, strict=True)):
                     known = self._compiled[key, at] = compiled
         return known
 

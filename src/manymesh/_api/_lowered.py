@@ -62,6 +62,7 @@ class Lowered(Shown):
     _found: dict[int, Sharding]
     _wanted: dict[int, NamedSharding]
     _states: list[tuple[int, int]]
+    _constant: list[int]
     _donated: frozenset[int]
     _joints: Joints
     _plain: Callable[..., Any]
@@ -142,7 +143,7 @@ class Lowered(Shown):
         program = self.program
         layout = solve(
             program, asked=self._asked, arriving=self._arriving, wanted=self._made_in_place(), states=self._states,
-            names=names_of_values(program, self._in_tree, self._out_tree),
+            constant=self._constant, names=names_of_values(program, self._in_tree, self._out_tree),
             look=None if self._is_planned() else functools.partial(compile_and_look, program),
         )  # fmt: skip
         return replace(layout, donation=donation_pairs(program, layout, self.plan.donatable))

@@ -80,5 +80,4 @@ def _of_blocks(names: Sequence[str], stacked: Sequence[Stacked]) -> list[str]:
 
 
 def _paths(tree: PyTree) -> list[Any]:
-    numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
-    return [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+    return _compat.key_paths(tree)

@@ -53,6 +53,7 @@ class Traced(Shown):
     _plain: Callable[..., Any]
     _moved: dict[int, Any]
     _pairs: list[tuple[int, int]] | None = None
+    _constant: tuple[int, ...] = ()
 
     @property
     def out_info(self) -> Any:
@@ -149,7 +150,8 @@ class Traced(Shown):
         found = {i: s for i, x in enumerate(given.leaves) if (s := getattr(x, "sharding", None)) is not None}
         return Lowered(
             step, given.treedef, self._out_tree, program, plan, outside.shardings_in(wanted_in),
-            outside.shardings_in(arriving), found, outside.shardings_out(wanted_out), states, given_away,
+            outside.shardings_in(arriving), found, outside.shardings_out(wanted_out), states,
+            [k for i in self._constant for k in outside.inputs(i)], given_away,
             outside.joints({**arriving, **wanted_in}, wanted_out), self._plain, follows,
             [committed_sharding(x) for x in given.leaves], self._host_values(), tuple(self._record.findings),
         )  # fmt: skip

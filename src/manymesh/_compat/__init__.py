@@ -62,6 +62,7 @@ from ._jaxprs import with_jaxprs as with_jaxprs
 from ._jaxprs import within as within
 from ._jaxprs import without_consts as without_consts
 from ._jaxprs import without_high as without_high
+from ._paths import key_paths as key_paths
 from ._processes import backends_have_started as backends_have_started
 from ._processes import cluster_name as cluster_name
 from ._processes import coordination_client as coordination_client
@@ -89,5 +90,6 @@ from ._tracing import trace_settings as trace_settings
 from ._tracing import typed as typed
 from ._tracing import untyped as untyped
 from ._tracing import vmapped as vmapped
+from ._tracing import wide_types as wide_types
 from ._tracing import with_weak_type as with_weak_type
 from ._tracing import without_mesh as without_mesh

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import api, api_util, config, core, sharding_impls, traceback_util
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters.batching import BatchTrace
@@ -53,6 +54,16 @@ def without_mesh() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def wide_types(jaxpr: Any) -> Iterator[None]:
+    """Keeps the 64-bit values of a computation whose author switched them on for a part of the program, while it is lowered."""
+    values = (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
+    wide = not config.enable_x64.value and any(getattr(v.aval, "dtype", None) in _WIDE for v in values)
+    with jax.enable_x64(True) if wide else contextlib.nullcontext():
+        yield
+
+
+_WIDE = frozenset(map(np.dtype, ("float64", "complex128", "int64", "uint64")))
 _recording_token = jax.make_user_context(default_value=None)
 
 

@@ -35,7 +35,7 @@ def mirrors(program: Program, states: Iterable[Var]) -> list[tuple[Var, ...]]:
 
     Args:
       program: the program.
-      states: the inputs that a result replaces.
+      states: the inputs that a result replaces, here or in another program.
     """
     groups: Groups[Var] = Groups()
     ties = _Ties()

@@ -42,6 +42,7 @@ def solve(
     arriving: Mapping[int, NamedSharding],
     wanted: Mapping[int, NamedSharding],
     states: Iterable[tuple[int, int]],
+    constant: Iterable[int] = (),
     names: Mapping[Var, str],
     look: Callable[[Fragment, Specs, Specs], Propagated] | None = None,
 ) -> Layout:
@@ -53,10 +54,11 @@ def solve(
       arriving: input position -> the sharding that the argument has.
       wanted: result position -> what ``out_shardings`` say, where a fragment can give it that.
       states: (input, result) positions where the result replaces the input.
+      constant: input positions of states that only another program replaces.
       names: what users call the values.
       look: finds the specs of a fragment where this jaxlib has no propagation pass.
     """
-    return _Solver(program, names, look).run(asked, arriving, wanted, list(states))
+    return _Solver(program, names, look).run(asked, arriving, wanted, list(states), constant)
 
 
 class _Solver:
@@ -86,6 +88,7 @@ class _Solver:
         arriving: Mapping[int, NamedSharding],
         wanted: Mapping[int, NamedSharding],
         states: Sequence[tuple[int, int]],
+        constant: Iterable[int],
     ) -> Layout:
         program = self.program
         replaces: dict[Var, Var] = {}
@@ -95,7 +98,7 @@ class _Solver:
                 self.groups.join(out, v)
                 replaces[out] = v
         self._join_blocks()
-        for members in mirrors(program, replaces.values()):
+        for members in mirrors(program, (*replaces.values(), *(program.invars[i] for i in constant))):
             for v in members:
                 self.mirrored[self.groups.find(v)] = members
         for o, sharding in wanted.items():
@@ -287,7 +290,8 @@ class _Solver:
         key = (self.keys(f.jaxpr), ins, outs, mesh.abstract_mesh)
         if key not in self.propagated:
             avals = [_compat.abstract(v.aval) for v in f.invars]
-            result = _compat.propagate(fragment_function(f), avals, mesh.abstract_mesh, ins, outs)
+            with _compat.wide_types(f.jaxpr):
+                result = _compat.propagate(fragment_function(f), avals, mesh.abstract_mesh, ins, outs)
             if result is None:
                 result = self.look(f, ins, outs) if self.look is not None else _replicated(ins, outs)
             fit = [

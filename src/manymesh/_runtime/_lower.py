@@ -119,7 +119,7 @@ class _Lowerer:
         jaxpr = cuts.jaxpr(f)
         avals = [_compat.abstract(v.aval) for v in jaxpr.invars]
         fun = fragment_function(f, jaxpr)
-        with _compat.without_mesh():
+        with _compat.without_mesh(), _compat.wide_types(jaxpr):
             jitted = jax.jit(fun, in_shardings=ins, out_shardings=outs, donate_argnums=donated, keep_unused=True)
             return functools.partial(jitted.lower(*avals).compile, self.options)
 
@@ -134,7 +134,7 @@ def compile_and_look(program: Program, f: Fragment, ins: Specs, outs: Specs) -> 
     fun = fragment_function(f)
     if f.invars and all(s is None for s in ins):  # something has to name the devices
         fun = _on_mesh(fun, mesh)
-    with _compat.without_mesh():
+    with _compat.without_mesh(), _compat.wide_types(f.jaxpr):
         jitted = jax.jit(fun, in_shardings=shardings(ins), out_shardings=shardings(outs), keep_unused=True)
         compiled = jitted.lower(*[_compat.abstract(v.aval) for v in f.invars]).compile()
     found_in, found_out = compiled.input_shardings[0], compiled.output_shardings

@@ -90,6 +90,7 @@ def get(schedule: str | AbstractSchedule) -> AbstractSchedule:
     if needed:
         raise ScheduleError(
             f"schedule '{schedule}' needs {', '.join(needed)}; give a schedule, such as "
-            f"{getattr(factory, '__name__', schedule)}({', '.join(needed)}), in place of its name."
+            f"{getattr(factory, '__name__', schedule)}({', '.join(needed)}), in place of its name"
+            f"{', or custom_schedule= beside it' * (schedule == 'custom')}."
         )
     return factory()

@@ -1,0 +1,110 @@
+"""Programs that plain JAX runs as they are written: types, containers and objects of the user's own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import manymesh as mm
+from flax import nnx
+from stages import WIDTH, assert_same, back, front, microbatched, parameters, reference, rows
+
+
+def wide(w, x):
+    """Float64 for a part of the program only."""
+    with jax.enable_x64(True):
+        return jnp.tanh(x.astype(jnp.float64) @ w.astype(jnp.float64)).astype(jnp.float32)
+
+
+def total(x):
+    with jax.enable_x64(True):
+        return jnp.sum(x.astype(jnp.float64))
+
+
+precise = mm.task(wide, "precise", devices=[2])
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")  # JAX's, of plain gradients of such a part as well
+@pytest.mark.parametrize(
+    "fun",
+    [
+        pytest.param(lambda p, x: precise(p["back"], front(p["front"], x)), id="in a task"),
+        pytest.param(
+            jax.grad(lambda p, x: jnp.mean(precise(p["back"], front(p["front"], x)) ** 2)), id="a gradient in a task"
+        ),
+        pytest.param(
+            jax.grad(lambda p, x: jnp.mean(jax.checkpoint(precise)(p["back"], front(p["front"], x)) ** 2)),
+            id="computed again",
+        ),
+        pytest.param(
+            jax.grad(lambda p, x: jnp.mean(wide(p["back"], front(p["front"], x)) ** 2)), id="a gradient in no task"
+        ),
+        pytest.param(lambda p, x: total(back(p["back"], front(p["front"], x))), id="a result of 64 bits"),
+        pytest.param(
+            microbatched(jax.value_and_grad(lambda p, x: jnp.mean(precise(p["back"], front(p["front"], x)) ** 2))),
+            id="in microbatches",
+        ),
+    ],
+)
+def test_sixty_four_bits_for_a_part(fun):
+    """By `jax.enable_x64` around it, while the rest has 32."""
+    p, x = parameters(), rows()
+    assert_same(mm.jit(fun)(p, x), reference(jax.jit(fun), p, x))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Linear:
+    """A class that looks at what it is made of, as JAX advises against and runs."""
+
+    w: jax.Array
+    b: jax.Array
+
+    def __post_init__(self):
+        if self.w.shape[-1] != self.b.shape[0]:
+            raise ValueError(f"{self.w.shape} and {self.b.shape} do not fit")
+
+
+@pytest.mark.parametrize("micro", [False, True])
+def test_a_class_that_looks_at_its_leaves(micro):
+    layers = [Linear(jnp.eye(WIDTH), jnp.zeros(WIDTH)) for _ in range(2)]
+    tasks = [mm.task(lambda layer, x: jnp.tanh(x @ layer.w + layer.b), n, devices=[k]) for k, n in enumerate("ab")]
+    fun = jax.value_and_grad(lambda layers, x: jnp.mean(tasks[1](layers[1], tasks[0](layers[0], x)) ** 2))
+    fun = microbatched(fun) if micro else fun
+    step = mm.jit(fun)
+    assert_same(step(layers, rows()), reference(jax.jit(fun), layers, rows()))
+    compiled = step.prepare(layers, rows())
+    assert "args[0][1].w" in str(step.lower(layers, rows()).layout)
+    assert all(x.sharding == s for x, s in zip(jax.tree.leaves(compiled.arguments), compiled.homes, strict=True))
+
+
+def test_a_class_that_looks_at_its_leaves_in_an_error():
+    layer = Linear(jnp.eye(WIDTH), jnp.zeros(WIDTH))
+    task = mm.task(lambda layer, x: x @ layer.w + layer.b, "a", devices=[0])
+    compiled = mm.jit(task).prepare(layer, rows())
+    with pytest.raises(mm.errors.ArgumentError, match=r"argument args\[0\].w was compiled as float32\[4,4\]"):
+        compiled(dataclasses.replace(layer, w=jnp.ones((WIDTH, 5)), b=jnp.zeros(5)), rows())
+
+
+def test_parts_of_a_module_that_are_put_together_in_a_microbatch():
+    """What is no batch belongs to no other trace there: Variables of NNX can be merged without a copy."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.a = mm.nnx.task(nnx.Linear(WIDTH, WIDTH, rngs=rngs), "a", devices=[0])
+            self.b = mm.nnx.task(nnx.Linear(WIDTH, WIDTH, rngs=rngs), "b", devices=[1])
+
+        def __call__(self, x):
+            return self.b(jnp.tanh(self.a(x)))
+
+    graph, p = nnx.split(Model(nnx.Rngs(0)))
+
+    def grad(p, x, y=None):
+        value, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(nnx.merge(graph, p))
+        return value, jax.tree.leaves(grads)
+
+    fun = mm.microbatch(grad, argnum=(1, 2), num_microbatches=2, reduce="mean")
+    x = np.asarray(rows())
+    assert_same(mm.jit(fun)(p, x, np.sin(x)), reference(jax.jit(fun), p, x, np.sin(x)))
