@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "needs rows": (
         lambda: get("custom"),
-        "schedule 'custom' needs rows; give a schedule, such as Custom(rows), in place of its name.",
+        "schedule 'custom' needs rows; give a schedule, such as Custom(rows), in place of its name, or custom_schedule= beside it.",
     ),
     "name taken": (
         lambda: register(OneFOneB, "gpipe"),

@@ -19,7 +19,7 @@ from .._plan._number import variables_of
 from .._program import Program
 from ._exchange import put
 from ._execute import Executor, Input, Issue, issue_of, untold
-from ._launches import ALONE, CountedRelayouts, Handle, Launches
+from ._launches import ALONE, EVERY, CountedRelayouts, Handle, Launches
 from ._ownership import Ownership
 from ._positions import Positions
 from ._relayout import Relayouts, with_sharding
@@ -90,15 +90,16 @@ def _counted(program: Program) -> Launches | None:
 
     JAX on CPU launches no more than 32 unfinished computations on a device, and launches and runs all devices on threads
     of one pool. Where a device has fallen behind so far, a launch may have begun on the others of its submesh; they wait for
-    that one in a collective, and what would make room there finds no thread.
+    that one in a collective, and what would make room there finds no thread: there are as many as devices.
     """
     apart: list[frozenset[int]] = []
     for mesh in program.submeshes:
         ids = frozenset(d.id for d in mesh.devices.flat)
         apart = [x for x in apart if not x & ids] + [ids.union(*(x for x in apart if x & ids))]
-    if all(mesh.size == 1 for mesh in program.submeshes) or program.submeshes[0].devices.flat[0].platform != "cpu":
+    may_wait = sum(len(ids) for ids in apart if len(ids) > 1)
+    if may_wait < jax.local_device_count() or program.submeshes[0].devices.flat[0].platform != "cpu":
         return None
-    return Launches(ordered=False, most=ALONE, apart=apart)
+    return Launches(ordered=False, most=ALONE, every=EVERY, apart=tuple(apart))
 
 
 @dataclass(frozen=True)

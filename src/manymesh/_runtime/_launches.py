@@ -27,7 +27,9 @@ from .._plan._instructions import Run
 from ._relayout import Relayouts
 
 LAUNCHES = 16  # unfinished ones at a time
-ALONE = 8  # of one process, on a submesh: several steps may run on it at once, and 32 are too many for all of them
+# Of one process, on a submesh, every fourth launch is kept to be waited for, since its result stays alive so long, and two of
+# these may be unfinished: several steps may run there at once, and 32 are too many for all of them.
+EVERY, ALONE = 4, 2
 
 
 class Launch:
@@ -96,18 +98,27 @@ class Handle:
         self.launch: Launch | None = None
 
 
+class _Window(deque[Launch]):
+    """Launches that may be unfinished, and how many there have been with those that are not counted."""
+
+    launched = 0
+
+
 class Launches:
     """The unfinished launches of a process, the oldest first.
 
     Args:
       ordered: whether collectives must not be under way at the same time, as on CPU.
-      most: how many may be unfinished.
+      most: how many may be unfinished of those that are counted.
+      every: which launches are counted: all, or every n-th.
       apart: ids of devices that share no launch, each counted by itself; by default all are counted together.
     """
 
-    def __init__(self, ordered: bool, most: int = LAUNCHES, apart: Sequence[frozenset[int]] = ()) -> None:
-        self._ordered, self._most, self._apart = ordered, most, apart
-        self._windows: list[deque[Launch]] = [deque() for _ in apart or (None,)]
+    def __init__(
+        self, ordered: bool, most: int = LAUNCHES, every: int = 1, apart: Sequence[frozenset[int]] = ()
+    ) -> None:
+        self._ordered, self._most, self._every, self._apart = ordered, most, every, apart
+        self._windows = [_Window() for _ in apart or (None,)]
         self.dispatching = False
 
     def counted(
@@ -138,6 +149,12 @@ class Launches:
         windows = self._windows_of(mesh)
 
         def counted(*args: jax.Array) -> Any:
+            is_due = any(other.launch is not None for other in taken)
+            for window in windows:
+                window.launched += 1
+                is_due = is_due or window.launched % self._every == 0
+            if not is_due:
+                return call(*args)
             for window in windows:
                 self._make_room(window, wide)
             results = call(*args)
@@ -153,7 +170,7 @@ class Launches:
 
         return counted
 
-    def _windows_of(self, mesh: Mesh | AbstractMesh) -> list[deque[Launch]]:
+    def _windows_of(self, mesh: Mesh | AbstractMesh) -> list[_Window]:
         """Where launches on a mesh are counted."""
         if not self._apart:
             return self._windows
