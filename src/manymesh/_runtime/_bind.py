@@ -90,15 +90,14 @@ def _counted(program: Program) -> Launches | None:
 
     JAX on CPU launches no more than 32 unfinished computations on a device, and launches and runs all devices on threads
     of one pool. Where a device has fallen behind so far, a launch may have begun on the others of its submesh; they wait for
-    that one in a collective, and what would make room there finds no thread: there are as many as devices. Another step
-    may be under way on the rest of them, so half of them count as all.
+    that one in a collective, and what would make room there finds no thread: there are as many as devices.
     """
     apart: list[frozenset[int]] = []
     for mesh in program.submeshes:
         ids = frozenset(d.id for d in mesh.devices.flat)
         apart = [x for x in apart if not x & ids] + [ids.union(*(x for x in apart if x & ids))]
     may_wait = sum(len(ids) for ids in apart if len(ids) > 1)
-    if 2 * may_wait < jax.local_device_count() or program.submeshes[0].devices.flat[0].platform != "cpu":
+    if may_wait < jax.local_device_count() or program.submeshes[0].devices.flat[0].platform != "cpu":
         return None
     return Launches(ordered=False, most=ALONE, every=EVERY, apart=tuple(apart))
 
