@@ -563,6 +563,11 @@ def _is_names(spec: Any) -> bool:
 
 
 def _constrain(caller: str, value: PyTree, spec: Any) -> PyTree:
+    if not isinstance(spec, (PartitionSpec, NamedSharding)) and not _is_names(spec):
+        raise ArgumentError(
+            f"{caller}: expected a spec, one entry for each dimension, found {type(spec).__name__} {spec!r:.80} for a value of "
+            f"shape {value.shape}"
+        )
     names = tuple(spec.spec) if isinstance(spec, NamedSharding) else tuple(spec)
     scope = current_scope()
     if scope is None or (scope.task is not None and scope.task.mesh is None):

@@ -229,6 +229,9 @@ CASES = {
     "a spec that is one word": (
         in_a_task(lambda x: mm.with_sharding_constraint(x, "batch")), TypeError, "the string 'batch'", "('batch', None)",
     ),
+    "a spec that is a number": (
+        in_a_task(lambda x: mm.with_sharding_constraint(x, 3)), TypeError, "expected a spec", "found int 3",
+    ),
     "a raw Equinox module": (
         raw_equinox, TypeError, "args[0]['model']", "which is no array", "Equinox module MLP", "eqx.partition",
     ),
