@@ -158,7 +158,10 @@ def test_a_counter_is_no_stage_and_no_launch() -> None:
 
 @pytest.mark.parametrize("kind", ["swapped", "backwards", "chain", "kept"])
 def test_states_that_only_change_names_or_go_back(kind: str) -> None:
-    """Two that swap, one that the last submesh makes and the first reads, three in a row, one that stays."""
+    """Two that swap, one that the last submesh makes and the first reads, three in a row, one that stays.
+
+    After the loop both submeshes read each.
+    """
     first, last = (
         mm.task(lambda c, x: jnp.sin(c * x), "first", devices=[0]),
         mm.task(lambda c, x: x * c, "last", devices=[1]),
@@ -174,8 +177,13 @@ def test_states_that_only_change_names_or_go_back(kind: str) -> None:
 
     loop = mm.microbatch(fun, argnum=1, num_microbatches=4, state_argnum=0, reduce="concat")
     state = (jnp.float32(2), jnp.float32(3), jnp.float32(5))
-    wanted = loop(state, X)
-    step = mm.jit(lambda state, x: loop(state, x))
+
+    def fun_and_more(state: Any, x: Any) -> Any:
+        y, state = loop(state, x)
+        return y, state, [(first(2.0, c), last(2.0, c)) for c in state]
+
+    wanted = fun_and_more(state, X)
+    step = mm.jit(fun_and_more)
     if kind == "backwards":
         told = r"no order .* '1f1b' could run: task 'last' makes f32\[\] \(.*test_microbatch_state.py.*, which task 'first' reads in the next"
         with pytest.warns(UserWarning, match=told):

@@ -13,6 +13,7 @@ from enum import Enum
 
 from .._program._flat import FlatProgram
 from ._blocks._spread_stacks import spread_stacks
+from ._copies import copy_results
 from ._dead import remove_dead
 from ._hoist import hoist_loop_invariants
 from ._mark_scopes import mark_scopes
@@ -72,6 +73,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("spread_conditionals", spread_conditionals, needs=ALL, makes_stale=ALL, repeats=True),
     Pass("regroup_sums", regroup_sums, needs=ALL, makes_stale=ALL),
     Pass("leave_unreduced", leave_unreduced, needs=ALL, makes_stale=ALL),
+    Pass("copy_results", copy_results, needs=ALL, makes_stale=_PLACED),
 )
 
 Between = Callable[[str, FlatProgram], None]

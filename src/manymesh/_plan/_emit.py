@@ -211,6 +211,7 @@ class _Emitter:
             self.edges[e.var].append(e)
         self.finals: dict[Var, list[Var]] = defaultdict(list)
         self.copies: dict[Var, list[tuple[Var, ...]]] = defaultdict(list)
+        self.handed: dict[tuple[int, int], list[Var]] = defaultdict(list)  # (fragment, microbatch) -> finals
         for loop in program.loops:
             for _, out, _, final in loop.carries:
                 self.finals[out].append(final)
@@ -226,7 +227,9 @@ class _Emitter:
             if item >= 0:
                 self._run(program.fragments[item], None)
             else:
-                for fragment, m in loop_sequence(program, -1 - item):
+                sequence = loop_sequence(program, -1 - item)
+                self._find_handed(program.loops[-1 - item], sequence)
+                for fragment, m in sequence:
                     self._run(fragment, m)
         outputs = tuple(slots.one(v, s) if _compat.is_var(v) else None for v, s in program.outputs)
         instructions = self._with_frees([s for s in outputs if s is not None])
@@ -242,6 +245,14 @@ class _Emitter:
     def _numbers(self, variables: Iterable[Var]) -> tuple[int, ...]:
         return tuple([self.number[v] for v in variables])
 
+    def _find_handed(self, loop: LoopPlan, sequence: Sequence[tuple[Fragment, int]]) -> None:
+        """What a carry leaves that was another one before leaves with the last run on its submesh: no run makes it."""
+        inner = {v for v, *_ in loop.carries}
+        handed = [final for _, out, _, final in loop.carries if out in inner and final in self.edges]
+        last = {f.submesh: (f.index, m) for f, m in sequence} if handed else {}
+        for v in handed:
+            self.handed[last[self.program.home[v]]].append(v)
+
     def _run(self, f: Fragment, m: int | None) -> None:
         draft = self.drafts.get(f.index)
         if draft is None:
@@ -249,7 +260,8 @@ class _Emitter:
         k, s = m or 0, f.submesh
         ins, outs = draft.reads[k], draft.makes[k]
         self.code.append((Run, (ins, outs), f.index, s, m, ins, outs))
-        results = self._results(f, m, draft) if m is not None and (draft.final or draft.copied) else {}
+        leaves = draft.final or draft.copied or (f.index, m) in self.handed
+        results = self._results(f, m, draft) if m is not None and leaves else {}
         for target in dict.fromkeys((*draft.sends, *results)) if results else draft.sends:
             numbers: tuple[int, ...] = ()
             given: tuple[int, ...] = ()
@@ -293,6 +305,7 @@ class _Emitter:
         results = [outer[m] for v in draft.copied for outer in self.copies[v]]
         if m == draft.last:
             results += [final for v in draft.final for final in self.finals[v]]
+        results += self.handed.get((f.index, m), ())
         return self._leaving(results, f.submesh)
 
     def _with_frees(self, kept: Sequence[int]) -> tuple[Instruction, ...]:

@@ -290,11 +290,14 @@ class _Planner:
     def _conflicts(self, accepted: dict[Carry, Unreduced]) -> dict[Carry, str]:
         """Accumulators whose parts are read by something that needs the sum."""
         axes: Axes = {}
+        submesh: dict[Value, int] = {}
         slots: dict[tuple[Frame, int], set[int]] = defaultdict(set)
         conflicts: dict[Carry, str] = {}
         for carry, plan in accepted.items():
             if any(axes.setdefault(key, plan.axes) != plan.axes for key in plan.values):
                 conflicts[carry] = "two accumulators share terms that are sharded over different axes"
+            elif any(submesh.setdefault(key, plan.submesh) != plan.submesh for key in plan.values):
+                conflicts[carry] = "an accumulator on another submesh shares terms with it"
             for at, operands in plan.slots.items():
                 slots[at] |= operands
         kept = {p.inner for p in self.loop.ys}

@@ -59,7 +59,7 @@ def summed_dims(eqn: Eqn) -> list[list[tuple[int, int]]]:
 def is_linear_in_first(eqn: Eqn) -> bool:
     """Whether an equation, applied to the terms of a sum in its first operand, gives terms of its result, up to rounding."""
     name = eqn.primitive.name
-    old, wholes, floats = shape_and_dtype(eqn.invars[0])[1].kind, ("i", "u"), ("f", "V", "c")
+    old, wholes, floats = getattr(shape_and_dtype(eqn.invars[0])[1], "kind", "key"), ("i", "u"), ("f", "V", "c")
     if name == "convert_element_type":
         new = eqn.params["new_dtype"].kind
         return (old in wholes and new in (*wholes, *floats)) or (old in floats and new in floats)
