@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import hypothesis
 from hypothesis import strategies as st
@@ -176,6 +177,7 @@ def of_functions(draw, small: bool) -> Program:
     aux = mode not in LOOPS and draw(st.booleans())
     reduces = ["mean", "mean", "sum"] + (["max", "last", "weighted", "stack"] if aux else [])
     schedules = _schedules(draw, order, layers, submeshes, microbatches, mode, small)
+    state = draw(st.sampled_from(["dict", "tuple", "dataclass", "train_state"]))
     return Program(
         submeshes,
         layers,
@@ -188,7 +190,7 @@ def of_functions(draw, small: bool) -> Program:
         else "sgd",
         clipped=draw(st.sampled_from([False, False, True] if small else [False, True])),
         ema=draw(st.sampled_from([False, False, True])),
-        state=draw(st.sampled_from(["dict", "tuple", "dataclass", "train_state"])),
+        state=state,
         donate=draw(st.booleans()),
         aux=aux,
         key=key,
@@ -200,19 +202,28 @@ def of_functions(draw, small: bool) -> Program:
         collected=draw(st.sampled_from([None] * 9 + [layers[0].submesh, layers[-1].submesh])),
         again=draw(st.sampled_from([False] * 7 + [True])),
         order=draw(st.integers(0, 9)),
-        carried=_carried(draw, count)
-        if mode == "train" and not aux and order == "chain" and None not in schedules
-        else (),
+        **(
+            _carried(draw, count, schedules, state)
+            if mode == "train" and not aux and order == "chain" and None not in schedules
+            else {}
+        ),
     )
 
 
-def _carried(draw, layers: int) -> tuple[tuple[str, int, int], ...]:
-    """None, or up to three numbers, each read by the layer that it is made after or a later one: so schedules apply."""
+def _carried(draw, layers: int, schedules, state: str) -> dict[str, Any]:
+    """None, or up to three values that go from one microbatch to the next.
+
+    Numbers are read by the layer that they are made after or a later one, so that schedules apply. Rows also go back,
+    where no custom schedule has them in mind.
+    """
     found = []
+    back = not any(schedule.startswith("custom") for schedule in schedules)
     for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2, 3]))):
-        made = draw(st.integers(0, layers - 1))
-        found.append((draw(st.sampled_from(["count", "mean", "was"])), made, draw(st.integers(made, layers - 1))))
-    return tuple(found)
+        how, made = draw(st.sampled_from(["count", "mean", "was", "rows"])), draw(st.integers(0, layers - 1))
+        first = 0 if how == "rows" and back else made
+        found.append((how, made, draw(st.integers(first, layers - 1))))
+    kept = bool(found) and state != "train_state" and draw(st.booleans())
+    return {"carried": tuple(found), "kept": kept}
 
 
 def _key_from(draw, key: str | None, layers: tuple[Layer, ...], mode: str) -> str:

@@ -29,6 +29,7 @@ from .optimizers import optimizer
 from .wraps import STACKED, call_wrapped, inner_wrapped
 
 RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
+ROWS = 4  # of a microbatch
 PIECES = 2  # of a microbatch, where a loop is in a loop
 NESTED = ("nested", "nested_around", "loop_in_scan")
 TAKES_BOXES = ("plain", "keywords", "jit", "checkpoint", "policy", "python_loop", "scoped", "nested")
@@ -88,7 +89,8 @@ class Program:
       arrives: whether the batch comes sharded along ``data``, on the submesh of the first layer; in one process.
       carried: numbers that go from one microbatch to the next, each as (how it changes, after which layer it is made, before
         which it is read): ``count`` adds one, ``mean`` averages what the layer gives, ``was`` is what the number before it
-        was; in the mode ``train``, without ``aux``.
+        was, ``rows`` are the layer's rows, as they are; in the mode ``train``, without ``aux``.
+      kept: whether these are kept in the state, from one step to the next.
       collected: the submesh on which the loss and the gradients are wanted, by ``out_shardings``; None says nothing.
       again: whether the step is taken as often as the data says, in a loop of unknown length.
       order: which order a custom schedule writes down, as the seed of a random one; 0 is GPipe.
@@ -113,6 +115,7 @@ class Program:
     in_shardings: bool = False
     arrives: bool = False
     carried: tuple[tuple[str, int, int], ...] = ()
+    kept: bool = False
     collected: int | None = None
     again: bool = False
     order: int = 0
@@ -154,7 +157,7 @@ class Program:
 
     def batch(self) -> dict[str, Any]:
         """Rows, token ids, and a leaf that is None."""
-        rng, rows = np.random.default_rng(1), 4 * self.microbatches * (PIECES if self.mode in NESTED else 1)
+        rng, rows = np.random.default_rng(1), ROWS * self.microbatches * (PIECES if self.mode in NESTED else 1)
         return {
             "x": jnp.asarray(rng.normal(size=(rows, WIDTH)), jnp.float32),
             "ids": jnp.asarray(rng.integers(0, 8, size=rows), jnp.int32),
@@ -189,6 +192,8 @@ class Program:
             "average": jax.tree.map(jnp.copy, params) if self.ema else None,
             "count": jnp.zeros((), jnp.int32),
         }
+        if self.kept:
+            fields["count"] = fields["count"], self.first_carried()
         return CONTAINERS[self.state](**fields)
 
     # The step
@@ -220,10 +225,13 @@ class Program:
         """The numbers that the next microbatch gets."""
         new = []
         for k, (how, made, _) in enumerate(self.carried):
-            if how == "mean":
+            if how == "rows":
+                new.append(values[made])
+            elif how == "mean":
                 new.append(0.5 * carried[k] + 0.1 * jnp.mean(jnp.tanh(values[made])))
             else:
-                new.append(carried[k] + 1 if how == "count" or k == 0 else carried[k - 1])
+                like = k > 0 and carried[k - 1].shape == carried[k].shape
+                new.append(carried[k - 1] if how == "was" and like else carried[k] + 1)
         return tuple(new)
 
     def values(self, params: Any, batch: Any, key: Any, carried: Any = ()) -> list[Any]:
@@ -406,7 +414,7 @@ class Program:
 
     def once(self, state: Any, batch: Any, key: Any, scale: Any, schedule: str | None) -> Any:
         """Gradients of the loss over microbatches, and an update."""
-        params = state.params if self.state != "dict" else state["params"]
+        params = self._field(state, "params")
         if self.mode == "forward":
             reduce = "sum" if not self.aux else ("sum", "last")
             return state, self.looped(self.loss, schedule, reduce, False)(params, batch, key, scale)
@@ -423,20 +431,25 @@ class Program:
                 params, batch, key, scale
             )
         elif self.carried:
-            (loss, grads), last = self._carrying(schedule)(params, batch, key, scale, self.first_carried())
+            first = self._field(state, "count")[1] if self.kept else self.first_carried()
+            (loss, grads), last = self._carrying(schedule)(params, batch, key, scale, first)
             loss = loss, last
         else:
             loss, grads = self.looped(grad, schedule, self.reduction())(params, batch, key, scale)
         if self.reduce == "sum":
             grads = jax.tree.map(lambda g: g / self.microbatches, grads)
-        new = self.updated(state, grads)
+        new = self.updated(state, grads, last if self.kept else None)
         if self.mode == "twice":
-            after = new.params if self.state != "dict" else new["params"]
+            after = self._field(new, "params")
             loss = loss, self.looped(self.loss, schedule, "last", False)(after, batch, key, scale)
         return new, (loss, grads)
 
+    def _field(self, state: Any, name: str) -> Any:
+        return state[name] if self.state == "dict" else getattr(state, name)
+
     def first_carried(self) -> tuple[Any, ...]:
-        return tuple(jnp.float32(0.3 + 0.1 * k) for k in range(len(self.carried)))
+        shapes = [(ROWS, WIDTH) if how == "rows" else () for how, *_ in self.carried]
+        return tuple(jnp.full(shape, 0.3 + 0.1 * k, jnp.float32) for k, shape in enumerate(shapes))
 
     def _carrying(self, schedule: str | None) -> Any:
         """``(params, batch, key, scale, numbers) -> ((loss, gradients), the next numbers)``, over microbatches."""
@@ -464,17 +477,18 @@ class Program:
         grads, values = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), pieces)
         return values, jax.tree.map(lambda g: g / self.microbatches, grads)
 
-    def updated(self, state: Any, grads: Any) -> Any:
-        """The next state."""
+    def updated(self, state: Any, grads: Any, carried: Any = None) -> Any:
+        """The next state, with what microbatches carried if that is kept."""
         if self.state == "train_state":
             return state.apply_gradients(grads=grads)
-        fields = dict(state) if self.state == "dict" else {f: getattr(state, f) for f in FIELDS}
+        fields = {f: self._field(state, f) for f in FIELDS}
         updates, moments = optimizer(self.optimizer, self.clipped).update(grads, fields["moments"], fields["params"])
         params = optax.apply_updates(fields["params"], updates)
         average = fields["average"]
         if self.ema:
             average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
-        new = {"params": params, "moments": moments, "average": average, "count": fields["count"] + 1}
+        new = {"params": params, "moments": moments, "average": average}
+        new["count"] = fields["count"] + 1 if carried is None else (fields["count"][0] + 1, carried)
         return CONTAINERS[self.state](**new)
 
     def shardings(self) -> Any:

@@ -188,12 +188,18 @@ class _Builder:
         return c.submesh in inside or (of_record and not inside <= self.made_at[v])
 
     def _sent_results(self) -> dict[int, int]:
-        """Results that the caller wants on another submesh than they are made on: their positions, and that submesh."""
+        """Results that are wanted on another submesh than they are made on, by the caller or as the next value of a state.
+
+        Returns:
+          Position of a result -> that submesh.
+        """
+        pins, home = self.flat.pins, self.placement.home
         number = {mesh: s for s, mesh in enumerate(self.placement.submeshes)}
-        made = {v: {self.placement.home[v]} for v in self.index.made_by_loop} | self.made_at
+        made = {v: {home[v]} for v in self.index.made_by_loop} | self.made_at
+        wanted = {o: number.get(mesh) for o, mesh in pins.outputs.items()} | {o: home[v] for v, o in pins.states}
         found = {}
-        for o, mesh in self.flat.pins.outputs.items():
-            v, s = self.flat.outvars[o], number.get(mesh)
+        for o, s in wanted.items():
+            v = self.flat.outvars[o]
             if _compat.is_var(v) and v in made and s is not None and s not in made[v]:
                 found[o] = s
         return found
@@ -208,7 +214,11 @@ class _Builder:
             wanted[self.flat.outvars[o]].add(s)
         for v in dict.fromkeys([*self.made_at, *self.index.made_by_loop]):
             source = self.placement.home[v]
-            for target in sorted((self._needed_at(v) | wanted[v]) - self.made_at.get(v, {source})):
+            there = self.made_at.get(v) or {source}
+            if v in self.index.made_by_loop and self.index.comes_from[v] in self.made_at:
+                # What the body brings somewhere is there after the loop, too, and not sent again.
+                there |= self._needed_at(self.index.comes_from[v])
+            for target in sorted((self._needed_at(v) | wanted[v]) - there):
                 edges.append(Edge(v, source, target, self.index.scope.get(v), nbytes(v.aval)))
         return edges
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from jax.sharding import Mesh
 
 from .. import _compat
-from .._compat import Eqn, Var
+from .._compat import Atom, Eqn, Var
 from .._errors import MeshError
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
@@ -98,7 +98,30 @@ class _Placer:
             wanted, result = self._submesh(mesh), flat.outvars[i]
             if _compat.is_var(result):
                 self.wanted[result] = wanted
+        self.fed_back = self._find_fed_back()
         _check_submeshes(self.submeshes)
+
+    def _find_fed_back(self) -> dict[Var, int]:
+        """What tasks make for the next call or microbatch, and no task reads there as it is: its name, where it is made."""
+        again = [(v, self.flat.outvars[o]) for v, o in self.flat.pins.states if v not in self.pinned]
+        again += [(c.inner, c.out) for loop in self.flat.loops for c in loop.carries]
+        made = {v: self._near_task(out) for v, out in again}
+        read = {v for n in self.at for v in n.inputs}
+        return {v: at for v, at in made.items() if at is not None and v not in read}
+
+    def _near_task(self, v: Atom) -> int | None:
+        """Where the task is that makes a value, or what the value is computed from and nothing else."""
+        seen: set[Var] = set()
+        while _compat.is_var(v) and v not in seen:  # a counter comes from itself
+            seen.add(v)
+            v = self.index.comes_from.get(v, v)
+            node = self.producer.get(v)
+            if node is None or node in self.at:
+                return None if node is None else self.at[node]
+            if len(node.inputs) != 1:
+                return None
+            (v,) = node.inputs
+        return None
 
     def _submesh(self, mesh: Mesh) -> int:
         if mesh not in self.number:
@@ -111,18 +134,8 @@ class _Placer:
         home = {**(late or {}), **self._input_homes()}
         self.wanted = {**(results or {}), **self.wanted}
         for v, o in self.flat.pins.states:
-            out = self.flat.outvars[o]
-            while v in home and _compat.is_var(out) and out in self.producer:
-                # Also what leads there and is nothing but this value: a mean's division, the stack before it.
+            for out in self._leads_to(self.flat.outvars[o]) if v in home else ():
                 self.wanted.setdefault(out, home[v])
-                before = self.producer[out].inputs
-                if (
-                    len(before) != 1
-                    or len(self.consumers.get(before[0], ())) != 1
-                    or self.producer[out].task is not None
-                ):
-                    break
-                (out,) = before
         open_nodes = [
             n for n in self.flat.nodes if n not in self.at and n not in self.small and not n.layout_follows_loop
         ]
@@ -145,6 +158,23 @@ class _Placer:
                 rest = []
             open_nodes = rest
         return self._finish(home)
+
+    def _leads_to(self, out: Atom) -> list[Var]:
+        """The next value of a state, and what is nothing but this value: before a mean's division, the stack that is divided.
+
+        Empty where it is a part of something, or its sum: it stays with that, and is sent.
+        """
+        found: list[Var] = []
+        while _compat.is_var(out) and out in self.producer:
+            node = self.producer[out]
+            if _shrinks(node):
+                return []
+            found.append(out)
+            before = node.inputs
+            if len(before) != 1 or len(self.consumers.get(before[0], ())) != 1 or node.task is not None:
+                break
+            (out,) = before
+        return found
 
     def _sweep(self, nodes: list[Node], vote: Callable[[Node], int | None], reason: str) -> list[Node]:
         rest = []
@@ -177,6 +207,9 @@ class _Placer:
         wanted = [self.wanted[v] for v in n.outputs if v in self.wanted]
         if wanted:
             return wanted[0]
+        later = self._where_fed_back(n)
+        if later is not None:
+            return later
         votes: dict[int, int] = defaultdict(int)
         for v in dict.fromkeys(n.inputs):
             at = self._place_of(v)
@@ -198,6 +231,27 @@ class _Placer:
         made = [(self.position[self.producer[v]], v) for v in n.inputs if v in self.producer]
         late = [at for _, v in sorted(made, key=lambda p: -p[0]) if (at := self._place_of(v)) in ties]
         return late[0] if late else min(ties)
+
+    def _where_fed_back(self, n: Node) -> int | None:
+        """Where a state is made that a node reads on the way there: the state need not come back, and no more crosses."""
+        found = {self.fed_back[v] for v in n.inputs if v in self.fed_back}
+        if len(found) != 1 or self._all_readers(n) != found:
+            return None
+        (at,) = found
+        coming = sum(nbytes(v.aval) for v in n.inputs if self._place_of(v) not in (None, at))
+        return at if coming <= sum(nbytes(v.aval) for v in n.outputs) else None
+
+    def _all_readers(self, n: Node) -> set[int]:
+        """Where the tasks are that read what a node makes, also by way of nodes that are placed nowhere yet."""
+        found: set[int] = set()
+        seen, todo = {n}, [n]
+        while todo:
+            for v in todo.pop().outputs:
+                found.update(self._readers(v))
+                more = [c for c in self.consumers.get(v, ()) if c not in self.at and c not in seen]
+                seen.update(more)
+                todo += more
+        return found
 
     @staticmethod
     def _repeats(n: Node) -> bool:
@@ -283,6 +337,13 @@ class _Placer:
                 at = self._place_of(linked)
                 found |= {at} if at is not None else set()
         return found
+
+
+def _shrinks(n: Node) -> bool:
+    """Whether a node makes less than one of the values that it reads: a sum, a slice."""
+    return n.task is None and max((nbytes(v.aval) for v in n.inputs), default=0) > sum(
+        nbytes(v.aval) for v in n.outputs
+    )
 
 
 def _winner(votes: dict[int, int]) -> int | None:

@@ -129,6 +129,7 @@ class _Slots:
     def __init__(self, program: Program) -> None:
         self.count = 0
         self._home = program.home
+        self._crosses = {(e.var, e.target) for e in program.edges}
         self._once: dict[tuple[Var, int], int] = {}  # (variable outside loops, submesh) -> slot
         # (variable read or made in a body, submesh, microbatches of the loop) -> slot of each microbatch
         self._rows: dict[tuple[Var, int, int], Sequence[int]] = {}
@@ -149,9 +150,10 @@ class _Slots:
 
     def one(self, v: Var, s: int) -> int:
         """The slot of a value on a submesh, outside loops."""
-        if v in self._alias and s == self._home[v]:
+        if v in self._alias:
             body, m, count = self._alias[v]
-            return self.row(body, s, count)[m]
+            if s == self._home[v] or (body, s) in self._crosses:
+                return self.row(body, s, count)[m]
         if (v, s) not in self._once:
             self._once[v, s] = self._new(1)[0]
         return self._once[v, s]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from .. import _compat
-from .._compat import Var
+from .._compat import Atom, Var
 from ._fragments import Fragment, LoopPlan, Program
 from ._nodes import shape_and_dtype
 from ._text import short
@@ -42,6 +42,10 @@ class _Checker:
         self.program = program
         self.made = {(v, s) for v, places in program.input_submeshes.items() for s in places}
         self.crossing = {(e.var, e.target): e.source for e in program.edges}
+        # Where the body of a loop brings what it makes, that is still there after the loop, under its name there.
+        self.sent_to: dict[Atom, list[int]] = defaultdict(list)
+        for e in program.edges:
+            self.sent_to[e.var].append(e.target)
 
     def has(self, v: object, s: int) -> bool:
         """Whether a value is on a submesh: made there, or sent there from where it was made. Literals are everywhere."""
@@ -74,12 +78,12 @@ class _Checker:
             assert self.has(out, home), f"a carry leaves {short(out)} elsewhere than its final value is"
             missing = sorted(s for s in read_on[inner] if not self.has(out, s))
             assert not missing, f"a carry of {short(inner)} is read on submeshes {missing}, but not sent there"
-            self.made.add((final, home))
+            self.made.update((final, s) for s in (home, *self.sent_to[out]))
         for inner, outer in loop.ys:
             assert len(outer) == loop.num_microbatches, f"{len(outer)} copies of {short(inner)} are collected"
             for v in outer:
                 assert self.has(inner, self.program.home[v]), f"{short(inner)} is collected where it is not"
-                self.made.add((v, self.program.home[v]))
+                self.made.update((v, s) for s in (self.program.home[v], *self.sent_to[inner]))
 
     def _handed_on(self, loop: LoopPlan, reads: set[tuple[Var, int]]) -> set[tuple[Var, int]]:
         """Where a carry has to be that only becomes another one, or leaves the loop."""
