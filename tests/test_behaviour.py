@@ -407,6 +407,16 @@ def test_out_shardings_of_one_value_in_several_places():
     assert_same(out, (dense(parameters()["front"], rows()),) * 4)
 
 
+def test_shardings_on_a_part_of_a_submesh():
+    """Some devices of a submesh of tasks are as good a place as a submesh of no task."""
+    part = NamedSharding(Mesh(np.array(jax.devices()[1:3]), ("d",)), P("d"))
+    wide = mm.task(dense, "wide", devices=range(4))
+    f = mm.jit(lambda p, x: (wide(p, x), x * 2.0), in_shardings=(None, part), out_shardings=part)
+    y, doubled = f(parameters()["front"], rows())
+    assert y.sharding == doubled.sharding == part
+    assert_same((y, doubled), (dense(parameters()["front"], rows()), rows() * 2.0))
+
+
 def test_effects_happen_once_for_each_microbatch(capfd):
     """Prints in and between tasks, also where nothing reads what they print."""
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
@@ -541,3 +541,17 @@ def test_tasks_on_submeshes_of_different_sizes(sizes, between):
         mm.jit(fun).trace(parameters(), rows())
     if sizes == (2, 1):
         assert_agrees(jax.grad(loss), parameters(), rows())
+
+
+def test_a_gradient_inside_the_loss_of_what_is_put_on_a_larger_submesh():
+    """Its second derivative gets a cotangent on the mesh that the user named, for a loop in a task on another one."""
+    small = mm.task(lambda w, x: jax.lax.map(lambda row: jnp.tanh(row @ w), x), "small", devices=[0], device_axes=("d",))
+    mesh = Mesh(np.array(jax.devices()[4:8]), ("d",))
+
+    def loss(p, x):
+        h = x - 0.1 * jax.grad(lambda v: jnp.sum(jnp.tanh(small(p["front"], v))))(x)
+        with jax.named_scope("large"):
+            return jnp.mean(dense(p["back"], jax.device_put(h, NamedSharding(mesh, P("d")))))
+
+    with mm.register_task("large", task=mm.Task(mesh=mesh)):
+        assert_agrees(jax.value_and_grad(loss), parameters(), rows())

@@ -55,13 +55,13 @@ def check_submeshes(label: str, shardings: dict[int, Any], paths: list[str], tas
       tasks: the tasks of the step.
 
     Raises:
-      MeshError: it is on some devices of a task's submesh and not the others, or on more than those.
+      MeshError: it is on devices of a task's submesh, and no one submesh of a task has all of its devices.
     """
     meshes = {mesh: str(task.name) for task in tasks for mesh in (task.meshes or (task.mesh,)) if mesh is not None}
     for i, sharding in shardings.items():
         own = set(mesh_devices(sharding.mesh))
         parts = {name for mesh, name in meshes.items() if not own.isdisjoint(mesh_devices(mesh))}
-        if parts and all(own != set(mesh_devices(mesh)) for mesh in meshes):
+        if parts and not any(own <= set(mesh_devices(mesh)) for mesh in meshes):
             raise MeshError(
                 f"{label} of{paths[i]} is on devices {sorted(d.id for d in own)}, but expected is the submesh of one task: "
                 f"{', '.join(map(repr, sorted(parts)))} use parts of these devices; write NamedSharding(submesh, spec), or "
