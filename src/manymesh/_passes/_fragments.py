@@ -215,9 +215,10 @@ class _Builder:
         for v in dict.fromkeys([*self.made_at, *self.index.made_by_loop]):
             source = self.placement.home[v]
             there = self.made_at.get(v) or {source}
-            if v in self.index.made_by_loop and self.index.comes_from[v] in self.made_at:
-                # What the body brings somewhere is there after the loop, too, and not sent again.
-                there |= self._needed_at(self.index.comes_from[v])
+            inner = self.index.comes_from[v] if v in self.index.made_by_loop else None
+            if inner in self.made_at:
+                # What the body sends somewhere is there after the loop, too, and not sent again.
+                there = there | (self._needed_at(inner) - self.made_at[inner])
             for target in sorted((self._needed_at(v) | wanted[v]) - there):
                 edges.append(Edge(v, source, target, self.index.scope.get(v), nbytes(v.aval)))
         return edges
