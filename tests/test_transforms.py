@@ -545,7 +545,9 @@ def test_tasks_on_submeshes_of_different_sizes(sizes, between):
 
 def test_a_gradient_inside_the_loss_of_what_is_put_on_a_larger_submesh():
     """Its second derivative gets a cotangent on the mesh that the user named, for a loop in a task on another one."""
-    small = mm.task(lambda w, x: jax.lax.map(lambda row: jnp.tanh(row @ w), x), "small", devices=[0], device_axes=("d",))
+    small = mm.task(
+        lambda w, x: jax.lax.map(lambda row: jnp.tanh(row @ w), x), "small", devices=[0], device_axes=("d",)
+    )
     mesh = Mesh(np.array(jax.devices()[4:8]), ("d",))
 
     def loss(p, x):
