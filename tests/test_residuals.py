@@ -102,6 +102,8 @@ CASES = {
     "polynomial": (lambda x: x**3 + 2 * x**2 - x, ACTIVATION),  # the operand
     "scaled": (lambda x: 3 * jnp.exp(x) + 1, ACTIVATION),  # the exponential
     "dropout": (lambda x: jnp.where(x > 0.5, x, 0) / 0.9, ACTIVATION + ROWS * WIDTH),  # the result, and a mask
+    # The operand, the minimum, where it is, and how often: looked for again, it could be equal to no element.
+    "lowest": (lambda x: x**2 - (0.3 * x + 0.1).min(axis=-1, keepdims=True), ACTIVATION + ROWS * WIDTH + 8 * ROWS),
 }
 
 

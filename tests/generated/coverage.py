@@ -45,7 +45,7 @@ def constructs(program: Program) -> set[str]:
         found.add("mode: again and again, in lax.while_loop")
     found |= {f"carried from one microbatch to the next: {how}" for how, *_ in program.carried}
     if program.kept:
-        found.add("carried from one microbatch to the next, and kept from one step to the next")
+        found.add("carried from one microbatch to the next: kept from one step to the next")
     if program.arrives:
         found.add("layout: a batch that arrives sharded")
     found.add(f"framework: {program.framework or 'none'}")

@@ -35,7 +35,11 @@ Steps = tuple[Callable[[State], tuple[State, Any]], Callable[[State], dict[str, 
 
 
 def begin(
-    program: Program, schedule: str | None, tasks: bool, perturb: Callable[[Any], Any] = lambda tree: tree
+    program: Program,
+    schedule: str | None,
+    tasks: bool,
+    perturb: Callable[[Any], Any] = lambda tree: tree,
+    options: dict[str, Any] | None = None,
 ) -> Steps:
     """The step of a program, what a state holds, and the first state.
 
@@ -44,8 +48,12 @@ def begin(
       schedule: of the loop over microbatches; None for no loop.
       tasks: whether layers are tasks.
       perturb: applied to the parameters and the batch.
+      options: of the compiler, for what has tasks.
     """
-    return FRAMEWORKS[program.framework](program, schedule, tasks, perturb)
+    jits = {"linen": (mm.jit, jax.jit), "nnx": (mm.nnx.jit, nnx.jit), "equinox": (mm.equinox.jit, eqx.filter_jit)}
+    ours, plain = jits[program.framework]
+    jit = functools.partial(ours, compiler_options=options) if tasks else plain
+    return FRAMEWORKS[program.framework](program, schedule, tasks, perturb, jit)
 
 
 def _wrapped(program: Program, i: int, block: Any, tasks: bool) -> Any:
@@ -173,7 +181,7 @@ class LinenModel(nn.Module):
         return x
 
 
-def linen(program: Program, schedule: str | None, tasks: bool, perturb: Any) -> Steps:
+def linen(program: Program, schedule: str | None, tasks: bool, perturb: Any, jit: Any) -> Steps:
     model, tx = LinenModel(program, tasks), optimizer(program.optimizer, program.clipped)
     x, ids = _batch(program)
     first = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
@@ -190,7 +198,7 @@ def linen(program: Program, schedule: str | None, tasks: bool, perturb: Any) -> 
         return (loss, grads), stats
 
     step = _training(program, schedule, grad, tx)
-    jitted = (mm.jit if tasks else jax.jit)(step, donate_argnums=(0,) if program.donate else ())
+    jitted = jit(step, donate_argnums=(0,) if program.donate else ())
     state = params, variables, jax.tree.map(jnp.copy, tx.init(params))
     return lambda state: jitted(state, (x, ids), jax.random.key(3)), lambda state: _by_path(state, ""), state
 
@@ -270,7 +278,7 @@ def _nnx_scanned(blocks: Any, x: Any, ids: Any) -> Any:
     return nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, **_UNNAMED)(x, blocks)
 
 
-def of_nnx(program: Program, schedule: str | None, tasks: bool, perturb: Any) -> Steps:
+def of_nnx(program: Program, schedule: str | None, tasks: bool, perturb: Any, jit: Any) -> Steps:
     with nnx.use_eager_sharding(False):
         model = NNXModel(program, tasks, nnx.Rngs(0))
     x, ids = _batch(program)
@@ -287,7 +295,7 @@ def of_nnx(program: Program, schedule: str | None, tasks: bool, perturb: Any) ->
         held.update(model, grads)
         return loss, nnx.to_pure_dict(grads)
 
-    jitted = (mm.nnx.jit if tasks else nnx.jit)(step, donate_argnums=(0, 1) if program.donate else None)
+    jitted = jit(step, donate_argnums=(0, 1) if program.donate else None)
 
     def run(state: Any) -> Any:
         return state, jitted(*state, (x, ids))
@@ -379,7 +387,7 @@ def _equinox_scanned(blocks: Any, x: Any, ids: Any, state: Any, key: Any) -> Any
     return jax.lax.scan(body, x, arrays)[0]
 
 
-def equinox(program: Program, schedule: str | None, tasks: bool, perturb: Any) -> Steps:
+def equinox(program: Program, schedule: str | None, tasks: bool, perturb: Any, jit: Any) -> Steps:
     model, stats = eqx.nn.make_with_state(EquinoxModel)(program, tasks, jax.random.key(0))
     tx = optimizer(program.optimizer, program.clipped)
     x, ids = _batch(program)
@@ -395,7 +403,7 @@ def equinox(program: Program, schedule: str | None, tasks: bool, perturb: Any) -
 
     step = _training(program, schedule, grad, tx)
     # The batch and the key are used again, so that only the first argument is donated, whole.
-    jitted = mm.equinox.jit(step) if tasks else eqx.filter_jit(step)
+    jitted = jit(step)
     state = model, stats, jax.tree.map(_copied, tx.init(eqx.filter(model, eqx.is_inexact_array)))
     return lambda state: jitted(state, (x, ids), jax.random.key(3)), lambda state: _by_path(state, ""), state
 

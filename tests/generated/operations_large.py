@@ -364,7 +364,7 @@ def random_choice(x, c):
     return x + 0.1 * jax.random.choice(c.key, WIDTH, x.shape)
 
 
-@operation(random=True, backwards=True)  # JAX does not differentiate its derivative forwards under checkpoint
+@operation(random=True, backwards=True, once=True)  # JAX does not differentiate its derivative again
 def gamma_sample(x, c):
     return x + 0.1 * jax.random.gamma(c.key, 1 + unit(x[:1]))
 

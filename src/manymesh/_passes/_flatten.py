@@ -231,13 +231,13 @@ class _Flattener:
             # What enters is what is behind the border, on no mesh: a cotangent may come on that of another task.
             borders = [e for e in parts.eqns if e.primitive is border_p and _compat.is_var(e.invars[0])]
             behind = {e.invars[0]: e.outvars[0] for e in borders}
-            alias.update({v: behind[v] for v in parts.invars if v in behind})
+            alias |= {v: behind[v] for v in parts.invars if v in behind}
             for e in parts.eqns:
                 if e.primitive is border_p:
                     alias.setdefault(e.outvars[0], _lookup(alias, e.invars[0]))
                 else:
                     eqns.append(with_atoms(e, alias) if any(v in alias for v in e.invars if _compat.is_var(v)) else e)
-            invars = [alias.get(v, v) for v in parts.invars]
+            invars = [behind.get(v, v) for v in parts.invars]
             outvars = [_lookup(alias, v) for v in parts.outvars]
             self._keep.append(jaxpr)
             self._bodies[id(jaxpr)] = _compat.with_body(jaxpr, invars, outvars, eqns) if alias else jaxpr

@@ -29,6 +29,17 @@ _CHEAP = {
     "ge", "gt", "iota", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "reshape", "reshard",
     "select_n", "sharding_constraint", "sign", "square", "squeeze", "sub", "transpose", "xor", constraint_p.name,
 }  # fmt: skip
+# Those of them that only move or name elements.
+_MOVES = {
+    "broadcast_in_dim",
+    "copy",
+    "expand_dims",
+    "reshape",
+    "reshard",
+    "sharding_constraint",
+    "squeeze",
+    constraint_p.name,
+}
 _SMALL_POWER = 4
 
 _BEYOND = float("inf")
@@ -185,6 +196,23 @@ def _is_cheap(eqn: Eqn) -> bool:
     return (constant or eqn.primitive.name in _CHEAP) and not eqn.effects
 
 
+def _looks_for_extremum(eqn: Eqn, producer: Mapping[Var, Eqn]) -> bool:
+    """Whether it compares elements with their maximum or minimum, as the derivative of those does.
+
+    One of them has to be equal to the last bit. In another executable, where they are computed again, none may be, and
+    the derivative is 0/0.
+    """
+    if eqn.primitive.name not in ("eq", "ne"):
+        return False
+    for v in eqn.invars:
+        made = producer.get(v) if _compat.is_var(v) else None
+        while made is not None and made.primitive.name in _MOVES:
+            made = producer.get(made.invars[0]) if _compat.is_var(made.invars[0]) else None
+        if made is not None and made.primitive.name in ("reduce_max", "reduce_min"):
+            return True
+    return False
+
+
 def _cheapest(wanted: Sequence[Var], producer: Mapping[Var, Eqn], cost: Mapping[Var, float]) -> set[Var]:
     """The values to keep: the minimum cut between what is expensive to compute and what is wanted.
 
@@ -197,7 +225,7 @@ def _cheapest(wanted: Sequence[Var], producer: Mapping[Var, Eqn], cost: Mapping[
         v = stack.pop()
         network.add((v, "in"), (v, "out"), cost.get(v, nbytes(v.aval)))
         eqn = producer.get(v)
-        if eqn is None or not _is_cheap(eqn):
+        if eqn is None or not _is_cheap(eqn) or _looks_for_extremum(eqn, producer):
             network.add(source, (v, "in"), _BEYOND)
             continue
         for operand in eqn.invars:
