@@ -362,3 +362,22 @@ def test_the_report_says_where_unmarked_equations_went_and_why():
     assert ("sub", 0, "reads", 1) in report.unmarked and ("sub", 1, "reads", 1) in report.unmarked
     (line,) = [x for x in str(report).splitlines() if "unmarked on submesh 0, reads" in x]
     assert "sub" in line and "mul" in line
+
+
+def test_a_state_that_an_earlier_task_reads_is_sent_by_the_plan():
+    """It is at home where it is read; the next call moves no argument, and the report has the transfer."""
+    early, late = mm.task(lambda s, x: jnp.tanh(x + s), devices=[0]), mm.task(lambda h: 2 * h, devices=[1])
+
+    def step(state, x):
+        m = late(early(state["m"], x))
+        return {"m": m}, jnp.sum(m)
+
+    jitted, x = mm.jit(step), jnp.ones((8, 64))
+    compiled = jitted.lower({"m": x}, x).compile()
+    state, _ = jitted({"m": x}, x)
+    assert state["m"].devices() == {jax.devices()[0]}
+    arrivals = Arrivals()
+    compiled.call_flat([state["m"], jax.device_put(x, jax.devices()[0])], arrivals)
+    assert arrivals.shapes == []
+    sent = {(e.source, e.target): e.nbytes for e in compiled.report().edges}
+    assert sent == {(0, 1): x.nbytes, (1, 0): x.nbytes}

@@ -194,6 +194,41 @@ def test_states_that_only_change_names_or_go_back(kind: str) -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["read by nobody", "from outside"])
+@pytest.mark.parametrize("wanted", [0, 1, 2])
+def test_states_of_a_loop_that_runs_elsewhere(kind: str, wanted: int) -> None:
+    """Each becomes another one, where the loop runs on submesh 1 alone; the caller wants the first on any submesh."""
+    before, inside, after = (
+        mm.task(fun, name, devices=[i])
+        for i, (fun, name) in enumerate([(jnp.tanh, "before"), (lambda x: jnp.sum(x**2), "inside"), (jnp.sin, "after")])
+    )
+
+    def step(state: Any, other: Any, x: Any) -> Any:
+        h = before(x)
+        other = other + h[0, 0]
+
+        def body(state: Any, piece: Any) -> Any:
+            a, b = state
+            return inside(piece), (b, a if kind == "read by nobody" else other)
+
+        value, new = mm.microbatch(body, argnum=1, num_microbatches=3, state_argnum=0, reduce="mean")(state, h)
+        return after(value), new
+
+    mesh = jax.sharding.Mesh(jax.devices()[wanted : wanted + 1], ("x",))
+    there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    jitted = mm.jit(step, out_shardings=(None, (there, None)))
+    # More than is computed wherever it is read.
+    state, other, x = (jnp.ones(600), jnp.zeros(600)), jnp.full(600, 3.0), X[:6]
+    for _ in range(2):
+        with mm.ignore_transforms():
+            expected = step(state, other, x)
+        got = jitted(state, other, x)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+        state = got[1]
+        assert state[0].sharding.is_equivalent_to(there, 1)
+
+
 def test_a_state_keeps_its_shape() -> None:
     task = mm.task(jnp.sum, "task", devices=[0])
     loop = mm.microbatch(

@@ -89,6 +89,49 @@ def test_states_that_no_task_reads_are_where_their_next_values_are():
     assert homes["shown"] == placement.home[flat.outvars[4]] == 0
 
 
+def test_a_state_that_only_arithmetic_reads_stays_where_it_is_made():
+    """Not where a task reads it as it is, or where more would cross than comes back: a row for the sake of a number."""
+    flat = program(
+        """
+        tasks: one 0, two 1
+        inputs: x f32[512], m f32[512], t f32[512], k f32[]
+        a = one: x * 2.0
+        b = a + m
+        c = two: b * 3.0
+        d = one: t + x
+        e = two: d + c
+        g = a * k
+        h = two: g + e
+        i = two: lax.reduce_sum(c, axes=(0,))
+        results: c, e, h, i
+        """,
+        states=[("m", 0), ("t", 1), ("k", 3)],
+    )
+    placement = run("place", flat).placement
+    homes = {name: placement.home[v] for name, v in zip("xmtk", flat.invars, strict=True)}
+    assert homes == {"x": 0, "m": 1, "t": 0, "k": placement.home[flat.invars[3]]}
+    assert [placement.node[n] for n in flat.nodes if n.task is None] == [(1,), (1,)]
+
+
+def test_a_mean_that_becomes_a_state_is_made_beside_its_rows():
+    """The state is on the other submesh; a number goes there, and not the rows."""
+    flat = program(
+        """
+        tasks: one 0, two 1
+        inputs: x f32[512], m f32[]
+        a = one: x * 2.0
+        b = two: a * m
+        s = lax.reduce_sum(a, axes=(0,))
+        n = s / 512.0
+        results: b, n
+        """,
+        states=[("m", 1)],
+    )
+    after = run("place", flat)
+    assert after.placement.home[flat.invars[1]] == 1
+    assert ("reduce_sum", 0) in placed(after)
+
+
 def test_what_nobody_needs_is_beside_its_neighbours():
     """Leaves next to it decide, and where there are none those below; neighbours in two places decide nothing."""
     places = {"a 0 x value": 1, "a 0 y value": 0, "a 1 loss": 1, "a 1 more x": 0, "b c x": 2}

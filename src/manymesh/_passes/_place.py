@@ -310,23 +310,33 @@ class _Placer:
         for n in self.flat.nodes:
             for v in n.outputs:  # of its clones, the one that somebody asked for is the value of record
                 result[v] = self.wanted[v] if self.wanted.get(v) in places[n] else places[n][0]
-        for loop in self.flat.loops:
+        for i, loop in enumerate(self.flat.loops):
             leaves = {c.inner: c.out for c in loop.carries}
+            runs = {s for n, at in places.items() if n.loop == i for s in at}
             for c in loop.carries:
-                result[c.inner] = result[c.final] = self._home_of_carry(c.out, leaves, result, needed)
+                result[c.inner] = result[c.final] = self._home_of_carry(c.out, leaves, result, needed, runs)
             for p in loop.ys:
                 result.update({v: result.get(p.inner, 0) for v in p.outer if _compat.is_var(v)})
         return Placement(tuple(self.submeshes), places, result, reason)
 
     @staticmethod
-    def _home_of_carry(v: Var, leaves: dict[Var, Var], home: dict[Var, int], needed: dict[Var, set[int]]) -> int:
-        """Where a carry is: where it is made, or was made before another carry had it; else where it is read."""
+    def _home_of_carry(
+        v: Var, leaves: dict[Var, Var], home: dict[Var, int], needed: dict[Var, set[int]], runs: set[int]
+    ) -> int:
+        """Where a carry is: where it is made, or was made before another carry had it; else where it is read.
+
+        What another carry was before leaves the loop with the last run on its submesh, so that it is on one of ``runs``,
+        those that the loop runs on.
+        """
         handed = [v]
         while handed[-1] in leaves and leaves[handed[-1]] not in handed:
             handed.append(leaves[handed[-1]])
-        if handed[-1] not in leaves:
-            return home.get(handed[-1], 0)
-        return min(set().union(*(needed[inner] for inner in handed)), default=0)  # nobody makes it: they are swapped
+        if handed == [v] and v not in leaves:
+            return home.get(v, 0)
+        # Where nobody makes it they are swapped.
+        swapped = handed[-1] in leaves
+        found = set().union(*(needed[inner] for inner in handed)) if swapped else {home.get(handed[-1], 0)}
+        return min(found & runs or runs, default=0)
 
     def _needs(self, v: Var, needed: dict[Var, set[int]]) -> set[int]:
         found = set(needed.get(v, ()))
