@@ -377,7 +377,7 @@ def test_a_state_that_an_earlier_task_reads_is_sent_by_the_plan():
     state, _ = jitted({"m": x}, x)
     assert state["m"].devices() == {jax.devices()[0]}
     arrivals = Arrivals()
-    compiled.call_flat([state["m"], jax.device_put(x, jax.devices()[0])], arrivals)
+    compiled.call_flat([state["m"], jax.device_put(x, compiled.input_shardings[0][1])], arrivals)
     assert arrivals.shapes == []
     sent = {(e.source, e.target): e.nbytes for e in compiled.report().edges}
     assert sent == {(0, 1): x.nbytes, (1, 0): x.nbytes}
