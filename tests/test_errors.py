@@ -446,6 +446,8 @@ def test_out_shardings_of_the_wrong_structure():
         mm.jit(loss, out_shardings=(s, s))(parameters(), rows())
     with raises(TypeError, "in_shardings", "prefix of the arguments"):
         mm.jit(loss, in_shardings=(s, s, s))(parameters(), rows())
+    with raises(TypeError, "at key path\n    in_shardings[0]\n"):
+        mm.jit(loss, in_shardings=({"no": s}, s))(parameters(), rows())
 
 
 def test_shardings_that_are_none():

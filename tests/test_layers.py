@@ -131,7 +131,7 @@ def test_meshes_that_are_not_alike():
         mm.Task("layer", mesh=[Mesh(devices[:2], ("m",)), Mesh(devices[2:3], ("m",))])
     with pytest.raises(TypeError, match="mesh holds int 3"):
         mm.Task("layer", mesh=[Mesh(devices[:2], ("m",)), 3])
-    with pytest.raises(ValueError, match="alike"):
+    with pytest.raises(ValueError, match="mesh is empty"):
         mm.Task("layer", mesh=[])
 
 

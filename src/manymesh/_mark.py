@@ -546,12 +546,15 @@ def constrain(caller: str, x: PyTree, spec: Any) -> PyTree:
     if current_recording() is None:
         return x
     is_leaf = lambda s: s is None or isinstance(s, (PartitionSpec, NamedSharding)) or _is_names(s)  # noqa: E731
-    return jax.tree.map(
-        lambda s, part: part if s is None else jax.tree.map(lambda v: _constrain(caller, v, s), part),
-        spec,
-        x,
-        is_leaf=is_leaf,
-    )
+    try:
+        specs = jax.tree.broadcast(spec, x, is_leaf=is_leaf)
+    except ValueError:
+        shapes = jax.tree.map(lambda v: getattr(v, "shape", v), x)
+        raise ArgumentError(
+            f"{caller}: expected a tuple with one entry for each dimension, such as ('batch', None), or a pytree prefix of the "
+            f"value with such leaves; found {type(spec).__name__} {spec!r:.80} for a value of shape {shapes!s:.80}"
+        ) from None
+    return jax.tree.map(lambda v, s: v if s is None else _constrain(caller, v, s), x, specs)
 
 
 def _is_names(spec: Any) -> bool:

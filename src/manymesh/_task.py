@@ -195,8 +195,10 @@ def _alike(where: str, meshes: tuple[Any, ...]) -> tuple[Mesh, ...]:
     for mesh in meshes:
         if not isinstance(mesh, Mesh):
             raise ArgumentError(f"{where}: mesh holds {type(mesh).__name__} {mesh!r}; expected jax.sharding.Mesh")
+    if not meshes:
+        raise MeshError(f"{where}: mesh is empty; expected a jax.sharding.Mesh, or one for each part of a scan")
     shapes = [dict(m.shape) for m in meshes]
-    if not meshes or any(s != shapes[0] for s in shapes):
+    if any(s != shapes[0] for s in shapes):
         raise TaskError(
             f"{where}: the meshes that iterations are split over have to be alike, because one body is traced for all; "
             f"found shapes {shapes}"

@@ -229,6 +229,10 @@ CASES = {
     "a spec that is one word": (
         in_a_task(lambda x: mm.with_sharding_constraint(x, "batch")), TypeError, "the string 'batch'", "('batch', None)",
     ),
+    "rules in place of a spec": (
+        in_a_task(lambda x: mm.with_sharding_constraint(x, [("batch", "data")])), TypeError, "one entry for each dimension",
+        "list [('batch', 'data')]",
+    ),
     "a spec that is a number": (
         in_a_task(lambda x: mm.with_sharding_constraint(x, 3)), TypeError, "expected a spec", "found int 3",
     ),

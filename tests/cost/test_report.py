@@ -96,6 +96,22 @@ def test_what_crosses_has_a_name():
             assert sum(v.values * v.times for v in between) == e.values
 
 
+def test_what_crosses_to_the_next_microbatch_says_so():
+    """Its reader is there, and it is no result."""
+    early, late = (
+        mm.task(lambda s, x: jnp.tanh(x + s), "early", devices=[0]),
+        mm.task(lambda h: 2 * h, "late", devices=[1]),
+    )
+
+    def body(state, x):
+        h = late(early(state["m"], x))
+        return jnp.sum(h), {"m": h}
+
+    with pytest.warns(UserWarning, match="in no order"):
+        report = mm.jit(microbatched(body, state_argnum=0)).lower({"m": jnp.ones((2, WIDTH))}, rows()).report()
+    assert {v.name: v.times for v in report.values} == {"early -> late": 4, "late -> early of the next microbatch": 4}
+
+
 def test_after_compiling_the_figures_are_those_of_xla():
     """Ours stand beside them, and where they differ it says where and by how much."""
     made = lowered()

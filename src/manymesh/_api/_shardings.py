@@ -99,9 +99,9 @@ def expand(label: str, prefix: Any, tree: PyTree) -> dict[int, Any]:
     try:
         expanded = jax.tree.map(lambda s, part: [s] * len(jax.tree.leaves(part)), prefix, tree, is_leaf=is_leaf)
     except ValueError as error:
-        raise ArgumentError(
-            f"{label}: its structure is no prefix of the {'result' if label.startswith('out') else 'arguments'}: {error}"
-        ) from None
+        whole = "result" if label.startswith("out") else "arguments"
+        text = str(error).replace("tree_map tree", label)  # what JAX calls the first of the trees
+        raise ArgumentError(f"{label}: its structure is no prefix of the {whole}: {text}") from None
     flat = jax.tree.leaves(expanded, is_leaf=is_leaf)
     for s in flat:
         if s is not None and not isinstance(s, NamedSharding):

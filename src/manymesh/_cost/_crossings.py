@@ -55,10 +55,7 @@ def crossings(program: Program, plan: Plan, layout: Layout) -> tuple[ValueLine, 
         for k in numbers:
             times[k, source, target] += count
     variables = variables_of(program)
-    readers: dict[tuple[Var, int], str] = {}
-    for f in program.fragments:
-        for v in f.invars:
-            readers.setdefault((v, f.submesh), f.name)
+    readers = _readers(program)
     makers = {v: f.name for f in program.fragments for v in f.outvars}
     lines: Counter[tuple[str, int, int, str, str, int, int, int]] = Counter()
 
@@ -79,6 +76,23 @@ def crossings(program: Program, plan: Plan, layout: Layout) -> tuple[ValueLine, 
     for (number, source, target), count in times.items():
         note(variables[number], source, target, count)
     return tuple(ValueLine(*key[:7], values, key[7]) for key, values in lines.items())
+
+
+def _readers(program: Program) -> dict[tuple[Var, int], str]:
+    """(a value, a submesh) -> what reads it there; of what a microbatch leaves, in the next one."""
+    readers: dict[tuple[Var, int], str] = {}
+    for f in program.fragments:
+        for v in f.invars:
+            readers.setdefault((v, f.submesh), f.name)
+    for loop in program.loops:
+        links = [(out, inner, " of the next microbatch") for inner, out, _, _ in loop.carries]
+        links += [(init, inner, "") for inner, _, init, _ in loop.carries if _compat.is_var(init)]
+        for _ in loop.carries:  # what one carry was another one may be next
+            for v, inner, when in links:
+                for s in range(len(program.submeshes)):
+                    if (inner, s) in readers and (v, s) not in readers:
+                        readers[v, s] = readers[inner, s].removesuffix(when) + when
+    return readers
 
 
 def batches(plan: Plan) -> Counter[tuple[int, int, tuple[int, ...]]]:
