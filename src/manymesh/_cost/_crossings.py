@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -55,14 +55,14 @@ def crossings(program: Program, plan: Plan, layout: Layout) -> tuple[ValueLine, 
         for k in numbers:
             times[k, source, target] += count
     variables = variables_of(program)
-    readers = _readers(program)
+    readers = _Readers(program)
     makers = {v: f.name for f in program.fragments for v in f.outvars}
     lines: Counter[tuple[str, int, int, str, str, int, int, int]] = Counter()
 
     def note(v: Var, source: int, target: int, count: int) -> None:
         name = layout.names.get(v, "")
         if v in makers and not name.startswith("result"):
-            name = f"{makers[v]} -> {readers.get((v, target), 'result')}"
+            name = f"{makers[v]} -> {readers.of(v, target)}"
         here, there = (_spec(layout, v, s) for s in (source, target))
         how = _spec_text(here) if here == there else f"{_spec_text(here)} -> {_spec_text(there)}"
         type_ = _compat.abstract(v.aval)
@@ -78,21 +78,32 @@ def crossings(program: Program, plan: Plan, layout: Layout) -> tuple[ValueLine, 
     return tuple(ValueLine(*key[:7], values, key[7]) for key, values in lines.items())
 
 
-def _readers(program: Program) -> dict[tuple[Var, int], str]:
-    """(a value, a submesh) -> what reads it there; of what a microbatch leaves, in the next one."""
-    readers: dict[tuple[Var, int], str] = {}
-    for f in program.fragments:
-        for v in f.invars:
-            readers.setdefault((v, f.submesh), f.name)
-    for loop in program.loops:
-        links = [(out, inner, " of the next microbatch") for inner, out, _, _ in loop.carries]
-        links += [(init, inner, "") for inner, _, init, _ in loop.carries if _compat.is_var(init)]
-        for _ in loop.carries:  # what one carry was another one may be next
-            for v, inner, when in links:
-                for s in range(len(program.submeshes)):
-                    if (inner, s) in readers and (v, s) not in readers:
-                        readers[v, s] = readers[inner, s].removesuffix(when) + when
-    return readers
+class _Readers:
+    """Which fragment reads a value on a submesh; of what a microbatch leaves, in the next one."""
+
+    def __init__(self, program: Program) -> None:
+        self.names: dict[tuple[Var, int], str] = {}
+        self.links: dict[Var, list[tuple[Var, str]]] = defaultdict(list)  # a value -> what carries call it
+        for f in program.fragments:
+            for v in f.invars:
+                self.names.setdefault((v, f.submesh), f.name)
+        for loop in program.loops:
+            for inner, out, init, _ in loop.carries:
+                self.links[out].append((inner, " of the next microbatch"))
+                if _compat.is_var(init):
+                    self.links[init].append((inner, ""))
+
+    def of(self, v: Var, submesh: int) -> str:
+        """The first of them; "result" if there is none."""
+        seen, todo = set[Var](), deque([(v, "")])
+        while todo:
+            v, when = todo.popleft()
+            if (v, submesh) in self.names:
+                return self.names[v, submesh] + when
+            if v not in seen:
+                seen.add(v)
+                todo += [(inner, when or then) for inner, then in self.links.get(v, ())]
+        return "result"
 
 
 def batches(plan: Plan) -> Counter[tuple[int, int, tuple[int, ...]]]:

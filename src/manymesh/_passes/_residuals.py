@@ -31,15 +31,8 @@ _CHEAP = {
 }  # fmt: skip
 # Those of them that only move or name elements.
 _MOVES = {
-    "broadcast_in_dim",
-    "copy",
-    "expand_dims",
-    "reshape",
-    "reshard",
-    "sharding_constraint",
-    "squeeze",
-    constraint_p.name,
-}
+    "broadcast_in_dim", "copy", "expand_dims", "reshape", "reshard", "sharding_constraint", "squeeze", constraint_p.name,
+}  # fmt: skip
 _SMALL_POWER = 4
 
 _BEYOND = float("inf")
