@@ -229,6 +229,25 @@ def test_states_of_a_loop_that_runs_elsewhere(kind: str, wanted: int) -> None:
         assert state[0].sharding.is_equivalent_to(there, 1)
 
 
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_a_state_that_is_the_result_of_more_microbatches_than_there_are(donated: tuple[int, ...]) -> None:
+    """The first state is the last result: the same number, in an array of its own, or in the donated one's buffer."""
+    task = mm.task(lambda a, x: jnp.sum(x) + a, "task", devices=[0])
+    loop = mm.microbatch(
+        lambda s, x: (task(s["a"], x), {"a": s["a"] + 1, "b": s["a"], "c": s["b"]}),
+        argnum=1, num_microbatches=2, state_argnum=0, reduce="mean",
+    )  # fmt: skip
+    step = mm.jit(loop, donate_argnums=donated)
+    state = {name: jnp.float32(k) for k, name in enumerate("abc")}
+    for wanted in ({"a": 2, "b": 1, "c": 0}, {"a": 4, "b": 3, "c": 2}):
+        given = state
+        _, state = step(given, X)
+        assert {name: float(x) for name, x in state.items()} == wanted
+        assert {x.is_deleted() for x in given.values()} == {bool(donated)}
+        pointers = {x.unsafe_buffer_pointer() for tree in (state, given) for x in tree.values() if not x.is_deleted()}
+        assert len(pointers) == (3 if donated else 6)
+
+
 def test_a_state_keeps_its_shape() -> None:
     task = mm.task(jnp.sum, "task", devices=[0])
     loop = mm.microbatch(

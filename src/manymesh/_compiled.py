@@ -90,16 +90,16 @@ class Compiled(Shown):
         self.homes: list[Any] = stacks.of_arguments(homes, lambda x: x.sharding)
         self._moved = tuple(moved.items())
         self._leaving: list[Any] = stacks.of_results(leaving, lambda x: x.sharding)
-        own = [k for i in donated for k in at[i]]
-        given = {program.invars[shift + k] for k in own}
-        handed = {v: o for o, (v, _) in reversed(list(enumerate(program.outputs))) if _compat.is_var(v) and v in given}
-        # A donated argument that is also a result: the result takes its buffer over.
+        own = frozenset(shift + k for i in donated for k in at[i])
+        given = {slot for i, _, slot in lowered.plan.inputs if i in own}
+        # A donated argument that is also a result, also by way of states of microbatches: the result takes its buffer over.
+        handed = {slot: o for o, slot in reversed(list(enumerate(lowered.plan.outputs))) if slot in given}
         self._handed = tuple(sorted(handed.values()))
         self._dies = donated
         self._avals = stacks.of_arguments(
             [v.aval for v in program.invars[shift:]], lambda x: jax.core.ShapedArray(x.aval.shape, x.aval.dtype)
         )
-        self._copied = _shared_results(lowered.plan, frozenset(shift + k for k in own))
+        self._copied = _shared_results(lowered.plan, own)
 
     def __repr__(self) -> str:
         made, reused = self._compilations
