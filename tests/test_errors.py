@@ -67,8 +67,13 @@ def test_a_wrong_number_of_device_axes():
     """One name for each dimension."""
     with raises(ValueError, "task 'a'", "('x', 'y') names 2 axes", "shape (2,)", "one name for each"):
         mm.Task("a", devices=[0, 1], device_axes=("x", "y"))
+    with raises(ValueError, "('data',) names 1 axes", "shape (2, 2)"):
+        mm.Task("a", devices=[[0, 1], [2, 3]], device_axes="data")
     with raises(errors.TaskError, "device_axes ('x',) without devices"):
         mm.Task("a", device_axes=("x",))
+    with raises(errors.TaskError, "device_axes ('x',) without devices"):
+        mm.Task("a", device_axes="x")
+    assert mm.Task("a", devices=[0, 1], device_axes="data").mesh.axis_names == ("data",)
 
 
 def test_an_unknown_device_axis_in_a_rule():
@@ -97,6 +102,8 @@ def test_a_task_on_devices_that_do_not_exist():
         mm.Task("a", devices=[3, 3])
     with raises(errors.MeshError, "empty"):
         mm.Task("a", devices=[])
+    with raises(errors.MeshError, "rows of different lengths", "[[0, 1], [2]]"):
+        mm.Task("a", devices=[[0, 1], [2]])
     with raises(errors.MeshError, "expected jax devices or their positions", "str 'cpu'"):
         mm.Task("a", devices=["cpu"])
 

@@ -29,8 +29,8 @@ class Task(Shown):
         are for a task in the body of ``lax.scan``: its iterations are split over them in order, as evenly as it goes,
         the first ones getting one more.
       devices: jax devices or their positions in `jax.devices()`. The shape of an ndarray is the shape of the mesh.
-      device_axes: a name for each dimension of ``devices``. Without it, constraints inside the task mean
-        replication.
+      device_axes: a name for each dimension of ``devices``; a string is one name, as in `jax.sharding.Mesh`. Without
+        it, constraints inside the task mean replication.
       logical_axes: pairs ``(logical name, device axis | tuple of device axes | None)``, in order of priority.
         Without it, constraints name device axes directly.
 
@@ -58,7 +58,7 @@ class Task(Shown):
         *misplaced: Never,
         mesh: Mesh | Sequence[Mesh] | None = None,
         devices: Any = None,
-        device_axes: Iterable[str] | None = None,
+        device_axes: str | Iterable[str] | None = None,
         logical_axes: Iterable[Any] | None = None,
     ) -> None:
         check_name("Task", name, *misplaced)
@@ -76,7 +76,7 @@ class Task(Shown):
         named = mesh is not None or (devices is not None and device_axes is not None)
         if devices is not None:
             array = resolve_devices(devices)
-            axes = None if device_axes is None else tuple(device_axes)
+            axes = None if device_axes is None else _axis_names(device_axes)
             if axes is not None and len(axes) != array.ndim:
                 raise MeshError(
                     f"{where}: device_axes {axes} names {len(axes)} axes, but devices has shape {array.shape}, "
@@ -91,7 +91,7 @@ class Task(Shown):
             axes = axes or tuple(f"unnamed_{i}" for i in range(array.ndim))
             mesh = Mesh(array, axes, axis_types=(AxisType.Auto,) * len(axes))
         elif device_axes is not None:
-            raise TaskError(f"{where}: device_axes {tuple(device_axes)} without devices to name the axes of")
+            raise TaskError(f"{where}: device_axes {_axis_names(device_axes)} without devices to name the axes of")
         rules = None
         if logical_axes is not None:
             rules = _pairs(where, logical_axes)
@@ -183,6 +183,11 @@ def misplaced_error(caller: str, expected: str, found: Any) -> ArgumentError:
         f"{caller}: expected {expected}, and everything else by keyword; found {type(found).__name__} {_short(found)} by "
         f"position; write {what}"
     )
+
+
+def _axis_names(axes: str | Iterable[str]) -> tuple[str, ...]:
+    """As in `jax.sharding.Mesh`, where a string is one name."""
+    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _short(x: Any) -> str:

@@ -161,6 +161,8 @@ def resolve_devices(devices: Any) -> np.ndarray[Any, Any]:
             if not 0 <= int(d) < len(known):
                 raise MeshError(f"devices: there is no device {int(d)}; jax.devices() has {_ranges(range(len(known)))}")
             d = known[int(d)]
+        elif isinstance(d, (list, tuple)):
+            raise MeshError(f"devices: rows of different lengths make no mesh; found {devices!r}")
         elif not isinstance(d, (jax.Device, PlannedDevice)):
             raise MeshError(f"devices: expected jax devices or their positions, found {type(d).__name__} {d!r}")
         out[index] = d
