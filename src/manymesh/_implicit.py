@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Never
 
 from ._errors import ArgumentError, TaskError
-from ._task import Task, misplaced_error
+from ._task import Task, axis_names, misplaced_error
 
 Callback = Callable[[re.Match[str], bool], Task | None]
 
@@ -239,7 +239,7 @@ def _defaults(task: Task | None, name: str | None, placement: dict[str, Any]) ->
         alone = "mesh" not in placement and "devices" not in placement
         described = Task(name) if alone else Task(name, **placement)
         pairs = None if rules is None else tuple(rules.items() if isinstance(rules, Mapping) else map(_frozen, rules))
-        return Defaults(described, None if axes is None else tuple(axes), pairs)
+        return Defaults(described, None if axes is None else axis_names(axes), pairs)
     return Defaults(task if name is None else task.named(name), None, task.logical_axes)
 
 

@@ -76,7 +76,7 @@ class Task(Shown):
         named = mesh is not None or (devices is not None and device_axes is not None)
         if devices is not None:
             array = resolve_devices(devices)
-            axes = None if device_axes is None else _axis_names(device_axes)
+            axes = None if device_axes is None else axis_names(device_axes)
             if axes is not None and len(axes) != array.ndim:
                 raise MeshError(
                     f"{where}: device_axes {axes} names {len(axes)} axes, but devices has shape {array.shape}, "
@@ -91,7 +91,7 @@ class Task(Shown):
             axes = axes or tuple(f"unnamed_{i}" for i in range(array.ndim))
             mesh = Mesh(array, axes, axis_types=(AxisType.Auto,) * len(axes))
         elif device_axes is not None:
-            raise TaskError(f"{where}: device_axes {_axis_names(device_axes)} without devices to name the axes of")
+            raise TaskError(f"{where}: device_axes {axis_names(device_axes)} without devices to name the axes of")
         rules = None
         if logical_axes is not None:
             rules = _pairs(where, logical_axes)
@@ -185,7 +185,7 @@ def misplaced_error(caller: str, expected: str, found: Any) -> ArgumentError:
     )
 
 
-def _axis_names(axes: str | Iterable[str]) -> tuple[str, ...]:
+def axis_names(axes: str | Iterable[str]) -> tuple[str, ...]:
     """As in `jax.sharding.Mesh`, where a string is one name."""
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
