@@ -149,16 +149,18 @@ def _arguments(program: Program) -> tuple[Any, ...]:
     return program.batch(), program.random_key(), scale
 
 
-def _reference(program: Program, outcome: Outcome, noise: int | None = None, jit: bool = True) -> _Run:
+def _reference(
+    program: Program, outcome: Outcome, noise: int | None = None, jit: bool = True, fused: bool = True
+) -> _Run:
     """The same two steps as plain JAX."""
     if program.framework is not None:
-        return _reference_of_modules(program, noise)
+        return _reference_of_modules(program, noise, fused)
     state, rest, results = program.init(), _arguments(program), []
     if noise is not None:
         state, rest = _perturbed((state, rest), noise)
     NOTES.clear()
     with mm.ignore_transforms():
-        step = jax.jit(_step, static_argnums=(4, 5), compiler_options=cheap_options())
+        step = jax.jit(_step, static_argnums=(4, 5), compiler_options=cheap_options(fused))
         schedule = program.schedules[0]
         if noise is None and jit:
             outcome.primitives = primitives(step.trace(state, *rest, program, schedule).jaxpr)
@@ -200,11 +202,12 @@ def _run(program: Program, schedule: str | None, again: bool, fused: bool = True
     return _Run(results, set(NOTES))
 
 
-def _reference_of_modules(program: Program, noise: int | None) -> _Run:
+def _reference_of_modules(program: Program, noise: int | None, fused: bool) -> _Run:
     """Two steps of the framework's own."""
     perturb = functools.partial(_perturbed, seed=noise) if noise is not None else lambda tree: tree
     with mm.ignore_transforms():
-        run, arrays, state = modules.begin(program, program.schedules[0], False, perturb)
+        options = None if fused else cheap_options(fused)
+        run, arrays, state = modules.begin(program, program.schedules[0], False, perturb, options)
         results = []
         for _ in range(2):
             with counted_compilations() as made:
@@ -399,11 +402,12 @@ def _same_values(program: Program, run: _Run, expected: _Run, outcome: Outcome, 
         ):
             outcome.remarks.append("NaN in other rows than under plain jax.jit")
             return
-        if any(np.isnan(a).any() and not np.isnan(e).any() for a, e, _ in values if e.dtype.kind == "f"):
-            # The same of one of our executables: without fusion it computes each value once.
+        if any(np.isnan(a).any() or np.isnan(e).any() for a, e, _ in values if e.dtype.kind == "f"):
+            # The same of one of our executables: without fusion each value is computed once.
+            wanted = jax.tree.leaves(_reference(program, Outcome({}), fused=False).results)
             with program.registered():
                 unfused = jax.tree.leaves(_run(program, schedule, expected.again, fused=False).results)
-            if all(_close(u.value, e, tolerance, s) for u, (_, e, _), s in zip(unfused, values, spread, strict=True)):
+            if all(_close(u.value, e.value, tolerance, s) for u, e, s in zip(unfused, wanted, spread, strict=True)):
                 outcome.remarks.append("NaN where XLA fuses")
                 return
     if really:

@@ -48,11 +48,11 @@ def begin(
       schedule: of the loop over microbatches; None for no loop.
       tasks: whether layers are tasks.
       perturb: applied to the parameters and the batch.
-      options: of the compiler, for what has tasks.
+      options: of the compiler.
     """
     jits = {"linen": (mm.jit, jax.jit), "nnx": (mm.nnx.jit, nnx.jit), "equinox": (mm.equinox.jit, eqx.filter_jit)}
     ours, plain = jits[program.framework]
-    jit = functools.partial(ours, compiler_options=options) if tasks else plain
+    jit = functools.partial(ours if tasks else plain, **({} if options is None else {"compiler_options": options}))
     return FRAMEWORKS[program.framework](program, schedule, tasks, perturb, jit)
 
 
