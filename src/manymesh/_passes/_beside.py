@@ -32,7 +32,11 @@ def beside(flat: FlatProgram, placement: Placement) -> tuple[dict[Var, int], dic
     pins, made = flat.pins, {v for n in idle for v in n.outputs}
     free = {v for v in pins.names if v not in pins.inputs and _only_read_by(flat, v, idle)}
     around = _Names((name, placement.home[v]) for v, name in pins.names.items() if v not in free)
-    found = {v: around.of_neighbours(pins.names[v]) for v, o in pins.states if v in free and flat.outvars[o] in made}
+    # A state that a step resets to a number has a literal for its next value, which follows it.
+    following = {v: flat.outvars[o] for v, o in pins.states if v in free}
+    found = {
+        v: around.of_neighbours(pins.names[v]) for v, out in following.items() if not _compat.is_var(out) or out in made
+    }
     outs = {o: v for o, v in enumerate(flat.outvars) if _compat.is_var(v) and o in pins.result_names}
     around = _Names((pins.result_names[o], placement.home[v]) for o, v in outs.items() if v not in made)
     # One value may be two results: the next value of a state is where the state is, whatever else it is.
