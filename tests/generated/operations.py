@@ -326,7 +326,9 @@ _AT = ("set_at", "set_at_value", "add_at", "add_at_many", "multiply_at", "subtra
 # A scan by a tree leaves interior padding, which XLA's partitioner gets wrong (0.10 to 0.12) where a device has one element
 # of a dimension: jax.jit of ``lax.pad(x, 0., ((0, 0, 0), (1, 0, 1))) * y``, x [4, 1], and y [4, 2] sharded over the second.
 _TREES = ("cumprod", "cummax", "cummin", "cumlogsumexp", "associative_scan")
-_UNSHARDED = ("reduce_xor", "reduce_bits", *_TREES, *(_AT if jax.__version_info__ < (0, 12) else ()))
+# And the cotangent of rows that were turned around and stacked, ``f = jnp.flip(x, 0)`` in ``jnp.stack([f, 2 * f, -f])``, where
+# a device has one row (0.10 to 0.12).
+_UNSHARDED = ("reduce_xor", "reduce_bits", "flip", *_TREES, *(_AT if jax.__version_info__ < (0, 12) else ()))
 for _name, _fun in SIMPLE.items():
     operation(_fun, name=_name, unsharded=_name in _UNSHARDED)
 
