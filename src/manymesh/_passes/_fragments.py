@@ -30,6 +30,9 @@ class _Builder:
         self.fragments: list[Fragment] = []
         self.made_at = {v: set(self.placement.node[n]) for n in flat.nodes for v in n.outputs}
         self.names: Counter[str] = Counter()
+        # A state, or what a loop carries -> its next value.
+        self.next = {v: flat.outvars[o] for v, o in flat.pins.states}
+        self.next |= {c.inner: c.out for loop in flat.loops for c in loop.carries}
         self.read_by: dict[Var, set[tuple[Cluster, int]]] = {}  # variable -> the clusters that read it, and where
         self.read_in_loops: dict[Var, set[int]] = {}  # variable -> submeshes that read it in a loop by another name
         # Variables that leave the program or their loop.
@@ -164,6 +167,7 @@ class _Builder:
         made = {v for n in nodes for v in n.outputs}
         invars = [v for v in dict.fromkeys(v for n in nodes for v in n.inputs) if v not in made]
         outvars = [v for n in nodes for v in n.outputs if self._leaves(v, c)]
+        invars, outvars = self._states_first(invars, outvars)
         tasks = tuple(self.flat.tasks[n.task].name or "task" for n in nodes if n.task is not None)
         name = "_".join(tasks) + ("", "_bwd", "_wgt")[c.phase] if tasks else f"{fallback}_{c.submesh}"
         self.names[name] += 1
@@ -175,6 +179,21 @@ class _Builder:
         )  # fmt: skip
         self.fragments.append(fragment)
         return fragment
+
+    def _states_first(self, invars: list[Var], outvars: list[Var]) -> tuple[list[Var], list[Var]]:
+        """The operands and results of a fragment, the states in front, and in their order their next values.
+
+        JAX gives donated buffers to results of one shape in order. A moment whose buffer goes to another moment is copied
+        first: the next value of the one is written over what the next value of the other reads, and the other way round.
+        """
+        made = set(outvars)
+        before = {out: v for v in reversed(invars) if (out := self.next.get(v)) in made}
+        follows = {v: out for out, v in reversed(before.items())}
+        new = set(follows.values())
+        return [*follows, *(v for v in invars if v not in follows)], [
+            *follows.values(),
+            *(v for v in outvars if v not in new),
+        ]
 
     def _leaves(self, v: Var, c: Cluster) -> bool:
         """Whether somebody outside the cluster reads this copy of the value."""
