@@ -110,6 +110,36 @@ def test_a_state_is_laid_out_like_its_parameter(name, loop):
     assert [x.sharding for x in jax.tree.leaves(again[:2])] == after
 
 
+NUMBERS = {"zero": lambda s, x: jnp.zeros_like(s), "a mean": lambda s, x: jnp.full_like(s, x.mean())}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_state_that_becomes_a_number_is_laid_out_like_its_parameter(number):
+    """The gradient that Adan remembers, say, where it is zero. XLA replicates a number that is a result."""
+    first, _ = halves()
+
+    def front(w, x):
+        return x @ mm.with_sharding_constraint(w, ("embed", "hidden"))
+
+    front = mm.task(front, "front", mesh=first, logical_axes=RULES)
+
+    def step(state, x):
+        p, before = state
+        g = NUMBERS[number](p, x)
+        w = 2 * p  # read twice, so that it is made where the next values are
+        return (p - 0.1 * (g - before), g), front(w, front(w, x))
+
+    state, x = (jnp.ones((WIDTH, WIDTH)), jnp.full((WIDTH, WIDTH), 2.0)), jnp.ones((8, WIDTH))
+    lowered = mm.jit(step).lower(state, x)
+    found = {name: d.spec for name, d in leaves(lowered.layout, "args[0]").items()}
+    assert found == dict.fromkeys(("args[0][0]", "args[0][1]"), P(None, "model"))
+    compiled = lowered.compile()
+    results = compiled(state, x)
+    assert_as_printed(compiled, lowered.layout, results)
+    with mm.ignore_transforms():
+        assert_same(results, step(state, x))
+
+
 def test_two_parameters_of_one_shape_are_not_one_anothers_states():
     """Under plain SGD nothing is tied to either, and outside tasks one has a part in the gradient of the other."""
     first, _ = halves()

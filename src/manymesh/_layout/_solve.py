@@ -257,11 +257,20 @@ class _Solver:
         tied = [v for v in f.outvars if self.groups.find(v) in roots and self.found(v, s) is None]
         if tied:
             specs = dict(zip(f.outvars, found.outputs, strict=True))
-            for v in tied:
-                self._decide(v, s, specs[v], rule)
+            self._decide_open(((v, specs[v]) for v in tied), s, rule)
             found = self._specs(f) or found
-        for v, spec in (*zip(f.outvars, found.outputs, strict=True), *zip(f.invars, found.inputs, strict=True)):
-            if self.found(v, s) is None:  # also what an earlier one of these settled
+        self._decide_open(
+            (*zip(f.outvars, found.outputs, strict=True), *zip(f.invars, found.inputs, strict=True)), s, rule
+        )
+
+    def _decide_open(self, specs: Iterable[tuple[Var, PartitionSpec]], s: int, rule: str) -> None:
+        """Decides each value that is still open when its turn comes: one before it may have settled it.
+
+        What is sharded comes first. XLA lays a number out for each of its readers alone, and replicates it as a result;
+        a state whose next value is a number would otherwise decide for the parameter that it mirrors.
+        """
+        for v, spec in sorted(specs, key=lambda each: not any(each[1])):
+            if self.found(v, s) is None:
                 self._decide(v, s, spec, rule)
 
     def _batches_say(self, f: Fragment, found: Propagated) -> bool:
