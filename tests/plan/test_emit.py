@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 import manymesh as mm
+from manymesh._plan import _emit
 from manymesh._plan._alias import sharing_submeshes
 from manymesh._plan._check import check
 from manymesh._plan._donation import slots_of_others
@@ -84,6 +85,19 @@ def test_every_send_has_its_receive_behind_it_and_a_tag_of_its_own():
                 if isinstance(r, Run) and (r.fragment, r.microbatch) == (maker.index, send.tag.microbatch)
             )
             assert set(send.inputs) <= set(makes)
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_slots_are_freed_as_one_at_whatever_length_the_instructions_are_looked_at(block, monkeypatch):
+    """Block by block, a slot is freed by the last instruction that touches it, also where that is in a later block."""
+    expected = trained().plan
+    monkeypatch.setattr(_emit, "BLOCK", block)
+    assert len(expected.instructions) > 20
+    assert _emit.emit(trained().program, _donated(trained())) == expected
+
+
+def _donated(lowered):
+    return frozenset(range(len(lowered.program.consts), len(lowered.program.invars) - 1))
 
 
 def test_streams_are_those_of_the_submeshes():

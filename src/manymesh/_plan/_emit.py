@@ -20,9 +20,11 @@ from ._instructions import Instruction, Plan, Ports, Receive, Run, Send, Tag
 from ._number import value_of, variables_of
 
 Var = _compat.Var
+_Numbers = np.ndarray[Any, np.dtype[np.int32]]
 
 # A larger plan repeats in more microbatches what a small one does, and checking it would take a quarter of its time.
 CHECKED_SLOTS = 20_000
+BLOCK = 8192  # instructions that are looked at together
 
 
 def emit(program: Program, donated_inputs: frozenset[int]) -> Plan:
@@ -313,22 +315,26 @@ class _Emitter:
     def _with_frees(self, kept: Sequence[int]) -> tuple[Instruction, ...]:
         """The instructions, each with the slots that nobody touches after it."""
         touched = [entry[1] for entry in self.code]
-        lengths = np.fromiter((sum(map(len, ports)) for ports in touched), np.int32, len(touched))
-        slots = np.fromiter(_flat(touched), np.int32, int(lengths.sum()))
-        instruction = np.repeat(np.arange(len(touched), dtype=np.int32), lengths)
+        # Block by block: a large plan touches slots five million times, and arrays of that length would be its peak.
+        blocks = [(k, touched[k : k + BLOCK]) for k in range(0, len(touched), BLOCK)]
         last, first = np.full((2, self.slots.count), -1, np.int32)
-        last[slots] = instruction
+        for begin, block in blocks:
+            slots, instruction = _touches(begin, block)
+            last[slots] = instruction
         last[list(kept)] = -1
-        dying = last[slots] == instruction
-        # One instruction may touch a slot twice; it frees it once, where it stands first.
-        position = np.flatnonzero(dying)
-        first[slots[position][::-1]] = position[::-1]
-        dying[position] = first[slots[position]] == position
-        frees = compress(_flat(list(touched)), dying.tobytes())
-        counts = np.bincount(instruction[dying], minlength=len(touched)).tolist()
-        del touched, lengths, slots, instruction, position, last, first
         self.code.reverse()
-        return tuple([self._finished(tuple(islice(frees, n))) for n in counts])
+        instructions: list[Instruction] = []
+        for begin, block in blocks:
+            slots, instruction = _touches(begin, block)
+            dying = last[slots] == instruction
+            # One instruction may touch a slot twice; it frees it once, where it stands first.
+            position = np.flatnonzero(dying)
+            first[slots[position][::-1]] = position[::-1]
+            dying[position] = first[slots[position]] == position
+            frees = compress(_flat(block), dying.tobytes())
+            counts = np.bincount(instruction[dying] - begin, minlength=len(block)).tolist()
+            instructions += [self._finished(tuple(islice(frees, n))) for n in counts]
+        return tuple(instructions)
 
     def _finished(self, free: tuple[int, ...]) -> Instruction:
         """The next instruction, whose draft is dropped: of millions there are not both."""
@@ -356,6 +362,13 @@ class _Crossing:
     numbers: tuple[int, ...]
     given: list[tuple[int, ...]]
     filled: list[tuple[int, ...]]
+
+
+def _touches(begin: int, touched: Sequence[Iterable[Sequence[int]]]) -> tuple[_Numbers, _Numbers]:
+    """The slots that instructions read and fill, and for each the number of the instruction; the first has ``begin``."""
+    lengths = np.fromiter((sum(map(len, ports)) for ports in touched), np.int32, len(touched))
+    slots = np.fromiter(_flat(touched), np.int32, int(lengths.sum()))
+    return slots, np.repeat(np.arange(begin, begin + len(touched), dtype=np.int32), lengths)
 
 
 def _flat(touched: Iterable[Iterable[Iterable[int]]]) -> Iterator[int]:
