@@ -31,8 +31,8 @@ class _Builder:
         self.made_at = {v: set(self.placement.node[n]) for n in flat.nodes for v in n.outputs}
         self.names: Counter[str] = Counter()
         # A state, or what a loop carries -> its next value.
-        self.next = {v: flat.outvars[o] for v, o in flat.pins.states}
-        self.next |= {c.inner: c.out for loop in flat.loops for c in loop.carries}
+        self.next = {v: out for v, o in flat.pins.states if _compat.is_var(out := flat.outvars[o])}
+        self.next |= {c.inner: c.out for loop in flat.loops for c in loop.carries if _compat.is_var(c.out)}
         self.read_by: dict[Var, set[tuple[Cluster, int]]] = {}  # variable -> the clusters that read it, and where
         self.read_in_loops: dict[Var, set[int]] = {}  # variable -> submeshes that read it in a loop by another name
         # Variables that leave the program or their loop.
