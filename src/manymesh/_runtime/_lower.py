@@ -18,9 +18,11 @@ from .._layout._layout import Layout
 from .._layout._solve import Specs, fragment_function
 from .._plan._instructions import Plan
 from .._program import Fragment, Program
+from .._task import mesh_devices
 from ._compile import Executables, Request, run_requests, workers
 from ._cuts import Cuts
 from ._ownership import Ownership
+from ._products import Products
 
 
 @dataclass(eq=False)
@@ -99,6 +101,7 @@ class _Lowerer:
         self.program, self.layout, self.cache = program, layout, cache
         self.options, self.pool = options, pool
         self.keys = Keys()
+        self.products = Products()
         self.starts: dict[int, tuple[int, ...]] = {}
 
     def request(self, f: Fragment) -> Request:
@@ -115,8 +118,11 @@ class _Lowerer:
     def _make(self, f: Fragment, cuts: Cuts, donated: Sequence[int]) -> Callable[[], Any]:
         """Lowers a fragment; what is returned compiles it."""
         ins, outs = ([self.layout.sharding(v, f.submesh) for v in each] for each in (f.invars, f.outvars))
-        ins += [NamedSharding(self.program.submeshes[f.submesh], PartitionSpec())] * len(cuts.starts)
         jaxpr = cuts.jaxpr(f)
+        mesh = self.program.submeshes[f.submesh]
+        ins += [NamedSharding(mesh, PartitionSpec())] * len(cuts.starts)
+        if mesh.size == 1 and mesh_devices(mesh)[0].platform == "cpu":
+            jaxpr = self.products.joined(jaxpr)
         avals = [_compat.abstract(v.aval) for v in jaxpr.invars]
         fun = fragment_function(f, jaxpr)
         with _compat.without_mesh(), _compat.wide_types(jaxpr):
