@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,12 +18,14 @@ from ._errors import ArgumentError, ProcessError
 from ._hardware import Hardware
 from ._layout._stacked import StackedValue
 from ._measure import loop_costs, measure, measured_durations
+from ._plan._donation import hand_over
 from ._plan._instructions import Plan, Receive, Run
 from ._program import Program
 from ._program._stacked import positions
 from ._report import Memory, Report, make_report
 from ._runtime._bind import bind
 from ._runtime._bind_processes import Results, bind_processes
+from ._runtime._exchange import copied
 from ._runtime._execute import Executor
 from ._runtime._lower import Lowered
 from ._runtime._observe import Observer
@@ -90,16 +92,11 @@ class Compiled(Shown):
         self.homes: list[Any] = stacks.of_arguments(homes, lambda x: x.sharding)
         self._moved = tuple(moved.items())
         self._leaving: list[Any] = stacks.of_results(leaving, lambda x: x.sharding)
-        own = frozenset(shift + k for i in donated for k in at[i])
-        given = {slot for i, _, slot in lowered.plan.inputs if i in own}
-        # A donated argument that is also a result, also by way of states of microbatches: the result takes its buffer over.
-        handed = {slot: o for o, slot in reversed(list(enumerate(lowered.plan.outputs))) if slot in given}
-        self._handed = tuple(sorted(handed.values()))
+        self._handover = hand_over(lowered.plan, frozenset(shift + k for i in donated for k in at[i]))
         self._dies = donated
         self._avals = stacks.of_arguments(
             [v.aval for v in program.invars[shift:]], lambda x: jax.core.ShapedArray(x.aval.shape, x.aval.dtype)
         )
-        self._copied = _shared_results(lowered.plan, own)
 
     def __repr__(self) -> str:
         made, reused = self._compilations
@@ -147,11 +144,11 @@ class Compiled(Shown):
             raise (
                 self.explain(error, leaves) if self.explain is not None else FloatingPointError(*error.args)
             ) from None
-        for o in self._copied:
+        for o in self._handover.copied:
             if not hasattr(results[o], "sharding"):
                 continue  # the gradient of an integer (float0) has no buffer, and other processes' results are not here
-            results[o] = self._executor.copied(results[o])
-        for o in self._handed:
+            results[o] = copied(results[o])
+        for o in self._handover.taken:
             results[o] = _take_over(results[o])
         for o, sharding in self._moved:
             results[o] = self._executor.bring(results[o], sharding)
@@ -187,6 +184,9 @@ class Compiled(Shown):
                 unusable = isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted())
             if unusable:
                 raise self._unusable(i, x)
+        if self._donated and (twice := given_twice(leaves, self._donated)) is not None:
+            a, b = map(self._path, twice)
+            raise ValueError(f"{self.name}: {one_array(f'{a} and {b}', leaves[twice[0]])}")
 
     def _unusable(self, i: int, x: Any) -> Exception:
         context = f"{self.name}: argument {self._path(i)} of shape {x.shape}"
@@ -316,20 +316,23 @@ def outline(program: Program, plan: Plan) -> str:
     return f"{words}{kinds[Receive]} transfers a call{', ' * bool(loops)}{loops}"
 
 
-# The argument is deleted and its buffer is that of the result, as jax.jit does it.
+def given_twice(leaves: Sequence[Any], donated: Collection[int]) -> tuple[int, int] | None:
+    """Two positions of one array, of which a donation takes it away from the other; None where there are none."""
+    if len(set(map(id, leaves))) == len(leaves):  # almost always, and every call asks
+        return None
+    first = {id(x): i for i, x in reversed(list(enumerate(leaves)))}
+    twice = ((first[id(x)], i) for i, x in enumerate(leaves) if isinstance(x, jax.Array))
+    return next(((a, b) for a, b in twice if a != b and (a in donated or b in donated)), None)
+
+
+def one_array(names: str, x: jax.Array) -> str:
+    """What is wrong with two arguments of one step, and what to do."""
+    return (
+        f"arguments {names} are one array of shape {x.shape}, and it is donated; donate neither, or pass a copy (jnp.copy) as "
+        "one of them"
+    )
+
+
+# A donated argument that is handed through, also by way of states of microbatches, is deleted, and the result has its buffer,
+# as jax.jit does it.
 _take_over = jax.jit(lambda x: x, donate_argnums=0)
-
-
-def _shared_results(plan: Plan, donated: frozenset[int]) -> tuple[int, ...]:
-    """Results whose buffer somebody else holds: the caller, another result, or the next call.
-
-    They are handed out as copies, as ``jax.jit`` does, so that deleting or donating one leaves the others alone.
-    """
-    held: set[int] = {slot for i, _, slot in plan.inputs if i not in donated}
-    shared = []
-    for o, slot in enumerate(plan.outputs):
-        if slot is None or slot in held:
-            shared.append(o)
-        else:
-            held.add(slot)
-    return tuple(shared)

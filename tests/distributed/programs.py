@@ -372,6 +372,23 @@ def sent_and_donated(rounds):
     return [mm.fetch(s).tolist() for s in seen]
 
 
+def sent_and_donated_beside(rounds):
+    """The same of a result that is handed out from a submesh of some of the devices that it is sent from: one buffer."""
+    grow = mm.task(lambda x: x + 1, "grow", mesh=mesh(0, 1))
+    look = mm.task(lambda x: jnp.stack([x.min(), x.max()]), "look", devices=[4])
+
+    def step(x):
+        x = grow(x)
+        return x, look(x)
+
+    near = NamedSharding(mesh(0), P())
+    step, x, seen = mm.jit(step, donate_argnums=0, out_shardings=(near, None)), jnp.zeros(1 << 20), []
+    for _ in range(rounds):
+        x, found = step(x)
+        seen.append(found)
+    return [mm.fetch(s).tolist() for s in seen]
+
+
 def readme():
     """The README's example; its last losses, with and without its tasks."""
     from pathlib import Path

@@ -81,6 +81,13 @@ def test_what_was_sent_can_be_donated(pool, transport):
         assert seen == [[k + 1, k + 1] for k in range(30)]
 
 
+@every_transport
+def test_what_was_sent_can_be_donated_under_another_name(pool, transport):
+    """A copy on a submesh that shares devices with the one that sends may be the same buffer."""
+    for seen in pool.call("programs.under", transport, "sent_and_donated_beside", 30):
+        assert seen == [[k + 1, k + 1] for k in range(30)]
+
+
 @others
 def test_steps_run(pool, transport):
     """Training on submeshes that span processes, fetching, ghosts, and arguments and results that move."""

@@ -1,4 +1,4 @@
-"""What holds for every program: the values of plain JAX, the same bits, and states that stay where they are."""
+"""What holds for every program: the values of plain JAX, the same bits, states that stay where they are, memory of their own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import manymesh as mm
+from manymesh import _compat
 
 from . import modules
 from .coverage import primitives
@@ -198,6 +199,8 @@ def _run(program: Program, schedule: str | None, again: bool, fused: bool = True
             if alive:
                 raise LawBroken(f"donated and not deleted: {[jax.tree_util.keystr(p) for p in alive]}")
         results.append(kept((state, metrics)))
+        if shared := shared_buffers((state, metrics), (rest, () if program.donate else given)):
+            raise LawBroken(f"in one buffer: {shared}")
     jax.effects_barrier()
     return _Run(results, set(NOTES))
 
@@ -239,8 +242,30 @@ def _run_of_modules(program: Program, schedule: str | None, again: bool, fused: 
             if found[path].devices() != wanted:
                 raise LawBroken(f"{path} lies as {found[path].sharding}, its task is on {wanted}")
         results.append(kept((found, metrics)))
+        if shared := shared_buffers((found, metrics)):
+            raise LawBroken(f"in one buffer: {shared}")
         before = found
     return _Run(results, set())
+
+
+def shared_buffers(results: Any, held: Any = ()) -> list[tuple[str, str]]:
+    """Pairs of arrays in one buffer: two results, or a result and something that the caller holds already."""
+    # An array that waits for a callback, asked where it is, would keep Python from the callback.
+    jax.block_until_ready([x for x in jax.tree.leaves((results, held)) if isinstance(x, jax.Array)])
+    at = {place: "what the caller holds" for x in jax.tree.leaves(held) for place in _buffers(x)}
+    shared = []
+    for path, x in jax.tree_util.tree_leaves_with_path(results):
+        name = f"result{jax.tree_util.keystr(path)}"
+        shared += [(at[place], name) for place in _buffers(x) if at.setdefault(place, name) != name]
+    return shared
+
+
+def _buffers(x: Any) -> list[tuple[int, int]]:
+    """Device and address of what this process has of an array."""
+    if not isinstance(x, jax.Array):
+        return []
+    pieces = _compat.pieces(_compat.key_words(x))
+    return [(next(iter(p.devices())).id, p.unsafe_buffer_pointer()) for p in pieces if p.size]
 
 
 def _layout_before(compiled: Any) -> None:

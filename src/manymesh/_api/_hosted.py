@@ -18,6 +18,7 @@ from .._distributed._world import world
 from .._errors import MeshError
 from .._layout._groups import Groups
 from .._mark import Recording
+from .._runtime._exchange import put_apart
 from .._runtime._execute import Kept
 from .._runtime._observe import Observer
 from .._types import PyTree
@@ -394,7 +395,8 @@ class CompiledParts(_InParts, Compiled):
             if isinstance(x.part, HostLoop)
         }
         consts = lowered._consts
-        self._consts = {v: self.bring(consts[v], home) for v, home, _ in self._reads(self._items, ()) if v in consts}
+        read = self._reads(self._items, ())
+        self._consts = {v: put_apart(consts[v], home, self.bring) for v, home, _ in read if v in consts}
 
     def __repr__(self) -> str:
         return f"CompiledParts({self.name}: {', '.join(self.parts)}; the host runs its loops)"

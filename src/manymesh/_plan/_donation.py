@@ -1,9 +1,10 @@
-"""Which inputs of fragments may be donated to them."""
+"""Whose a buffer is: which inputs of fragments may be donated to them, and how each result gets a buffer of its own."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._task import mesh_devices
-from ._instructions import Instruction, Run, Send
+from ._instructions import Instruction, Plan, Run, Send
 
 
 def donatable_inputs(
@@ -59,6 +60,55 @@ def _dying(
         for k in np.flatnonzero(dying):
             dying[k] = ((slots == slots[:, k : k + 1]).sum(axis=1) == 1).all()
     return tuple(np.flatnonzero(dying).tolist())
+
+
+@dataclass(frozen=True)
+class Handover:
+    """How results leave a call, so that no two arrays outside of it hold one buffer.
+
+    Attributes:
+      copied: positions of results that are handed out as copies, before anything is taken.
+      taken: positions of results that take over the buffers of donated arguments.
+    """
+
+    copied: tuple[int, ...]
+    taken: tuple[int, ...]
+
+
+def hand_over(plan: Plan, donated: frozenset[int]) -> Handover:
+    """Gives each result a buffer that nobody else has: no other result, no argument that stays, no constant.
+
+    Whoever gets two results may donate both, in the next step say; one donated under another name is a deleted array,
+    or a read of freed memory. Slots do not tell: a value's copies on submeshes that share devices are several slots and
+    one buffer. So the first result of each buffer has it, and the others, and what somebody outside holds, are copied.
+
+    Args:
+      plan: the plan.
+      donated: positions of inputs whose buffers are given away.
+    """
+    given = {plan.buffer(slot) for i, _, slot in plan.inputs if i in donated}
+    held = {plan.buffer(slot) for i, _, slot in plan.inputs if i not in donated}
+    copied, taken = [], []
+    for o, slot in enumerate(plan.outputs):
+        if slot is None or (buffer := plan.buffer(slot)) in held:  # a literal is there for the next call too
+            copied.append(o)
+            continue
+        held.add(buffer)
+        if buffer in given:
+            taken.append(o)
+    return Handover(tuple(copied), tuple(taken))
+
+
+def held_outside(plan: Plan, num_consts: int) -> frozenset[int]:
+    """Slots whose buffers somebody outside of the call may donate or delete when it has returned: arguments and results.
+
+    Args:
+      plan: the plan.
+      num_consts: how many of its first inputs are constants, which stay as long as the step.
+    """
+    ends = [slot for i, _, slot in plan.inputs if i >= num_consts] + [s for s in plan.outputs if s is not None]
+    buffers = {plan.buffer(slot) for slot in ends}
+    return frozenset(buffers) | {slot for slot, buffer in plan.aliases.items() if buffer in buffers}
 
 
 def slots_of_others(submeshes: Sequence[Mesh], instructions: Sequence[Instruction]) -> list[int]:

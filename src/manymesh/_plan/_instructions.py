@@ -140,6 +140,10 @@ class Plan(Shown):
     aliases: Mapping[int, int]
     donatable: Mapping[int, tuple[int, ...]]
 
+    def buffer(self, slot: int) -> int:
+        """The slot that stands for all that may hold one buffer with a slot."""
+        return self.aliases.get(slot, slot)
+
     def stream(self, submesh: int) -> tuple[Instruction, ...]:
         """The instructions of one submesh, in its order."""
         return tuple(i for i in self.instructions if i.submesh == submesh)

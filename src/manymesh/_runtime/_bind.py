@@ -14,10 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from .._layout._transfers import Step, plan_transfer
+from .._plan._donation import held_outside
 from .._plan._instructions import Plan, Receive, Run, Send
 from .._plan._number import variables_of
 from .._program import Program
-from ._exchange import put
+from ._exchange import put, put_apart
 from ._execute import Executor, Input, Issue, issue_of, untold
 from ._launches import ALONE, EVERY, CountedRelayouts, Handle, Launches
 from ._ownership import Ownership
@@ -152,6 +153,7 @@ class Binder:
         self.calls: dict[int, Callable[..., Sequence[jax.Array]]] = {}
         self.variables = variables_of(program)
         self.results = frozenset(plan.outputs)
+        self._held_outside = held_outside(plan, len(program.consts))
         self.positions = Positions()
         self.relayouts = Relayouts() if launches is None else CountedRelayouts(launches)
         self._launches, self._donation = launches, donation or {}
@@ -173,7 +175,7 @@ class Binder:
             if self.owner.owns(s):
                 sharding = self.layout.sharding(self.program.invars[i], s)
                 if i < num_consts:
-                    consts[self.positions[slot]] = put(self.program.consts[i], sharding)
+                    consts[self.positions[slot]] = put_apart(self.program.consts[i], sharding)
                 else:
                     inputs.append(Input(i - num_consts, sharding, self.positions[slot]))
         return consts, inputs
@@ -291,7 +293,7 @@ class Binder:
         number, send = sender
         # What is changed before it leaves is a copy that nobody else has.
         lent = tuple(
-            slot in self.results and b is None for slot, b in zip(send.inputs, crossing.before, strict=True)
+            slot in self._held_outside and b is None for slot, b in zip(send.inputs, crossing.before, strict=True)
         )  # fmt: skip
         return Batch(send.tag, send.submesh, send.target, crossing.sent, crossing.arriving, number, lent)
 

@@ -16,7 +16,7 @@ from .._program import Program
 from ._bind import Binder
 from ._carrier import Carrier
 from ._carriers import carrier
-from ._exchange import ProcessesTransport, assembled, processes_of, put
+from ._exchange import ProcessesTransport, assembled, processes_of, put, put_apart
 from ._execute import Executor
 from ._launches import Launches
 from ._lower import Lowered
@@ -70,7 +70,7 @@ def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: 
     binder = _ProcessesBinder(lowered, owner, ProcessesTransport(carries), launches)
     issues = binder.issues()
     consts = {
-        binder.positions[slot]: put(program.consts[i], lowered.sharding(program.invars[i], s))
+        binder.positions[slot]: put_apart(program.consts[i], lowered.sharding(program.invars[i], s))
         for i, s, slot in plan.inputs
         if i < len(program.consts) and owner.owns(s)
     }
@@ -173,14 +173,6 @@ class ProcessesExecutor(Executor):
 
     def _waiting(self, number: int) -> Waiting:
         return waiting_for(number, self._label, self._others, self._launches, self._program, self._plan)
-
-    def copied(self, x: jax.Array) -> jax.Array:
-        """A copy of a result, which nobody else holds; of a ghost, another ghost."""
-        if x.is_fully_addressable and x.addressable_shards:
-            return super().copied(x)
-        aval = with_weak(_compat.abstract(jax.typeof(x)), x.sharding)
-        words = _compat.key_words(x)
-        return assembled(aval, [jax.device_put(p, p.sharding, may_alias=False) for p in _compat.pieces(words)])
 
     def finish(self, results: list[Any]) -> None:
         """Completes results, of which those are None that other processes made."""

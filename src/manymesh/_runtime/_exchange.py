@@ -75,6 +75,34 @@ def put(x: Any, sharding: Sharding) -> jax.Array:
     return assembled(aval, _local(value, sharding))
 
 
+def put_apart(x: Any, sharding: NamedSharding, bring: Callable[[Any, NamedSharding], jax.Array] = put) -> jax.Array:
+    """An array or a host value with a sharding, never in memory that somebody else has.
+
+    What a step closes over lasts as long as the step, and is the user's, who may donate it to another step, or write to it
+    if it is NumPy's.
+
+    Args:
+      x: the value.
+      sharding: what it gets.
+      bring: gives it that, maybe in the memory that it has.
+    """
+    if isinstance(x, np.ndarray):
+        return bring(x.copy(), sharding)  # at once: the user may write to it while devices are still to copy it
+    return copied(bring(x, sharding))
+
+
+def copied(x: jax.Array) -> jax.Array:
+    """A copy of an array, whose buffers nobody else has; of a ghost, another ghost."""
+    # To the sharding that it has already: from several devices to some of them JAX does not heed may_alias=False.
+    pieces = _compat.pieces(_compat.key_words(x))
+    if pieces and x.is_fully_addressable:
+        copy: jax.Array = jax.device_put(x, x.sharding, may_alias=False)
+        return copy
+    aval = _compat.abstract(jax.typeof(x))
+    aval = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=x.sharding, weak_type=aval.weak_type)
+    return assembled(aval, [jax.device_put(p, p.sharding, may_alias=False) for p in pieces])
+
+
 def _local(value: np.ndarray[Any, Any], sharding: Sharding) -> list[jax.Array]:
     me = jax.process_index()
     places = sharding.devices_indices_map(value.shape)

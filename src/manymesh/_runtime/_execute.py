@@ -131,11 +131,6 @@ class Executor:
         literals = self.literals
         return [slots[k] if k is not None else literals.get(o) for o, k in enumerate(self._outputs)]
 
-    def copied(self, x: jax.Array) -> jax.Array:
-        """A copy of a result, which nobody else holds."""
-        copy: jax.Array = jax.device_put(x, x.sharding, may_alias=False)
-        return copy
-
     def finish(self, results: list[Any]) -> None:
         """Completes results, of which those are None that other processes made."""
 

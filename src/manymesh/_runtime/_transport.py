@@ -25,7 +25,7 @@ class Batch:
       sent: shape, dtype and sharding of each value as it leaves.
       arriving: the same as it arrives. Every shard that is wanted there is one of those that leave.
       number: position of the `Send` in the plan.
-      lent: for each value, whether the caller gets it too, and may donate or delete it while it is on its way.
+      lent: for each value, whether the caller has its buffer too, and may donate or delete it while it is on its way.
     """
 
     tag: Tag
