@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -82,13 +83,21 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("end", ["ends", "goes on"])
-def test_processes_that_do_not_save_alike(end, tmp_path) -> None:
-    """Other names, other steps, a save that one process cannot make, one that only one makes; and saves that are slow."""
-    script, output = tmp_path / "script.py", io.StringIO()
+def test_processes_that_do_not_save_alike(tmp_path) -> None:
+    """Other names, other steps, a save that one process cannot make, one that only one makes; and saves that are slow.
+
+    Once a process ends behind its last save, and once it goes on; side by side, as they mostly wait.
+    """
+    script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     paths = {"PYTHONPATH": ":".join(p for p in sys.path if p)}
-    command = [sys.executable, str(script), str(tmp_path / "saved"), end]
-    code = run_processes(command, 2, 1, output=output, timeout=200, more=paths)
-    assert code == 0, output.getvalue()
-    assert output.getvalue().count("done") == 2
+
+    def run(end: str) -> tuple[int, str]:
+        output = io.StringIO()
+        command = [sys.executable, str(script), str(tmp_path / end), end]
+        return run_processes(command, 2, 1, output=output, timeout=200, more=paths), output.getvalue()
+
+    with ThreadPoolExecutor(2) as pool:
+        for code, output in pool.map(run, ("ends", "goes")):
+            assert code == 0, output
+            assert output.count("done") == 2
