@@ -187,6 +187,9 @@ class Compiled(Shown):
                 unusable = isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted())
             if unusable:
                 raise self._unusable(i, x)
+        # Of every call, not only of the one that compiles: XLA refuses such a buffer in its own words, or ends the process.
+        if self._donated and len(set(map(id, leaves))) < len(leaves):
+            check_given_once(self.name, leaves, frozenset(self._donated), self._path)
 
     def _unusable(self, i: int, x: Any) -> Exception:
         context = f"{self.name}: argument {self._path(i)} of shape {x.shape}"
@@ -314,6 +317,25 @@ def outline(program: Program, plan: Plan) -> str:
     )
     words = f"{len(program.fragments)} fragments on {len(program.submeshes)} submeshes, {kinds[Run]} launches and "
     return f"{words}{kinds[Receive]} transfers a call{', ' * bool(loops)}{loops}"
+
+
+def check_given_once(name: str, leaves: Sequence[Any], donated: frozenset[int], path: Callable[[int], str]) -> None:
+    """Refuses one array in two places where a donation would take it away from the other one.
+
+    Args:
+      name: name of the step.
+      leaves: those of the arguments of a call.
+      donated: positions of those that are donated.
+      path: what the leaf in a position is called.
+    """
+    seen: dict[int, int] = {}
+    for i, x in enumerate(leaves):
+        k = seen.setdefault(id(x), i)
+        if k != i and isinstance(x, jax.Array) and not donated.isdisjoint((i, k)):
+            raise ValueError(
+                f"mm.jit({name}): arguments {path(k)} and {path(i)} are one array of shape {x.shape}, and it is donated; "
+                "donate neither, or pass a copy (jnp.copy) as one of them"
+            )
 
 
 # The argument is deleted and its buffer is that of the result, as jax.jit does it.

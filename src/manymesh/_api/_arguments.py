@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from .. import _compat, meta
+from .._compiled import check_given_once
 from .._distributed._world import world
 from .._errors import ArgumentError
 from .._implicit import registered
@@ -238,12 +239,5 @@ def donated_leaves(given: Arguments, argnums: tuple[int, ...], argnames: tuple[s
 def check_donation(step: Step, given: Arguments) -> None:
     """Refuses one array in two places where a donation would take it away from the other one."""
     donated = donated_leaves(given, step.donate_argnums, step.donate_argnames)
-    seen: dict[int, int] = {}
-    for i, x in enumerate(given.leaves):
-        k = seen.setdefault(id(x), i)
-        if k != i and isinstance(x, jax.Array) and not donated.isdisjoint((i, k)):
-            paths = [p for p, _ in jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))]
-            raise ValueError(
-                f"mm.jit({step.name}): arguments{keystr(paths[k])} and{keystr(paths[i])} are one array of shape "
-                f"{x.shape}, and it is donated; donate neither, or pass a copy (jnp.copy) as one of them"
-            )
+    paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+    check_given_once(step.name, given.leaves, frozenset(donated), lambda i: keystr(paths[i][0]).strip())
