@@ -315,7 +315,7 @@ def test_an_unknown_reduction():
 def test_a_reduction_that_does_not_fit_the_result():
     """Prefix errors, scalars that cannot be concatenated, a count that is not there."""
     for run in (lambda f: f, mm.jit):
-        with raises(ValueError, "('mean', 'sum', 'sum')", "prefix"):
+        with raises(ValueError, "('mean', 'sum', 'sum')", "prefix", "prefix pytree reduce"):
             run(microbatched(reduce=("mean", "sum", "sum")))(parameters(), rows())
         with raises(ValueError, "scalar", "concatenated", "'stack'"):
             run(microbatched(reduce="concat"))(parameters(), rows())

@@ -18,6 +18,7 @@ from .._implicit import registered
 from .._runtime._exchange import everywhere
 from .._runtime._fetch import fetch
 from .._runtime._processes import committed_sharding
+from .._shown import name_of
 from .._types import PyTree
 from ._step import Step
 
@@ -124,7 +125,7 @@ def check_named(label: str, fun: Any, numbers: tuple[Any, ...], names: tuple[Any
         return
     kinds = {p.kind for p in parameters}
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    fun_name = getattr(fun, "__name__", type(fun).__name__)
+    fun_name = name_of(fun)
     for k in numbers if inspect.Parameter.VAR_POSITIONAL not in kinds else ():
         if not -len(positional) <= k < len(positional):
             raise ArgumentError(
