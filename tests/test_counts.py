@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from manymesh._runtime._observe import Observer
-from stages import WIDTH, assert_same, back, dense, front, loss, microbatched, parameters, rows
+from stages import WIDTH, assert_same, back, dense, front, loss, microbatched, parameters, reference, rows
 
 JAX_VERSION = tuple(int(n) for n in jax.__version__.split(".")[:2])
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -103,6 +103,41 @@ def test_step_two_moves_no_state(wide):
     assert len(step._compiled) == 1
     # The batch, and the optimizer's step counter, which both submeshes read.
     assert set(arrivals.shapes) == {(), rows().shape}
+
+
+def _decayed_by_a_norm(p, memory, rate, x):
+    value, grads = jax.value_and_grad(loss)(p, x)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda w, g: w * (1 - 0.1 * norm) - 0.1 * g, p, grads), memory, rate * 0.9
+
+
+def _momentum_before_it_is_updated(p, memory, rate, x):
+    value, grads = jax.value_and_grad(loss)(p, x)
+    p = jax.tree.map(lambda w, m: w - value * m, p, memory)
+    return p, jax.tree.map(lambda m, g: 0.9 * m + g, memory, grads), rate * 0.9
+
+
+def _weights_looked_ahead(p, memory, rate, x):
+    ahead = jax.tree.map(lambda w, m: w + jnp.tanh(rate * m), p, memory)
+    value, grads = jax.value_and_grad(loss)(ahead, x)
+    p = jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
+    return p, jax.tree.map(lambda m, g: 0.9 * m + g, memory, grads), rate * 0.9 + 0.1 * value
+
+
+@pytest.mark.parametrize("step", [_decayed_by_a_norm, _momentum_before_it_is_updated, _weights_looked_ahead])
+def test_an_update_is_not_drawn_to_the_scalar_that_scales_it(step):
+    """The scalar crosses, of whatever submesh it is; no weight and no moment does, and a second step moves none."""
+    wide = lambda tree: jax.tree.map(lambda w: jnp.tile(w, (8, 8)) / 8, tree)  # too large to be computed in two places
+    x = jnp.tile(rows(), (1, 8))
+    state = wide(parameters(0)), wide(parameters(1)), jnp.float32(0.1)
+    jitted = mm.jit(step)
+    after = jitted(*state, x)
+    (compiled,) = jitted._compiled.values()
+    arrivals = Arrivals()
+    compiled.call_flat(jax.tree.leaves((after, x)), arrivals)
+    assert set(arrivals.shapes) <= {(), x.shape}
+    assert {e.var.aval.shape for e in compiled.program.edges} <= {(), x.shape}
+    assert_same(after, reference(jitted, *state, x))
 
 
 def test_transfers_in_one_call_are_those_of_the_report():

@@ -141,12 +141,12 @@ class _Placer:
         ]
         # Results that the caller wants somewhere decide first, then what is already placed, then readers.
         while open_nodes:
-            rest = self._sweep(open_nodes, lambda n: self._vote_inputs(n, {}, waits=n.backward), "reads")
+            rest = self._sweep(open_nodes, self._vote_made, "reads")
             if len(rest) == len(open_nodes):
                 # A weight's cast or transpose inside a loop or a backward pass goes with what reads it: the weight
                 # itself then crosses once a call, not its copy once a microbatch.
                 rest = self._sweep(
-                    open_nodes, lambda n: None if self._repeats(n) else self._vote_inputs(n, home), "state"
+                    open_nodes, lambda n: None if self._repeats(n) else self._vote_inputs(n, home, surely=True), "state"
                 )
             if len(rest) == len(open_nodes):
                 rest = self._sweep(open_nodes[::-1], self._vote_outputs, "read by")[::-1]
@@ -195,7 +195,15 @@ class _Placer:
             return self._place_of(self.index.comes_from[v], seen + 1)
         return self.pinned.get(v)
 
-    def _vote_inputs(self, n: Node, home: dict[Var, int], waits: bool = False) -> int | None:
+    def _vote_made(self, n: Node) -> int | None:
+        """Where most of what a node reads is made.
+
+        An update is not drawn to the scalar that scales it, a loss or a norm: the weight that it reads has its place
+        from elsewhere. In loops and backward passes a weight comes to what is made there, once a call.
+        """
+        return self._vote_inputs(n, {}, waits=n.backward, surely=not self._repeats(n))
+
+    def _vote_inputs(self, n: Node, home: dict[Var, int], waits: bool = False, surely: bool = False) -> int | None:
         """Where most of what a node reads is.
 
         Args:
@@ -203,6 +211,7 @@ class _Placer:
           home: where inputs of the program are, if they count.
           waits: whether it is left to those who read it where as much is in one place as in another, what is brought
             there for others included. A gradient that meets another one is then where the task is that takes it.
+          surely: whether it is left to others where something that is nowhere yet is larger than what is in one place.
         """
         wanted = [self.wanted[v] for v in n.outputs if v in self.wanted]
         if wanted:
@@ -211,15 +220,20 @@ class _Placer:
         if later is not None:
             return later
         votes: dict[int, int] = defaultdict(int)
+        nowhere = 0
         for v in dict.fromkeys(n.inputs):
             at = self._place_of(v)
             if at is None:
                 at = home.get(v)
-            if at is not None:
+            if at is None:
+                nowhere = max(nowhere, nbytes(v.aval))
+            else:
                 brought = {self.at[c] for c in self.consumers.get(v, ()) if c in self.at} if waits else set()
                 for k in {at, *brought}:
                     votes[k] += nbytes(v.aval) + 1
         most = max(votes.values(), default=0)
+        if surely and nowhere > most:
+            return None
         ties = [k for k in votes if votes[k] == most]
         if len(ties) < 2 or any(v in self.index.comes_from for v in n.inputs):
             return _winner(votes)
