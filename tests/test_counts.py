@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from manymesh._runtime._observe import Observer
-from stages import WIDTH, assert_same, back, dense, front, loss, microbatched, parameters, rows
+from stages import WIDTH, assert_same, back, dense, front, loss, microbatched, parameters, reference, rows
 
 JAX_VERSION = tuple(int(n) for n in jax.__version__.split(".")[:2])
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
@@ -103,6 +103,69 @@ def test_step_two_moves_no_state(wide):
     assert len(step._compiled) == 1
     # The batch, and the optimizer's step counter, which both submeshes read.
     assert set(arrivals.shapes) == {(), rows().shape}
+
+
+def _decayed_by_a_norm(p, memory, rate, x):
+    value, grads = jax.value_and_grad(loss)(p, x)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda w, g: w * (1 - 0.1 * norm) - 0.1 * g, p, grads), memory, rate * 0.9
+
+
+def _momentum_before_it_is_updated(p, memory, rate, x):
+    value, grads = jax.value_and_grad(loss)(p, x)
+    p = jax.tree.map(lambda w, m: w - value * m, p, memory)
+    return p, jax.tree.map(lambda m, g: 0.9 * m + g, memory, grads), rate * 0.9
+
+
+def _weights_looked_ahead(p, memory, rate, x):
+    ahead = jax.tree.map(lambda w, m: w + jnp.tanh(rate * m), p, memory)
+    value, grads = jax.value_and_grad(loss)(ahead, x)
+    p = jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
+    return p, jax.tree.map(lambda m, g: 0.9 * m + g, memory, grads), rate * 0.9 + 0.1 * value
+
+
+def assert_no_weight_crosses(step, *state):
+    """Neither in a call nor before the second one, and the values are those of the plain function."""
+    # Each is too large to be computed in two places.
+    state = jax.tree.map(lambda w: jnp.tile(w, (8, 8)) / 8 if w.ndim else w, state)
+    x = jnp.tile(rows(), (1, 8))
+    jitted = mm.jit(step)
+    after = jitted(*state, x)
+    (compiled,) = jitted._compiled.values()
+    arrivals = Arrivals()
+    compiled.call_flat(jax.tree.leaves((after, x)), arrivals)
+    assert set(arrivals.shapes) <= {(), x.shape}
+    assert all(e.var.aval.shape[1:] in {(), x.shape[1:]} and e.nbytes <= x.nbytes for e in compiled.program.edges)
+    assert_same(after, reference(jitted, *state, x))
+
+
+@pytest.mark.parametrize("step", [_decayed_by_a_norm, _momentum_before_it_is_updated, _weights_looked_ahead])
+def test_an_update_is_not_drawn_to_the_scalar_that_scales_it(step):
+    """The scalar crosses, of whatever submesh it is; no weight and no moment does, and a second step moves none."""
+    assert_no_weight_crosses(step, parameters(0), parameters(1), jnp.float32(0.1))
+
+
+PENALTIES = {
+    "squares": lambda value, weights: value + 0.1 * sum(jnp.sum(w**2) for w in weights),
+    "a norm": lambda value, weights: value + 0.1 * jnp.sqrt(sum(jnp.sum(w**2) for w in weights)),
+    "a factor": lambda value, weights: value * (1 + sum(jnp.mean(jnp.abs(w)) for w in weights)),
+    "orthogonal": lambda value, weights: value + 0.1 * sum(jnp.sum((w.T @ w - jnp.eye(len(w))) ** 2) for w in weights),
+}
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_a_penalty_on_weights_is_computed_where_they_are(penalty, num_microbatches):
+    """A number of each submesh crosses, and comes back for the gradient, in a loop over microbatches too."""
+
+    def penalised(p, x):
+        return PENALTIES[penalty](loss(p, x), [p["front"], p["back"]])
+
+    def step(p, value, x):
+        value, grads = microbatched(jax.value_and_grad(penalised), num_microbatches=num_microbatches)(p, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads), value
+
+    assert_no_weight_crosses(step, parameters(), jnp.float32(0.0))
 
 
 def test_transfers_in_one_call_are_those_of_the_report():

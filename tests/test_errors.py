@@ -148,6 +148,24 @@ def test_an_array_in_two_places_of_which_one_is_donated():
         step({"back": p["back"]}, {"back": p["back"]})
 
 
+def test_an_array_in_two_places_of_a_later_call():
+    """The same where the step is compiled and the array lies where it is wanted: a target network set to the network."""
+
+    def step(state, x):
+        loss_now, grads = jax.value_and_grad(loss)(state["net"], x)
+        return loss_now, {**state, "net": jax.tree.map(lambda p, g: p - g, state["net"], grads)}
+
+    jitted = mm.jit(step, donate_argnums=0)
+    _, state = jitted({"net": parameters(0), "target": parameters(1)}, rows())
+    for call in (jitted, jitted.lower(state, rows()).compile()):
+        with raises(ValueError, "args[0]['net']['back'] and args[0]['target']['back'] are one array", "jnp.copy"):
+            call({**state, "target": state["net"]}, rows())
+    with mm.ignore_transforms():
+        expected, _ = jitted({**state, "target": state["net"]}, rows())
+    actual, _ = jitted({**state, "target": jax.tree.map(jnp.copy, state["net"])}, rows())
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
 def test_an_error_inside_a_task_carries_the_name_of_the_task():
     """The user's own exception, with a note."""
 
@@ -297,7 +315,7 @@ def test_an_unknown_reduction():
 def test_a_reduction_that_does_not_fit_the_result():
     """Prefix errors, scalars that cannot be concatenated, a count that is not there."""
     for run in (lambda f: f, mm.jit):
-        with raises(ValueError, "('mean', 'sum', 'sum')", "prefix"):
+        with raises(ValueError, "('mean', 'sum', 'sum')", "prefix", "prefix pytree reduce"):
             run(microbatched(reduce=("mean", "sum", "sum")))(parameters(), rows())
         with raises(ValueError, "scalar", "concatenated", "'stack'"):
             run(microbatched(reduce="concat"))(parameters(), rows())

@@ -1,6 +1,7 @@
 """`Task` describes where; `task` marks what."""
 
 import enum
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,25 @@ def test_the_name_defaults_to_that_of_what_is_wrapped():
     assert names(jnp.sin, "layer 1/β") == ["layer 1/β"]
     ready = mm.task(jnp.sin, task=mm.Task("ready", devices=[0]))
     assert [t for f in mm.jit(ready).lower(rows()).program.fragments for t in f.tasks] == ["ready"]
+
+
+def test_a_partial_application_is_called_like_its_function():
+    """A task, a loop and a step, in programs and in errors."""
+
+    def scaled(by, w, x):
+        return by * dense(w, x)
+
+    def mean_of(by, params, x):
+        one, two = (mm.task(functools.partial(scaled, by), devices=[k]) for k in (0, 1))
+        return jnp.mean(two(params["back"], one(params["front"], x)))
+
+    loop = microbatched(functools.partial(functools.partial(mean_of, 2.0)))
+    step = mm.jit(functools.partial(loop))
+    program = step.lower(parameters(), rows()).program
+    assert [f.name for f in program.fragments if f.loop is not None] == ["scaled", "scaled_2"]
+    assert program.loops[0].name == "mean_of" and repr(step).startswith("mm.jit(mean_of)")
+    with pytest.raises(mm.errors.MicrobatchError, match=r"microbatch\(mean_of\)"):
+        microbatched(functools.partial(mean_of, 2.0), num_microbatches=3)(parameters(), rows())
 
 
 def test_a_task_as_a_decorator():

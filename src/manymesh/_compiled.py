@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -184,9 +184,9 @@ class Compiled(Shown):
                 unusable = isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted())
             if unusable:
                 raise self._unusable(i, x)
-        if self._donated and (twice := given_twice(leaves, self._donated)) is not None:
-            a, b = map(self._path, twice)
-            raise ValueError(f"{self.name}: {one_array(f'{a} and {b}', leaves[twice[0]])}")
+        # Of every call, not only of the one that compiles: XLA refuses such a buffer in its own words, or ends the process.
+        if self._donated and len(set(map(id, leaves))) < len(leaves):
+            check_given_once(self.name, leaves, frozenset(self._donated), self._path)
 
     def _unusable(self, i: int, x: Any) -> Exception:
         context = f"{self.name}: argument {self._path(i)} of shape {x.shape}"
@@ -316,21 +316,23 @@ def outline(program: Program, plan: Plan) -> str:
     return f"{words}{kinds[Receive]} transfers a call{', ' * bool(loops)}{loops}"
 
 
-def given_twice(leaves: Sequence[Any], donated: Collection[int]) -> tuple[int, int] | None:
-    """Two positions of one array, of which a donation takes it away from the other; None where there are none."""
-    if len(set(map(id, leaves))) == len(leaves):  # almost always, and every call asks
-        return None
-    first = {id(x): i for i, x in reversed(list(enumerate(leaves)))}
-    twice = ((first[id(x)], i) for i, x in enumerate(leaves) if isinstance(x, jax.Array))
-    return next(((a, b) for a, b in twice if a != b and (a in donated or b in donated)), None)
+def check_given_once(name: str, leaves: Sequence[Any], donated: frozenset[int], path: Callable[[int], str]) -> None:
+    """Refuses one array in two places where a donation would take it away from the other one.
 
-
-def one_array(names: str, x: jax.Array) -> str:
-    """What is wrong with two arguments of one step, and what to do."""
-    return (
-        f"arguments {names} are one array of shape {x.shape}, and it is donated; donate neither, or pass a copy (jnp.copy) as "
-        "one of them"
-    )
+    Args:
+      name: name of the step.
+      leaves: those of the arguments of a call.
+      donated: positions of those that are donated.
+      path: what the leaf in a position is called.
+    """
+    seen: dict[int, int] = {}
+    for i, x in enumerate(leaves):
+        k = seen.setdefault(id(x), i)
+        if k != i and isinstance(x, jax.Array) and not donated.isdisjoint((i, k)):
+            raise ValueError(
+                f"mm.jit({name}): arguments {path(k)} and {path(i)} are one array of shape {x.shape}, and it is donated; "
+                "donate neither, or pass a copy (jnp.copy) as one of them"
+            )
 
 
 # A donated argument that is handed through, also by way of states of microbatches, is deleted, and the result has its buffer,

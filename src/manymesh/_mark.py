@@ -29,6 +29,7 @@ from ._errors import ArgumentError, AxisError, ManyMeshError, TaskError
 from ._implicit import Matcher
 from ._key import Keys
 from ._scope import Scope, carrying, current_scope, enter_scope
+from ._shown import name_of
 from ._stands_for import stands_for
 from ._task import Task, check_name
 from ._types import PyTree
@@ -198,7 +199,7 @@ def task(
 def _as_task(fun: Callable[P, R], name: str | None, described: Task) -> Callable[P, R]:
     """A function that is a task inside a recording and itself outside."""
     _check_function(fun)
-    described = described.named(name or str(getattr(fun, "__name__", type(fun).__name__)))
+    described = described.named(name or name_of(fun))
 
     @_compat.boundary
     @functools.wraps(fun)

@@ -32,6 +32,7 @@ from ._reductions import (
     reduce_reference,
     words_of,
 )
+from ._shown import name_of
 from ._single import check_single
 from ._stands_for import stands_for
 from ._types import PyTree
@@ -102,8 +103,7 @@ def microbatch(
         A sum stays a sum: nothing is scaled unasked.
       interleave: stages per submesh that the program has to have.
       num_stages: stages that the program has to have.
-      unrolling: accepted for programs written for other systems; a plan is always laid out whole, so that it
-        changes nothing.
+      unrolling: accepted for programs written for other systems; it changes nothing, as a plan is laid out whole.
       arg_shardings: pytree prefix of the batch (of each, for several ``argnum``) with the sharding of a piece.
       custom_schedule: rows for the schedule ``"custom"``, one a submesh, of task names or (microbatch, task name). What
         is in no task runs right before what needs it.
@@ -126,7 +126,7 @@ def microbatch(
       >>> float(value)
       9.0
     """
-    name = getattr(fun, "__name__", type(fun).__name__)
+    name = name_of(fun)
     argnums = _positions(name, argnum)
     num_microbatches, size = _sizes(name, num_microbatches, size)
     _check_reductions(name, reduce)
@@ -159,6 +159,7 @@ def microbatch(
                 error.add_note(text)
             raise
 
+    over_microbatches.__name__ = name  # which a partial application does not have
     return over_microbatches
 
 

@@ -130,8 +130,9 @@ def words_of(reduce: Any, out: PyTree) -> Words:
     try:
         expanded = jax.tree.map(lambda w, part: [w] * len(jax.tree.leaves(part)), reduce, out)
     except ValueError as error:
+        text = str(error).replace("tree_map tree", "reduce")  # what JAX calls the first of the trees
         raise MicrobatchError(
-            f"reduce {reduce!r} is not a prefix of the result, whose structure is {jax.tree.structure(out)}: {error}"
+            f"reduce {reduce!r} is not a prefix of the result, whose structure is {jax.tree.structure(out)}: {text}"
         ) from None
     words = [
         "float0" if _dtype_of(x) == jax.dtypes.float0 else w

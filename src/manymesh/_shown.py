@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import io
 import re
@@ -19,6 +20,13 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return f'<pre style="{_PRE}">{html.escape(repr(self))}</pre>'
+
+
+def name_of(fun: object) -> str:
+    """What a function is called: a partial application like the function in it, any other object like its class."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return str(getattr(fun, "__name__", type(fun).__name__))
 
 
 def rich_html(renderable: object) -> str:

@@ -11,13 +11,14 @@ import jax
 import numpy as np
 
 from .. import _compat, meta
-from .._compiled import given_twice, one_array
+from .._compiled import check_given_once
 from .._distributed._world import world
 from .._errors import ArgumentError
 from .._implicit import registered
 from .._runtime._exchange import everywhere
 from .._runtime._fetch import fetch
 from .._runtime._processes import committed_sharding
+from .._shown import name_of
 from .._types import PyTree
 from ._step import Step
 
@@ -124,7 +125,7 @@ def check_named(label: str, fun: Any, numbers: tuple[Any, ...], names: tuple[Any
         return
     kinds = {p.kind for p in parameters}
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    fun_name = getattr(fun, "__name__", type(fun).__name__)
+    fun_name = name_of(fun)
     for k in numbers if inspect.Parameter.VAR_POSITIONAL not in kinds else ():
         if not -len(positional) <= k < len(positional):
             raise ArgumentError(
@@ -239,7 +240,5 @@ def donated_leaves(given: Arguments, argnums: tuple[int, ...], argnames: tuple[s
 def check_donation(step: Step, given: Arguments) -> None:
     """Refuses one array in two places where a donation would take it away from the other one."""
     donated = donated_leaves(given, step.donate_argnums, step.donate_argnames)
-    if donated and (twice := given_twice(given.leaves, donated)) is not None:
-        paths = [p for p, _ in jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))]
-        names = " and".join(keystr(paths[i]) for i in twice).strip()
-        raise ValueError(f"mm.jit({step.name}): {one_array(names, given.leaves[twice[0]])}")
+    paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+    check_given_once(step.name, given.leaves, frozenset(donated), lambda i: keystr(paths[i][0]).strip())

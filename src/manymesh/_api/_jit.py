@@ -13,7 +13,7 @@ from .. import _compat
 from .._compiled import Compiled
 from .._errors import ArgumentError
 from .._mark import current_recording, transforms_ignored
-from .._shown import Shown
+from .._shown import Shown, name_of
 from .._types import PyTree
 from ._arguments import (
     Arguments,
@@ -157,7 +157,7 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
         static = named(fun, as_tuple(static_argnums), as_tuple(static_argnames))
         donated = named(fun, as_tuple(donate_argnums), as_tuple(donate_argnames))
         check_apart(static, donated)
-        self.fun, self.name = fun, getattr(fun, "__name__", type(fun).__name__)
+        self.fun, self.name = fun, name_of(fun)
         self._step = Step(fun, self.name, *static, *donated, in_shardings, out_shardings, compiler_options, strict)
         self._compiled: dict[Any, Compiled] = {}
         self._structure: Any = None  # of the arguments that were compiled for last

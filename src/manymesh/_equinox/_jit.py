@@ -16,6 +16,7 @@ from .._api._lowered import Lowered
 from .._api._traced import Traced
 from .._errors import ArgumentError
 from .._mark import current_recording
+from .._shown import name_of
 from .._types import PyTree
 
 P = ParamSpec("P")
@@ -70,7 +71,7 @@ class Jitted(FunctionLike, Generic[P, R]):
             head, (args, kwargs) = _join((first, others), static)
             return _split(fun(*head, *args, **kwargs))
 
-        pure.__name__ = pure.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
+        pure.__name__ = pure.__qualname__ = name_of(fun)
         self._jitted = plain_jit(pure, donate_argnums=numbers, **options)
 
     def __repr__(self) -> str:

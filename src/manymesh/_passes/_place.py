@@ -24,6 +24,7 @@ from ._beside import beside
 # An equation whose results are at most this large, and that reads nothing that is already placed, is
 # computed on every submesh that reads it. Bytes; a random key, a step counter or a learning rate fits.
 SMALL = 1024
+NUMBER = 16  # bytes of the largest dtype
 
 
 class NothingPlacedError(Exception):
@@ -78,6 +79,7 @@ def _states_apart(flat: FlatProgram, placement: Placement) -> dict[Var, int]:
 class _Placer:
     def __init__(self, flat: FlatProgram, small: set[Node]) -> None:
         self.flat, self.small, self.index = flat, small, flat.index
+        self.sums = _summed_up(flat)
         self.submeshes: list[Mesh] = []
         self.number: dict[Mesh, int] = {}
         self.at: dict[Node, int] = {}
@@ -141,13 +143,9 @@ class _Placer:
         ]
         # Results that the caller wants somewhere decide first, then what is already placed, then readers.
         while open_nodes:
-            rest = self._sweep(open_nodes, lambda n: self._vote_inputs(n, {}, waits=n.backward), "reads")
+            rest = self._sweep(open_nodes, self._vote_made, "reads")
             if len(rest) == len(open_nodes):
-                # A weight's cast or transpose inside a loop or a backward pass goes with what reads it: the weight
-                # itself then crosses once a call, not its copy once a microbatch.
-                rest = self._sweep(
-                    open_nodes, lambda n: None if self._repeats(n) else self._vote_inputs(n, home), "state"
-                )
+                rest = self._sweep(open_nodes, lambda n: self._vote_states(n, home), "state")
             if len(rest) == len(open_nodes):
                 rest = self._sweep(open_nodes[::-1], self._vote_outputs, "read by")[::-1]
             if len(rest) == len(open_nodes):
@@ -195,7 +193,26 @@ class _Placer:
             return self._place_of(self.index.comes_from[v], seen + 1)
         return self.pinned.get(v)
 
-    def _vote_inputs(self, n: Node, home: dict[Var, int], waits: bool = False) -> int | None:
+    def _vote_made(self, n: Node) -> int | None:
+        """Where most of what a node reads is made.
+
+        An update is not drawn to the number that scales it, a loss or a norm: the weight that it reads has its place
+        from elsewhere. In loops and backward passes a weight comes to activations that are made there, once a call, but
+        not to a number either.
+        """
+        return self._vote_inputs(n, {}, waits=n.backward, surely=True)
+
+    def _vote_states(self, n: Node, home: dict[Var, int]) -> int | None:
+        """The same, where inputs of the program count.
+
+        A weight's cast or transpose inside a loop or a backward pass goes with what reads it: the weight itself then
+        crosses once a call, not its copy once a microbatch. A norm of it is made where it is.
+        """
+        if self._repeats(n) and n not in self.sums:
+            return None
+        return self._vote_inputs(n, home, surely=True)
+
+    def _vote_inputs(self, n: Node, home: dict[Var, int], waits: bool = False, surely: bool = False) -> int | None:
         """Where most of what a node reads is.
 
         Args:
@@ -203,6 +220,8 @@ class _Placer:
           home: where inputs of the program are, if they count.
           waits: whether it is left to those who read it where as much is in one place as in another, what is brought
             there for others included. A gradient that meets another one is then where the task is that takes it.
+          surely: whether it is left to others where something that is nowhere yet is larger than what is in one place;
+            where weights come to activations, larger than the numbers that are.
         """
         wanted = [self.wanted[v] for v in n.outputs if v in self.wanted]
         if wanted:
@@ -211,15 +230,23 @@ class _Placer:
         if later is not None:
             return later
         votes: dict[int, int] = defaultdict(int)
+        nowhere = largest = 0
         for v in dict.fromkeys(n.inputs):
             at = self._place_of(v)
             if at is None:
                 at = home.get(v)
-            if at is not None:
+            if at is None:
+                nowhere = max(nowhere, nbytes(v.aval))
+            else:
+                largest = max(largest, nbytes(v.aval))
                 brought = {self.at[c] for c in self.consumers.get(v, ()) if c in self.at} if waits else set()
                 for k in {at, *brought}:
                     votes[k] += nbytes(v.aval) + 1
         most = max(votes.values(), default=0)
+        if surely and nowhere > most and (largest <= NUMBER or not self._repeats(n)):
+            return None
+        if surely and largest <= NUMBER and not _is_number(n):  # a number that is spread out, for whoever needs it
+            return None
         ties = [k for k in votes if votes[k] == most]
         if len(ties) < 2 or any(v in self.index.comes_from for v in n.inputs):
             return _winner(votes)
@@ -354,6 +381,29 @@ def _shrinks(n: Node) -> bool:
     return n.task is None and max((nbytes(v.aval) for v in n.inputs), default=0) > sum(
         nbytes(v.aval) for v in n.outputs
     )
+
+
+def _summed_up(flat: FlatProgram) -> set[Node]:
+    """Unmarked equations of forward passes of which nothing but numbers comes there: a penalty on weights.
+
+    What is made for the backward pass alone does not count: that is where the gradient of the weights is.
+    """
+    found: set[Node] = set()
+    kept: set[Node] = set()  # for the backward pass
+    for n in reversed(flat.nodes):
+        if n.task is not None or n.backward or any(v in flat.index.leaving for v in n.outputs):
+            continue
+        readers = {r for v in n.outputs for r in flat.index.readers.get(v, ())}
+        forward = {r for r in readers if not r.backward} - kept
+        if (_shrinks(n) and _is_number(n)) or (forward and forward <= found):
+            found.add(n)
+        elif readers and not forward:
+            kept.add(n)
+    return found
+
+
+def _is_number(n: Node) -> bool:
+    return sum(nbytes(v.aval) for v in n.outputs) <= NUMBER
 
 
 def _winner(votes: dict[int, int]) -> int | None:
