@@ -271,7 +271,13 @@ class _Placer:
             at = self._place_of(v)
             if at is None:
                 at = home.get(v)
-            if at is None:
+            if at is None and n.backward and v not in self.producer:
+                # A weight that the forward pass reads somewhere is there for the backward pass too.
+                there = {self.at[c] for c in self.consumers.get(v, ()) if c in self.at and not c.backward}
+                for k in there:
+                    votes[k] += nbytes(v.aval) + 1
+                nowhere = nowhere if there else max(nowhere, nbytes(v.aval))
+            elif at is None:
                 nowhere = max(nowhere, nbytes(v.aval))
             else:
                 largest = max(largest, nbytes(v.aval))
