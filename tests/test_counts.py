@@ -168,6 +168,20 @@ def test_a_penalty_on_weights_is_computed_where_they_are(penalty, num_microbatch
     assert_no_weight_crosses(step, parameters(), jnp.float32(0.0))
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_a_product_between_tasks_is_differentiated_where_its_weight_is(num_microbatches):
+    """Forward and backward on one submesh, so that the weight is on one: activations and their gradients cross."""
+
+    def between(p, x):
+        return jnp.mean(back(p["back"], front(p["front"], x) @ p["between"]) ** 2)
+
+    def step(p, x):
+        _, grads = microbatched(jax.value_and_grad(between), num_microbatches=num_microbatches)(p, x)
+        return (jax.tree.map(lambda w, g: w - 0.1 * g, p, grads),)
+
+    assert_no_weight_crosses(step, {**parameters(0), "between": parameters(1)["front"]})
+
+
 def test_transfers_in_one_call_are_those_of_the_report():
     """Two stages, four microbatches: an activation forward and a gradient back in each, and nothing else in the loop."""
     report = mm.jit(microbatched()).lower(parameters(), rows()).compile().report()

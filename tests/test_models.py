@@ -330,6 +330,66 @@ def train(step, state, steps=3):
     return compiled.lower(state, floats(8, 32)).compile()
 
 
+def normed(scale, x):
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    return centred * scale * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 1e-5)
+
+
+def norm_before(run, p, h):
+    for w, scale in zip(p["w"], p["scale"], strict=True):
+        h = h + run(w, normed(scale, h))
+    return h
+
+
+def norm_after(run, p, h):
+    for w, scale in zip(p["w"], p["scale"], strict=True):
+        h = normed(scale, h + run(w, h))
+    return h
+
+
+def every_layer_before(run, p, h):
+    layers = [h]
+    for w in p["w"]:
+        layers.append(run(w, sum(layers)))
+    return layers[-1] + layers[1]
+
+
+def highway(run, p, h):
+    for w, scale in zip(p["w"], p["scale"], strict=True):
+        h = normed(scale, h) * jax.nn.silu(run(w, normed(scale, h))) + jnp.tanh(h)
+    return h
+
+
+def skips_of_a_u_net(run, p, h):
+    down = run(p["w"][0], h)
+    middle = run(p["w"][1], normed(p["scale"][0], down))
+    return run(p["w"][2], normed(p["scale"][1], middle + down)) * jax.nn.silu(down)
+
+
+def two_layers_side_by_side(run, p, h):
+    both = normed(p["scale"][0], h)
+    h = h + run(p["w"][0], both) + run(p["w"][1], both)
+    return normed(p["scale"][2], h + run(p["w"][2], normed(p["scale"][1], h)))
+
+
+GLUES = [norm_before, norm_after, every_layer_before, highway, skips_of_a_u_net, two_layers_side_by_side]
+
+
+@pytest.mark.parametrize("glue", GLUES)
+def test_what_stands_between_tasks_leaves_a_pipeline(glue):
+    """Norms, gates and skip connections outside of tasks: values go to later stages and their gradients to earlier ones."""
+    stages = [mm.task(lambda w, x: jnp.tanh(x @ w), f"layer_{k}", devices=[k]) for k in range(3)]
+    params = {"w": [floats(8, 8, seed=k) for k in range(3)], "scale": [jnp.ones(8)] * 3}
+
+    def loss(p, x):
+        layers = iter(stages)
+        return jnp.mean(glue(lambda w, h: next(layers)(w, h), p, x) ** 2)
+
+    step = microbatched(jax.value_and_grad(loss), num_microbatches=4)
+    assert mm.jit(step, strict=True).lower(params, floats(16, 8)).program.loops[0].placement == (0, 1, 2)
+    assert_agrees(step, params, floats(16, 8), tolerance=5e-5)
+
+
 def bytes_of(compiled):
     """Bytes that cross in a step, between any submeshes."""
     return sum(e.nbytes for e in compiled.report().edges)

@@ -79,7 +79,7 @@ def _states_apart(flat: FlatProgram, placement: Placement) -> dict[Var, int]:
 class _Placer:
     def __init__(self, flat: FlatProgram, small: set[Node]) -> None:
         self.flat, self.small, self.index = flat, small, flat.index
-        self.sums = _summed_up(flat)
+        self.sums, self.after = _summed_up(flat), _latest_tasks(flat)
         self.submeshes: list[Mesh] = []
         self.number: dict[Mesh, int] = {}
         self.at: dict[Node, int] = {}
@@ -155,7 +155,43 @@ class _Placer:
                     self.at[n], self.reason[n] = 0, "default"
                 rest = []
             open_nodes = rest
+        self._turn_back()
         return self._finish(home)
+
+    def _turn_back(self) -> None:
+        """Lets backward passes go from each stage to earlier ones only.
+
+        Around a skip connection a gradient may have been drawn to a later stage, by as many bytes as there are on its own:
+        what an earlier one made would go there and come back, and no schedule has an order for that. A node is not after
+        the stages that make what it reads, and not before those whose tasks need what comes of it.
+        """
+        stages = self._stages()
+        order = {k: i for i, k in enumerate(stages)}
+        nodes = [n for n in self.flat.nodes if n.backward and n.loop is not None] if stages else []
+        needed: dict[Node, int] = {}
+        for n in reversed(nodes):
+            readers = [r for v in n.outputs for r in self.consumers.get(v, ()) if r.backward and r.loop == n.loop]
+            tasks = [order.get(self.at[r], 0) for r in readers if r.task is not None]
+            needed[n] = max([*tasks, *(needed.get(r, 0) for r in readers if r.task is None)], default=0)
+        for n in nodes:
+            if self.flat.submesh_of(n) is not None or self.at.get(n) not in order:
+                continue
+            made = [self.at.get(self.producer[v]) for v in n.inputs if v in self.producer and self.producer[v].backward]
+            latest = min((order[k] for k in made if k in order), default=len(stages))
+            at = stages[max(min(order[self.at[n]], latest), needed[n])]
+            if at != self.at[n] and not any(v in self.wanted for v in n.outputs):
+                self.at[n], self.reason[n] = at, "reads"
+
+    def _stages(self) -> list[int]:
+        """The submeshes in the order of their tasks in loops; empty where a forward pass comes to one of them again."""
+        forward = [n for n in self.flat.nodes if n.loop is not None and not n.backward and n in self.at]
+        stages = list(dict.fromkeys(self.at[n] for n in forward if n.task is not None))
+        order = {k: i for i, k in enumerate(stages)}
+        for n in forward:
+            made = [self.at[p] for v in n.inputs if (p := self.producer.get(v)) in self.at and p.loop == n.loop]
+            if any(order.get(k, 0) > order.get(self.at[n], 0) for k in made):
+                return []
+        return stages
 
     def _leads_to(self, out: Atom) -> list[Var]:
         """The next value of a state, and what is nothing but this value: before a mean's division, the stack that is divided.
@@ -235,7 +271,13 @@ class _Placer:
             at = self._place_of(v)
             if at is None:
                 at = home.get(v)
-            if at is None:
+            if at is None and n.backward and v not in self.producer:
+                # A weight that the forward pass reads somewhere is there for the backward pass too.
+                there = {self.at[c] for c in self.consumers.get(v, ()) if c in self.at and not c.backward}
+                for k in there:
+                    votes[k] += nbytes(v.aval) + 1
+                nowhere = nowhere if there else max(nowhere, nbytes(v.aval))
+            elif at is None:
                 nowhere = max(nowhere, nbytes(v.aval))
             else:
                 largest = max(largest, nbytes(v.aval))
@@ -255,8 +297,8 @@ class _Placer:
         if n.backward:
             return min(ties)
         # A skip connection meets a task's result: the forward pass goes on from the later of the two.
-        made = [(self.position[self.producer[v]], v) for v in n.inputs if v in self.producer]
-        late = [at for _, v in sorted(made, key=lambda p: -p[0]) if (at := self._place_of(v)) in ties]
+        made = [((self.after[p], self.position[p]), v) for v in n.inputs if (p := self.producer.get(v)) is not None]
+        late = [at for _, v in sorted(made, key=lambda p: p[0], reverse=True) if (at := self._place_of(v)) in ties]
         return late[0] if late else min(ties)
 
     def _where_fed_back(self, n: Node) -> int | None:
@@ -381,6 +423,18 @@ def _shrinks(n: Node) -> bool:
     return n.task is None and max((nbytes(v.aval) for v in n.inputs), default=0) > sum(
         nbytes(v.aval) for v in n.outputs
     )
+
+
+def _latest_tasks(flat: FlatProgram) -> dict[Node, int]:
+    """For each node where in the program the latest task is that it is or reads from; -1 without one.
+
+    What is computed from a skip connection may stand after a task and still come from before it.
+    """
+    latest: dict[Node, int] = {}
+    for i, n in enumerate(flat.nodes):
+        producers = (flat.index.producer[v] for v in n.inputs if v in flat.index.producer)
+        latest[n] = i if n.task is not None else max((latest.get(p, -1) for p in producers), default=-1)
+    return latest
 
 
 def _summed_up(flat: FlatProgram) -> set[Node]:
