@@ -5,9 +5,7 @@ It stands at the root, above both trees, so that it is read before anything impo
 
 from __future__ import annotations
 
-import gc
 import importlib
-import itertools
 import os
 import platform
 import sys
@@ -53,27 +51,9 @@ hypothesis.settings.load_profile("ci")  # `--hypothesis-profile` is read later a
 
 
 def pytest_collection_finish() -> None:
-    """Where tests were found that use JAX, it compiles less, and Python's collector runs when it is told to."""
+    """Where tests were found that use JAX, it compiles less."""
     if "jax" in sys.modules:
         importlib.import_module("compiling").set_up()
-        _collect()
-        gc.disable()
-
-
-# By itself the collector goes through all that was ever traced, again and again: a fifth of the time of the tests.
-_TESTS_BETWEEN_COLLECTIONS = 100
-_finished = itertools.count(1)
-
-
-def pytest_runtest_logfinish() -> None:
-    """Collects what the tests of late have left, now and then."""
-    if not gc.isenabled() and next(_finished) % _TESTS_BETWEEN_COLLECTIONS == 0:
-        _collect()
-
-
-def _collect() -> None:
-    gc.collect()
-    gc.freeze()  # what is left stays, and no test that collects goes through it
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
-import gc
 import hashlib
 import json
 import os
@@ -48,12 +47,8 @@ def run_batch(first: int, count: int, simplify: bool, trace: bool) -> None:
     from generated.laws import check, traced
     from generated.simplify import simplest
 
-    gc.disable()  # as in the tests (conftest.py)
     seen: set[str] = set()
     for number in range(first, first + count):
-        if (number - first) % 10 == 0:
-            gc.collect()
-            gc.freeze()
         program = drawn(number)
         print(json.dumps({"begins": number, "program": json.loads(program.to_json())}), flush=True)
         found = {"constructs": sorted(constructs(program))}

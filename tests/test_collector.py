@@ -9,18 +9,6 @@ from manymesh._collector import collector_paused
 pytestmark = pytest.mark.once
 
 
-@pytest.fixture(autouse=True)
-def collector():
-    """On, as for users; the other tests run without (conftest.py)."""
-    before = gc.isenabled()
-    gc.unfreeze()
-    gc.enable()
-    yield
-    if not before:
-        gc.freeze()
-        gc.disable()
-
-
 def test_what_was_made_during_the_pause_counts_as_old():
     """The next object that anybody makes does not have the collector look through all of it."""
     with collector_paused():

@@ -470,10 +470,14 @@ def test_a_jitted_function_in_many_programs_keeps_its_tasks():
 
         return mm.jit(step).lower(rows()).program
 
-    for k in range(8):
-        tasks = [t for f in program(k % 4).fragments for t in f.tasks]
-        assert sorted(tasks) == ["front", *(f"t{i}" for i in range(k % 4))]
-        gc.collect()
+    gc.freeze()  # what other tests left behind takes a second to go through, each time
+    try:
+        for k in range(8):
+            tasks = [t for f in program(k % 4).fragments for t in f.tasks]
+            assert sorted(tasks) == ["front", *(f"t{i}" for i in range(k % 4))]
+            gc.collect()
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("context", [False, True])
