@@ -18,9 +18,10 @@ class WithManyMesh:
     Args:
       size: the size of the problem.
       schedule: a name or an object of `manymesh.schedules`.
+      weights: those of each stage to begin with; by default as `size` makes them.
     """
 
-    def __init__(self, size: Size, schedule: Any) -> None:
+    def __init__(self, size: Size, schedule: Any, weights: list[Any] | None = None) -> None:
         meshes = mm.submeshes(Mesh(np.array(jax.devices()[: size.stages]), ("stage",)), "stage")
         tasks = [mm.task(blocks, f"stage_{s}", mesh=mesh) for s, mesh in enumerate(meshes)]
 
@@ -40,7 +41,7 @@ class WithManyMesh:
 
         x, y = size.data()
         self.batch = self._placed(x, meshes[0]), self._placed(y, meshes[-1])
-        self.state = fresh_state(size.stage_weights())
+        self.state = fresh_state(size.stage_weights() if weights is None else weights)
         self.step = mm.jit(train, donate_argnums=0)
         self.gradients = mm.jit(grad)
 

@@ -90,7 +90,8 @@ class Blocks:
 
     def ours(self) -> Step:
         """The first step of ``mm.jit``."""
-        return lambda: WithManyMesh(self.size, self.schedule)()
+        weights = self.size.stage_weights()
+        return lambda: WithManyMesh(self.size, self.schedule, weights)()
 
     def fresh(self) -> tuple[Any, tuple[Any, ...]]:
         """A step of ``mm.jit`` that was not traced yet, and its arguments."""

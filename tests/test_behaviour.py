@@ -733,3 +733,31 @@ def test_a_callback_between_tasks_is_called_once():
     for count in (1, 2):
         _, t = jax.block_until_ready(step(rows()))
         assert t == count == len(calls)
+
+
+def test_calls_of_many_kinds_in_turn_find_their_own_programs():
+    double = mm.task(lambda x: x * 2, "double", devices=[1])
+
+    f = mm.jit(lambda tree, by: [double(x) + jnp.asarray(by, x.dtype) for x in tree.values()], static_argnums=1)
+    x, y = jnp.ones(3), jnp.ones(3, jnp.int32)
+    calls = [
+        ({"a": x}, 1),
+        ({"b": x}, 1),
+        ({"a": x}, True),
+        ({"a": x}, 2),
+        ({"a": y}, 1),
+        ({"a": x[:2]}, 1),
+    ]
+    calls += [({"a": x.astype(jnp.bfloat16)}, 1), ({"a": np.ones(3, np.float32)}, 1), ({"a": x, "b": y}, 1)]
+    for _ in range(3):
+        for call in calls:
+            for _ in range(2):
+                found, wanted = f(*call), [2 * v + call[1] for v in jax.tree.leaves(call[0])]
+                assert [(v.shape, v.dtype) for v in found] == [(v.shape, v.dtype) for v in wanted]
+                assert all(jnp.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert repr(f) == "mm.jit(<lambda>): 8 programs compiled"
+    x64 = f(*calls[0])
+    with jax.enable_x64(True):
+        assert f({"a": jnp.ones(3, jnp.float64)}, 1)[0].dtype == jnp.float64
+        assert f(*calls[0])[0].dtype == x64[0].dtype
+    assert f(*calls[0])[0].dtype == jnp.float32

@@ -177,7 +177,8 @@ class Compiled(Shown):
         return [(f.name, self.program.submeshes[f.submesh]) for f in self.program.fragments]
 
     def _check_usable(self, leaves: list[Any]) -> None:
-        for i, x in enumerate(leaves):
+        whole = _compat.all_arrays(leaves) and not any(map(_compat.ConcreteArray.is_deleted, leaves))
+        for i, x in enumerate(() if whole else leaves):
             if type(x) is _compat.ConcreteArray:  # almost every leaf, and isinstance(x, jax.Array) is slow
                 unusable = x.is_deleted()
             else:

@@ -17,6 +17,8 @@ from . import _compat
 # Parameters that never change what is computed: names, and the rules for its derivatives.
 IGNORED = {"name", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "fwd_jaxpr_fun", "bwd", "jvp_jaxpr_thunk", "num_consts_thunk"}
 
+PLAIN = frozenset({int, str, bool, float, type(None), np.dtype, *map(type, map(np.dtype, "?fdiIqQ"))})  # as they are
+
 
 class Key:
     """What a jaxpr computes, hashed once."""
@@ -69,17 +71,20 @@ class Keys:
         head = tuple((atom(v), _aval(v.aval)) for v in [*parts.constvars, *parts.invars])
         eqns = []
         for e in parts.eqns:
-            ins = tuple(atom(v) for v in e.invars)
-            params = tuple((k, self._param(v)) for k, v in sorted(e.params.items()) if self._exact or k not in IGNORED)
-            outs = tuple((atom(v), _aval(v.aval)) if _compat.is_var(v) else None for v in e.outvars)
+            ins = tuple([atom(v) for v in e.invars])
+            said = sorted(e.params.items()) if len(e.params) > 1 else e.params.items()
+            params = tuple([(k, self._param(v)) for k, v in said if self._exact or k not in IGNORED])
+            outs = tuple([(atom(v), _aval(v.aval)) if _compat.is_var(v) else None for v in e.outvars])
             eqns.append((e.primitive.name, ins, params, outs, _compat.eqn_context(e)))
         return (head, tuple(eqns), tuple(atom(v) for v in parts.outvars), tuple(_content(c) for c in parts.consts))
 
     def _param(self, value: Any) -> Any:
+        if type(value) in PLAIN:
+            return value
         if _compat.is_jaxpr(value):
             return self(value)
         if isinstance(value, (tuple, list)):
-            return (type(value).__name__, tuple(self._param(v) for v in value))
+            return (type(value).__name__, tuple([self._param(v) for v in value]))
         if isinstance(value, dict):
             return tuple(sorted((str(k), self._param(v)) for k, v in value.items()))
         if isinstance(value, np.ndarray):

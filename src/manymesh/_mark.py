@@ -51,6 +51,7 @@ class Recording:
       implicit: the tasks registered by name when the trace began.
       keys: of what tasks compute, while tracing.
       bodies: key and abstract mesh -> what such tasks compute, one jaxpr for all that are equal; while tracing.
+      apart: the same as JAX differentiates it fastest; while tracing.
       token: a number that no other recording of this process has or had; an ``id`` could come back.
     """
 
@@ -60,6 +61,7 @@ class Recording:
     implicit: Matcher = field(default_factory=Matcher)
     keys: Keys = field(default_factory=lambda: Keys(exact=True))
     bodies: dict[Any, Any] = field(default_factory=dict)
+    apart: _compat.Apart = field(default_factory=_compat.Apart)
     _ids: Iterator[int] = field(default_factory=itertools.count)
     token: int = field(default_factory=itertools.count().__next__)
 
@@ -96,6 +98,7 @@ def recording(record: Recording) -> Iterator[None]:
         _recording.reset(token)
         record.keys.clear()
         record.bodies.clear()
+        record.apart.clear()
 
 
 def transforms_ignored() -> bool:
@@ -312,7 +315,10 @@ def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, oper
     if inner.consts or len(inner.invars) != len(operands):  # it reads values from around the function
         return list(jitted(*operands))
     key = record.keys(body), described.mesh.abstract_mesh if described.mesh is not None else None
-    return _compat.call(mark, record.bodies.setdefault(key, body), operands)
+    shared = record.bodies.setdefault(key, body)
+    if _compat.is_differentiated(operands):
+        shared = record.apart(shared)
+    return _compat.call(mark, shared, operands)
 
 
 def _check_constraints(described: Task, body: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -148,6 +149,17 @@ def signature(x: Any) -> Any:
     if type(x) in (bool, int, float, complex):  # as the array that a step makes of it, which comes back the next time
         return ((), jax.dtypes.canonicalize_dtype(type(x)), type(x) is not bool)
     return type(x)
+
+
+_aval = attrgetter("aval")
+
+
+def types_of(leaves: list[Any]) -> list[Any] | None:
+    """The types of arrays, of which equal ones mostly are one object, so that lists of them are compared at once.
+
+    None where something else is among them. They say more than `signature`.
+    """
+    return list(map(_aval, leaves)) if _compat.all_arrays(leaves) else None
 
 
 REFERENCE = (

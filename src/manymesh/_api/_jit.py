@@ -27,6 +27,7 @@ from ._arguments import (
     places,
     signature,
     surroundings,
+    types_of,
 )
 from ._lowered import Lowered
 from ._step import Step
@@ -161,6 +162,8 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
         self._step = Step(fun, self.name, *static, *donated, in_shardings, out_shardings, compiler_options, strict)
         self._compiled: dict[Any, Compiled] = {}
         self._structure: Any = None  # of the arguments that were compiled for last
+        # What was around the last call of a program that is always in one place, its types, and that program.
+        self._last: tuple[Any, list[Any] | None, Compiled | None] = None, None, None
         self._without_tasks: dict[Any, list[Compiled]] = {}  # programs that are where their arguments are, by key
         self._reference = jax.jit(fun, static_argnums=static[0] or None, static_argnames=static[1] or None)
 
@@ -196,7 +199,11 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
     def _compiled_for(self, given: Arguments) -> Compiled:
         # 1, 1.0 and True are equal and hash alike, but make different programs.
         static = tuple((k, type(v), v) for k, v in given.static)
-        key: Any = (given.treedef, static, surroundings(), tuple(signature(x) for x in given.leaves))
+        around, types = (given.treedef, static, surroundings()), types_of(given.leaves)
+        last, last_types, same = self._last
+        if same is not None and types == last_types and around == last:
+            return same
+        key: Any = (*around, tuple(map(signature, given.leaves)))
         compiled = self._compiled.get(key)
         if compiled is None and key in self._without_tasks:
             compiled = self._following(key, places(given.leaves))
@@ -211,9 +218,12 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
             compiled = lowered.compile()
             if lowered.follows_arguments:
                 self._without_tasks.setdefault(key, []).append(compiled)
-                key = (key, places(given.leaves))
-            self._compiled[key] = compiled
+                self._compiled[key, places(given.leaves)] = compiled
+            else:
+                self._compiled[key] = compiled
             self._structure = given.treedef
+        if types is not None and key in self._compiled:
+            self._last = around, types, compiled
         return compiled
 
     def _following(self, key: Any, at: tuple[Any, ...]) -> Compiled | None:
@@ -246,5 +256,6 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
     def clear_cache(self) -> None:
         """Forgets every program and executable made by this function."""
         self._compiled.clear()
+        self._last = None, None, None
         self._without_tasks.clear()
         self._step.executables.clear()

@@ -65,8 +65,9 @@ def _outcome(name: str) -> Callable[[Callable[[], tuple[bool | None, str]]], Cal
 def layouts() -> tuple[bool | None, str]:
     """Shardy's propagation pass, which `lower` needs to lay values out for devices that are not there."""
     mesh = AbstractMesh((2,), ("d",))
+    value = jax.ShapeDtypeStruct((4,), jnp.float32)
     found = _compat.propagate(
-        lambda x: [x + 1], [jax.ShapeDtypeStruct((4,), jnp.float32)], mesh, [PartitionSpec("d")], [None]
+        lambda **how: jax.jit(lambda x: [x + 1], **how).trace(value), mesh, [PartitionSpec("d")], [None]
     )
     if found is None:
         return None, "this jaxlib has no propagation pass: lower() compiles to see layouts, and needs real devices"

@@ -6,6 +6,7 @@ Served versions: JAX 0.10 to 0.12. A comment names the version that needs each b
 
 from ._arrays import ConcreteArray as ConcreteArray
 from ._arrays import abstract as abstract
+from ._arrays import all_arrays as all_arrays
 from ._arrays import as_device_dtype as as_device_dtype
 from ._arrays import as_named as as_named
 from ._arrays import assemble as assemble
@@ -55,6 +56,7 @@ from ._jaxprs import shape as shape
 from ._jaxprs import solver as solver
 from ._jaxprs import source_line as source_line
 from ._jaxprs import stacked as stacked
+from ._jaxprs import trace_jaxpr as trace_jaxpr
 from ._jaxprs import while_parts as while_parts
 from ._jaxprs import with_body as with_body
 from ._jaxprs import with_eqns as with_eqns
@@ -62,6 +64,8 @@ from ._jaxprs import with_jaxprs as with_jaxprs
 from ._jaxprs import within as within
 from ._jaxprs import without_consts as without_consts
 from ._jaxprs import without_high as without_high
+from ._linearize import Apart as Apart
+from ._linearize import is_differentiated as is_differentiated
 from ._paths import key_paths as key_paths
 from ._processes import backends_have_started as backends_have_started
 from ._processes import cluster_name as cluster_name
@@ -82,6 +86,7 @@ from ._tracing import default_key_kind as default_key_kind
 from ._tracing import differentiated as differentiated
 from ._tracing import escaped as escaped
 from ._tracing import is_staging as is_staging
+from ._tracing import is_typed as is_typed
 from ._tracing import jit_is_disabled as jit_is_disabled
 from ._tracing import linear_identity as linear_identity
 from ._tracing import manual_axes as manual_axes

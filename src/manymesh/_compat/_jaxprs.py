@@ -78,7 +78,7 @@ def with_eqns(jaxpr: Any, eqns: Sequence[Eqn], **more: bool) -> Any:
 _plain_call: list[Any] = []
 
 
-def _call_template() -> Eqn:
+def call_template() -> Eqn:
     """The equation that a call of some jitted function leaves."""
     if not _plain_call:
         with without_mesh(), jax.disable_jit(False):
@@ -87,8 +87,8 @@ def _call_template() -> Eqn:
     return eqn
 
 
-def _call_params(name: str, jaxpr: ClosedJaxpr, num_inputs: int, num_results: int) -> dict[str, Any]:
-    params = dict(_call_template().params)
+def call_params(name: str, jaxpr: ClosedJaxpr, num_inputs: int, num_results: int) -> dict[str, Any]:
+    params = dict(call_template().params)
     for key in ("in_shardings", "in_layouts", "donated_invars"):
         params[key] = params[key][:1] * num_inputs
     for key in ("out_shardings", "out_layouts"):
@@ -99,17 +99,36 @@ def _call_params(name: str, jaxpr: ClosedJaxpr, num_inputs: int, num_results: in
 def call_eqn(name: str, jaxpr: Any, invars: Sequence[Any], outvars: Sequence[Any]) -> Eqn:
     """The equation that calling a jitted function of this name would have left, from its jaxpr, open or closed."""
     closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else close(jaxpr)
-    params = _call_params(name, closed, len(invars), len(outvars))
-    eqn: Eqn = _call_template().replace(
-        invars=list(invars), outvars=list(outvars), params=params, effects=jaxpr.effects
-    )
+    params = call_params(name, closed, len(invars), len(outvars))
+    eqn: Eqn = call_template().replace(invars=list(invars), outvars=list(outvars), params=params, effects=jaxpr.effects)
     return eqn
 
 
 def call(name: str, jaxpr: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     """Calls a jitted function of this name, traced before."""
-    params = _call_params(name, jaxpr, len(operands), len(jaxpr.out_avals))
-    return list(_call_template().primitive.bind(*operands, **params))
+    params = call_params(name, jaxpr, len(operands), len(jaxpr.out_avals))
+    return list(call_template().primitive.bind(*operands, **params))
+
+
+def trace_jaxpr(name: str, jaxpr: Jaxpr, avals: Sequence[Any], **how: Any) -> jax.stages.Traced:
+    """``jax.jit(fun, **how).trace(*avals)`` of a function that computes a jaxpr, which is not traced again for it.
+
+    Args:
+      name: that of the function.
+      jaxpr: what it computes, without constants.
+      avals: what the function is traced with; they have to be those of the jaxpr.
+      how: arguments of `jax.jit`.
+    """
+    body = close(jaxpr)
+
+    def stands_in(*args: Any) -> list[Any]:
+        return call(name, body, args)
+
+    stands_in.__name__ = stands_in.__qualname__ = name
+    traced = jax.jit(stands_in, **how).trace(*avals)
+    info = open_form(traced.jaxpr).debug_info
+    traced._params = {**traced._params, "jaxpr": close(jaxpr.replace(debug_info=info))}
+    return traced
 
 
 _plain_cond: list[Any] = []
@@ -154,8 +173,8 @@ def without_high(jaxpr: Any) -> Any:
         with eqn.ctx.manager:
             body = jax.make_jaxpr(partial(eqn.primitive.to_lojax, **eqn.params))(*map(abstract, operands))
         name = type(eqn.params.get("_prim", eqn.primitive)).__name__
-        params = _call_params(name, low(body), len(eqn.invars), len(eqn.outvars))
-        called: Eqn = eqn.replace(primitive=_call_template().primitive, params=params, effects=body.effects)
+        params = call_params(name, low(body), len(eqn.invars), len(eqn.outvars))
+        called: Eqn = eqn.replace(primitive=call_template().primitive, params=params, effects=body.effects)
         return called
 
     return low(jaxpr)
@@ -193,6 +212,12 @@ def open_jaxpr(jaxpr: Any) -> OpenJaxpr:
     consts = list(getattr(jaxpr, "consts", ()) or ())
     inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
     return OpenJaxpr(list(inner.constvars), consts, list(inner.invars), list(inner.outvars), list(inner.eqns))
+
+
+def open_form(jaxpr: Any) -> Jaxpr:
+    """The open jaxpr of an open or closed one (0.12 has one class for both)."""
+    inner: Jaxpr = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+    return inner
 
 
 def without_consts(closed: ClosedJaxpr) -> Jaxpr:

@@ -26,15 +26,14 @@ class Propagated(NamedTuple):
 
 
 def propagate(
-    fun: Callable[..., Any], avals: Sequence[Any], mesh: AbstractMesh, ins: Sequence[Any], outs: Sequence[Any]
+    trace: Callable[..., jax.stages.Traced], mesh: AbstractMesh, ins: Sequence[Any], outs: Sequence[Any]
 ) -> Propagated | None:
     """The shardings that XLA's partitioner would find for a computation, by its propagation pass alone.
 
     No device is needed, and no code is generated.
 
     Args:
-      fun: the computation, flat.
-      avals: what it takes.
+      trace: traces the computation, a function of flat arrays, with the arguments of `jax.jit` that it gets.
       mesh: what it runs on.
       ins, outs: the spec of each input and result; None to find it.
 
@@ -50,9 +49,9 @@ def propagate(
 
     platform = jax.default_backend()
     with without_mesh(), config.use_shardy_partitioner(True):
-        jitted = jax.jit(fun, in_shardings=tuple(shardings(ins)), out_shardings=shardings(outs), keep_unused=True)
+        traced = trace(in_shardings=tuple(shardings(ins)), out_shardings=shardings(outs), keep_unused=True)
         try:
-            lowered = jitted.trace(*avals).lower(lowering_platforms=(platform,))
+            lowered = traced.lower(lowering_platforms=(platform,))
         except ValueError as error:
             if "require devices" not in str(error):
                 raise

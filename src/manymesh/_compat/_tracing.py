@@ -183,6 +183,11 @@ def untyped(x: Any) -> Any:
         return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
 
 
+def is_typed(aval: Any) -> bool:
+    """Whether a type says how its values lie."""
+    return _explicit(aval) is not None
+
+
 def _explicit(aval: Any) -> NamedSharding | None:
     """The sharding in a type, if it has Explicit axes."""
     sharding = getattr(aval, "sharding", None)

@@ -298,9 +298,8 @@ class _Solver:
             return _replicated(ins, outs)
         key = (self.keys(f.jaxpr), ins, outs, mesh.abstract_mesh)
         if key not in self.propagated:
-            avals = [_compat.abstract(v.aval) for v in f.invars]
             with _compat.wide_types(f.jaxpr):
-                result = _compat.propagate(fragment_function(f), avals, mesh.abstract_mesh, ins, outs)
+                result = _compat.propagate(functools.partial(trace_fragment, f), mesh.abstract_mesh, ins, outs)
             if result is None:
                 result = self.look(f, ins, outs) if self.look is not None else _replicated(ins, outs)
             fit = [
@@ -348,6 +347,21 @@ def _shards(value: Any) -> bool:
     if isinstance(value, NamedSharding):
         return any(entry is not None for entry in value.spec)
     return isinstance(value, Sharding)
+
+
+def trace_fragment(f: Fragment, jaxpr: Jaxpr | None = None, **how: Any) -> jax.stages.Traced:
+    """A fragment, or another jaxpr for it, as a jitted function of flat arrays that was traced.
+
+    Args:
+      f: the fragment, which gives its name.
+      jaxpr: what is computed; by default what the fragment says.
+      how: arguments of `jax.jit`.
+    """
+    body = f.jaxpr if jaxpr is None else jaxpr
+    avals = [_compat.abstract(v.aval) for v in body.invars]
+    if any(_compat.is_typed(v.aval) for v in (*body.invars, *body.outvars)):
+        return jax.jit(fragment_function(f, body), **how).trace(*avals)
+    return _compat.trace_jaxpr(f.name, body, avals, **how)
 
 
 def fragment_function(f: Fragment, jaxpr: Jaxpr | None = None) -> Callable[..., Any]:

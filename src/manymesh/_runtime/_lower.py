@@ -15,7 +15,7 @@ from .. import _compat
 from .._compat import Propagated, Var
 from .._key import Keys
 from .._layout._layout import Layout
-from .._layout._solve import Specs, fragment_function
+from .._layout._solve import Specs, fragment_function, trace_fragment
 from .._plan._instructions import Plan
 from .._program import Fragment, Program
 from .._task import mesh_devices
@@ -76,6 +76,7 @@ def lower(
         try:
             worker = _Lowerer(program, layout, cache, compiler_options, pool)
             own = [f for f in program.fragments if owner is None or owner.owns(f.submesh)]
+            own.sort(key=lambda f: -_equations(f.jaxpr))  # large ones first, so that no core waits for one at the end
             requests = [functools.partial(worker.request, f) for f in own]
             made = run_requests([f.name for f in own], requests, progress)
             executables: list[Any] = [None] * len(program.fragments)
@@ -123,11 +124,11 @@ class _Lowerer:
         ins += [NamedSharding(mesh, PartitionSpec())] * len(cuts.starts)
         if mesh.size == 1 and mesh_devices(mesh)[0].platform == "cpu":
             jaxpr = self.products.joined(jaxpr)
-        avals = [_compat.abstract(v.aval) for v in jaxpr.invars]
-        fun = fragment_function(f, jaxpr)
         with _compat.without_mesh(), _compat.wide_types(jaxpr):
-            jitted = jax.jit(fun, in_shardings=ins, out_shardings=outs, donate_argnums=donated, keep_unused=True)
-            return functools.partial(jitted.lower(*avals).compile, self.options)
+            traced = trace_fragment(
+                f, jaxpr, in_shardings=tuple(ins), out_shardings=outs, donate_argnums=donated, keep_unused=True
+            )
+            return functools.partial(traced.lower().compile, self.options)
 
 
 def compile_and_look(program: Program, f: Fragment, ins: Specs, outs: Specs) -> Propagated:
@@ -159,3 +160,8 @@ def _on_mesh(fun: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
 
     on_mesh.__name__ = on_mesh.__qualname__ = fun.__name__
     return on_mesh
+
+
+def _equations(jaxpr: Any) -> int:
+    """How many equations a computation has, with those of its calls and loops."""
+    return sum(1 + sum(map(_equations, _compat.jaxprs_in(e))) for e in _compat.open_jaxpr(jaxpr).eqns)
