@@ -304,7 +304,7 @@ def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, oper
     costs the differentiation of one. A scope registered by name may hold in one layer and not in the next, so names
     inside have to stay what they are.
     """
-    if record.implicit or not jax.sharding.get_abstract_mesh().empty:
+    if not jax.sharding.get_abstract_mesh().empty:
         return list(jitted(*operands))
     # What comes from another task brings along the mesh of that task, which JAX under vmap would enter inside this one.
     traced = jitted.trace(*[_compat.abstract(jax.typeof(x)) for x in operands])
@@ -314,11 +314,12 @@ def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, oper
     inner = _compat.open_jaxpr(body)
     if inner.consts or len(inner.invars) != len(operands):  # it reads values from around the function
         return list(jitted(*operands))
-    key = record.keys(body), described.mesh.abstract_mesh if described.mesh is not None else None
-    shared = record.bodies.setdefault(key, body)
+    if not record.implicit:
+        key = record.keys(body), described.mesh.abstract_mesh if described.mesh is not None else None
+        body = record.bodies.setdefault(key, body)
     if _compat.is_differentiated(operands):
-        shared = record.apart(shared)
-    return _compat.call(mark, shared, operands)
+        body = record.apart(body)
+    return _compat.call(mark, body, operands)
 
 
 def _check_constraints(described: Task, body: Any) -> None:
