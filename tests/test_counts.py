@@ -342,11 +342,14 @@ def test_live_arrays_are_constant_over_a_hundred_steps(wide):
     _, step, compiled = wide
     state, x = fresh_state(), rows()
     counts = set()
-    for i in range(100):
-        state, value = compiled(state, x)
-        if i >= 2:
-            counts.add((len(jax.live_arrays()), sum(a.nbytes for a in jax.live_arrays())))
-    gc.collect()
+    gc.freeze()  # what other tests left behind stays, all of it
+    try:
+        for i in range(100):
+            state, value = compiled(state, x)
+            if i >= 2:
+                counts.add((len(jax.live_arrays()), sum(a.nbytes for a in jax.live_arrays())))
+    finally:
+        gc.unfreeze()
     jax.block_until_ready(state)
     assert len(counts) == 1, counts
 

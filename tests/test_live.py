@@ -1,6 +1,5 @@
 """Live activations: what the executor keeps is what the simulator says."""
 
-import gc
 import weakref
 
 import jax
@@ -122,7 +121,6 @@ class Watch(Observer):
 def peaks_of_a_call(compiled, *args):
     """As `peaks_of_the_plan`, from the arrays that are alive while a call goes on."""
     watch = Watch(compiled.program, compiled._lowered.plan)
-    gc.collect()
     jax.block_until_ready(compiled.call_flat(jax.tree.leaves(args), watch))
     return tuple(watch.peaks)
 

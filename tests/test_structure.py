@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.xdist_group("sources")]  # read once
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 
@@ -142,15 +142,22 @@ def walk(tree: ast.AST, in_function: bool = False) -> Iterator[tuple[ast.AST, bo
         yield from walk(node, in_function or is_function)
 
 
+@functools.cache
+def nodes(source: str) -> list[tuple[ast.AST, bool]]:
+    """What `walk` finds below a source; every rule goes through it."""
+    return list(walk(parse(source)))
+
+
 def package_of(module: str) -> str:
     """The package that `from . import x` means in `module`; `a.__init__` names a package's own file."""
     return module.rpartition(".")[0]
 
 
+@functools.cache
 def imports(source: str, module: str) -> list[Import]:
     """All imports of a source with relative ones resolved, including those under `if TYPE_CHECKING`."""
     found = []
-    for node, in_function in walk(parse(source)):
+    for node, in_function in nodes(source):
         if isinstance(node, ast.Import):
             found += [Import(node.lineno, alias.name, None, in_function) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -183,7 +190,7 @@ def target_layer(imported: Import) -> str:
 @functools.cache
 def typing_lines(source: str) -> set[int]:
     """The lines under `if TYPE_CHECKING`, which only type checkers read."""
-    blocks = [n for n in ast.walk(parse(source)) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    blocks = [n for n, _ in nodes(source) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
     return {node.lineno for block in blocks for node in block.body}
 
 
@@ -264,12 +271,11 @@ def check_private_jax(source: str, module: str) -> list[str]:
     if layer_of(module) == "_compat":
         return []
     hits = [(found.line, found.path) for found in imports(source, module) if is_private_jax(found.path)]
-    tree = parse(source)
     aliases = {"jax": "jax"}
-    for node in ast.walk(tree):
+    for node, _ in nodes(source):
         if isinstance(node, ast.Import):
             aliases |= {a.asname: a.name for a in node.names if a.asname and a.name.split(".")[0] == "jax"}
-    for node in ast.walk(tree):
+    for node, _ in nodes(source):
         if isinstance(node, ast.Attribute) and is_private_jax(path := dotted(node, aliases)) and path.count(".") == 1:
             hits.append((node.lineno, path))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
@@ -300,7 +306,7 @@ def check_sizes(source: str, module: str) -> list[str]:
     lines = len(source.splitlines())
     if lines > MAX_FILE_LINES:
         complaints.append(f"{module} has {lines} lines, allowed are {MAX_FILE_LINES}: split it by idea")
-    for node in ast.walk(parse(source)):
+    for node, _ in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -322,7 +328,7 @@ def check_lazy_imports(source: str, module: str) -> list[str]:
 def signature_annotations(source: str) -> list[str]:
     """The annotations of all parameters and results of a source."""
     found: list[ast.expr | None] = []
-    for node in ast.walk(parse(source)):
+    for node, _ in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             a = node.args
             parameters = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
@@ -340,7 +346,7 @@ def check_asserts(source: str, module: str) -> list[str]:
     """An `assert` marks a bug of ours and says which."""
     return [
         f"{module}:{node.lineno} asserts without a message"
-        for node in ast.walk(parse(source))
+        for node, _ in nodes(source)
         if isinstance(node, ast.Assert) and node.msg is None
     ]
 

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -55,7 +56,7 @@ class Pool:
         self.calls += 1
         _write(folder / f"call{number}", pickle.dumps((function, args)))
         results = [folder / f"result{number}.{p}" for p in range(PROCESSES)]
-        deadline = time.monotonic() + timeout
+        deadline, pauses = time.monotonic() + timeout, _pauses(0.005, 0.05)
         while not all(r.exists() for r in results):
             if not self.thread.is_alive() or time.monotonic() > deadline:
                 words = "ended" if not self.thread.is_alive() else f"did not return within {timeout:g} s"
@@ -65,7 +66,7 @@ class Pool:
                 output = self.output.getvalue()[-6000:]
                 self.close()
                 raise Failed(f"{function}{args}: the processes {words}\n{raised}{output}")
-            time.sleep(0.005)
+            time.sleep(next(pauses))
         answers = [pickle.loads(r.read_bytes()) for r in results]
         errors = [f"process {p}: {text}" for p, (fine, text) in enumerate(answers) if not fine]
         if errors:
@@ -83,6 +84,13 @@ class Pool:
                 self.thread.join(20)
             self.thread = None
             self.folder.cleanup()
+
+
+def _pauses(first: float, longest: float) -> Iterator[float]:
+    """How long to sleep before looking again: a twentieth of the time that was waited so far, within limits."""
+    begin = time.monotonic()
+    while True:
+        yield min(max(first, (time.monotonic() - begin) / 20), longest)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -116,9 +124,9 @@ def main(folder: Path) -> None:
 
     number = 0
     while True:
-        path = folder / f"call{number}"
+        path, pauses = folder / f"call{number}", _pauses(0.002, 0.2)
         while not path.exists():
-            time.sleep(0.002)
+            time.sleep(next(pauses))
         function, args = pickle.loads(path.read_bytes())
         if function is None:
             return

@@ -1,5 +1,6 @@
 """Starting processes: what they print, how they end, and what is left of them."""
 
+import contextlib
 import io
 import operator
 import os
@@ -248,16 +249,31 @@ def test_wrong_arguments_of_initialize(arguments, words):
         mm.distributed.initialize(*arguments)
 
 
-@pytest.mark.parametrize(("host", "taken"), [("localhost", "127.0.0.1"), ("some.host", "127.0.0.1"), ("some.host", "")])
-def test_a_port_in_use(host, taken):
-    """Is found before JAX starts, whose service would crash there."""
-    with socket.create_server((taken, 0)) as other:
-        port = other.getsockname()[1]
-        text = f"import manymesh as mm; mm.distributed.initialize('{host}:{port}', 2, 0, start_timeout=5)"
-        done = subprocess.run([sys.executable, "-c", text], stderr=subprocess.PIPE, text=True, timeout=60)
-    assert done.returncode == 1
-    words = f"process 0 is to host the service at coordinator_address='{host}:{port}', but port {port} of this machine is in use"
-    assert words in done.stderr
+TAKEN = """
+import sys
+import manymesh as mm
+for address in sys.argv[1:]:
+    try:
+        mm.distributed.initialize(address, 2, 0, start_timeout=5)
+    except mm.errors.ProcessError as error:
+        print(error)
+"""
+
+
+def test_a_port_in_use():
+    """Is found before JAX starts, whose service would crash there; by whatever name, and on whichever address."""
+    pairs = [("localhost", "127.0.0.1"), ("some.host", "127.0.0.1"), ("some.host", "")]
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context(socket.create_server((taken, 0))) for _, taken in pairs]
+        hosts = [f"{host}:{other.getsockname()[1]}" for (host, _), other in zip(pairs, others, strict=True)]
+        done = subprocess.run([sys.executable, "-c", TAKEN, *hosts], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert len(said) == len(hosts), done.stdout
+    for line, host in zip(said, hosts, strict=True):
+        port = host.rpartition(":")[2]
+        words = f"process 0 is to host the service at coordinator_address='{host}', but port {port} of this machine is in use"
+        assert words in line
 
 
 def test_twice_is_once_too_often():

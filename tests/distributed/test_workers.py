@@ -7,7 +7,7 @@ import pytest
 
 from manymesh._distributed._launch import run_processes
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.xdist_group("workers")]  # one run for all
 
 # A worker imports it again, and finds the environment of its parent.
 SCRIPT = """
@@ -20,38 +20,45 @@ def load(number):
     return number, jax.process_count(), len(jax.devices())
 
 if __name__ == "__main__":
-    if sys.argv[1] == "subprocess":
-        words = [sys.executable, __file__, "helper"] if len(sys.argv) == 2 else sys.argv[2:]
-        subprocess.run(words, check=True)
-    elif sys.argv[1] != "helper":
-        with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
-            print("loaded", pool.map(load, [7]), "for", jax.process_index(), "of", jax.process_count())
-    else:
+    if sys.argv[1] == "helper":
         print("helper", *load(7))
+    else:
+        for method in ("spawn", "forkserver"):
+            with multiprocessing.get_context(method).Pool(1) as pool:
+                print(method, pool.map(load, [7]), "for", jax.process_index(), "of", jax.process_count(), flush=True)
+        subprocess.run([sys.executable, __file__, "helper"], check=True)
+        if jax.process_index() == 0:
+            subprocess.run([sys.executable, *sys.argv[2:], __file__, "helper"], check=True)
 """
+LAUNCH = ["-m", "manymesh", "launch", "-n", "2", "--devices-per-process", "1"]
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """What both processes of a run print that starts workers, programs and, in process 0, another run."""
+    script, output = tmp_path_factory.mktemp("workers") / "script.py", io.StringIO()
+    script.write_text(SCRIPT)
+    code = run_processes([sys.executable, str(script), "starts", *LAUNCH], 2, 1, output=output, timeout=120)
+    assert code == 0, output.getvalue()
+    return sorted(output.getvalue().splitlines())
+
+
+def test_nothing_else_is_said(lines):
+    """A worker, a program and a run of two print a line each."""
+    assert len(lines) == 2 * 2 + 2 + 2, lines
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_of_multiprocessing(script, method):
+def test_workers_of_multiprocessing(lines, method):
     """Import the script again, with its `initialize`, which does nothing there."""
-    output = io.StringIO()
-    assert run_processes([sys.executable, script, method], 2, 1, output=output, timeout=120) == 0, output.getvalue()
-    lines = sorted(output.getvalue().splitlines())
-    assert lines == [f"[{p}] loaded [(7, 1, 1)] for {p} of 2" for p in range(2)]
+    assert [line for line in lines if method in line] == [f"[{p}] {method} [(7, 1, 1)] for {p} of 2" for p in range(2)]
 
 
-def test_programs_of_their_own(script):
+def test_programs_of_their_own(lines):
     """Are one process each, whatever the environment says."""
-    output = io.StringIO()
-    assert run_processes([sys.executable, script, "subprocess"], 2, 1, output=output, timeout=120) == 0, (
-        output.getvalue()
-    )
-    assert sorted(output.getvalue().splitlines()) == [f"[{p}] helper 7 1 1" for p in range(2)]
+    assert [line for line in lines if "] helper 7 1" in line] == [f"[{p}] helper 7 1 1" for p in range(2)]
 
 
-def test_a_launch_of_their_own(script):
+def test_a_launch_of_their_own(lines):
     """Is a run of its own, whose processes join that one."""
-    output, launch = io.StringIO(), ["-m", "manymesh", "launch", "-n", "2", "--devices-per-process", "1"]
-    command = [sys.executable, script, "subprocess", sys.executable, *launch, script, "helper"]
-    assert run_processes(command, 1, 1, output=output, timeout=120) == 0, output.getvalue()
-    assert sorted(output.getvalue().splitlines()) == [f"[0] [{p}] helper 7 2 2" for p in range(2)]
+    assert [line for line in lines if "] helper 7 2" in line] == [f"[0] [{p}] helper 7 2 2" for p in range(2)]
