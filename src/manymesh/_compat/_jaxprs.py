@@ -126,7 +126,7 @@ def trace_jaxpr(name: str, jaxpr: Jaxpr, avals: Sequence[Any], **how: Any) -> ja
 
     stands_in.__name__ = stands_in.__qualname__ = name
     traced = jax.jit(stands_in, **how).trace(*avals)
-    info = open_form(traced.jaxpr).debug_info
+    info = without_consts(traced.jaxpr).debug_info
     traced._params = {**traced._params, "jaxpr": close(jaxpr.replace(debug_info=info))}
     return traced
 
@@ -212,12 +212,6 @@ def open_jaxpr(jaxpr: Any) -> OpenJaxpr:
     consts = list(getattr(jaxpr, "consts", ()) or ())
     inner = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
     return OpenJaxpr(list(inner.constvars), consts, list(inner.invars), list(inner.outvars), list(inner.eqns))
-
-
-def open_form(jaxpr: Any) -> Jaxpr:
-    """The open jaxpr of an open or closed one (0.12 has one class for both)."""
-    inner: Jaxpr = jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
-    return inner
 
 
 def without_consts(closed: ClosedJaxpr) -> Jaxpr:

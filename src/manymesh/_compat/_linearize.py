@@ -67,12 +67,14 @@ class Apart:
         ):
             return eqn
         reads: dict[Var, int] = {}
-        atoms = tuple(_literal(a) if isinstance(a, Literal) else reads.setdefault(a, len(reads)) for a in eqn.invars)
-        avals = tuple(v.aval for v in (*reads, *eqn.outvars))
-        key = primitive, tuple(eqn.params.items()), atoms, avals, eqn.ctx
         try:
+            atoms = tuple(
+                _literal(a) if isinstance(a, Literal) else reads.setdefault(a, len(reads)) for a in eqn.invars
+            )
+            avals = tuple(v.aval for v in (*reads, *eqn.outvars))
+            key = primitive, tuple(eqn.params.items()), atoms, avals, eqn.ctx
             params = self._calls.get(key)
-        except TypeError:  # a parameter without a hash
+        except TypeError:  # a parameter without a hash, a literal that is no number
             return eqn
         if params is None:
             inner = {v: new_var(v.aval) for v in reads}

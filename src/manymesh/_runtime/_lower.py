@@ -76,7 +76,8 @@ def lower(
         try:
             worker = _Lowerer(program, layout, cache, compiler_options, pool)
             own = [f for f in program.fragments if owner is None or owner.owns(f.submesh)]
-            own.sort(key=lambda f: -_equations(f.jaxpr))  # large ones first, so that no core waits for one at the end
+            sizes: dict[int, int] = {}
+            own.sort(key=lambda f: -_equations(f.jaxpr, sizes))  # large ones first: no core waits for one at the end
             requests = [functools.partial(worker.request, f) for f in own]
             made = run_requests([f.name for f in own], requests, progress)
             executables: list[Any] = [None] * len(program.fragments)
@@ -162,6 +163,9 @@ def _on_mesh(fun: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     return on_mesh
 
 
-def _equations(jaxpr: Any) -> int:
-    """How many equations a computation has, with those of its calls and loops."""
-    return sum(1 + sum(map(_equations, _compat.jaxprs_in(e))) for e in _compat.open_jaxpr(jaxpr).eqns)
+def _equations(jaxpr: Any, known: dict[int, int]) -> int:
+    """How many equations a computation has, with those of its calls and loops; ``known`` is for those counted before."""
+    if id(jaxpr) not in known:
+        eqns = _compat.open_jaxpr(jaxpr).eqns
+        known[id(jaxpr)] = len(eqns) + sum(_equations(inner, known) for e in eqns for inner in _compat.jaxprs_in(e))
+    return known[id(jaxpr)]
