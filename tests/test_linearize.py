@@ -17,7 +17,7 @@ from manymesh._runtime import _lower
 
 
 def layers(count):
-    """A loss of one task of so many equal layers, no two of them one jaxpr."""
+    """A loss of one task, a Python loop over so many equal layers."""
 
     def body(weights, x):
         for w in weights:

@@ -177,13 +177,10 @@ class Compiled(Shown):
         return [(f.name, self.program.submeshes[f.submesh]) for f in self.program.fragments]
 
     def _check_usable(self, leaves: list[Any]) -> None:
-        whole = _compat.all_arrays(leaves) and not any(map(_compat.ConcreteArray.is_deleted, leaves))
-        for i, x in enumerate(() if whole else leaves):
-            if type(x) is _compat.ConcreteArray:  # almost every leaf, and isinstance(x, jax.Array) is slow
-                unusable = x.is_deleted()
-            else:
-                unusable = isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted())
-            if unusable:
+        # Almost every leaf is a usable one of this class; isinstance(x, jax.Array) is slow.
+        for i in [i for i, x in enumerate(leaves) if type(x) is not _compat.ConcreteArray or x.is_deleted()]:
+            x = leaves[i]
+            if isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted()):
                 raise self._unusable(i, x)
         # Of every call, not only of the one that compiles: XLA refuses such a buffer in its own words, or ends the process.
         if self._donated and len(set(map(id, leaves))) < len(leaves):

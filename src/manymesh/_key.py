@@ -17,7 +17,7 @@ from . import _compat
 # Parameters that never change what is computed: names, and the rules for its derivatives.
 IGNORED = {"name", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "fwd_jaxpr_fun", "bwd", "jvp_jaxpr_thunk", "num_consts_thunk"}
 
-PLAIN = frozenset({int, str, bool, float, type(None), np.dtype, *map(type, map(np.dtype, "?fdiIqQ"))})  # as they are
+PLAIN = frozenset({int, str, bool, float, type(None)})  # values that are what they say
 
 
 class Key:
@@ -72,8 +72,9 @@ class Keys:
         eqns = []
         for e in parts.eqns:
             ins = tuple([atom(v) for v in e.invars])
-            said = sorted(e.params.items()) if len(e.params) > 1 else e.params.items()
-            params = tuple([(k, self._param(v)) for k, v in said if self._exact or k not in IGNORED])
+            params = tuple(
+                [(k, self._param(v)) for k, v in sorted(e.params.items()) if self._exact or k not in IGNORED]
+            )
             outs = tuple([(atom(v), _aval(v.aval)) if _compat.is_var(v) else None for v in e.outvars])
             eqns.append((e.primitive.name, ins, params, outs, _compat.eqn_context(e)))
         return (head, tuple(eqns), tuple(atom(v) for v in parts.outvars), tuple(_content(c) for c in parts.consts))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -151,15 +150,9 @@ def signature(x: Any) -> Any:
     return type(x)
 
 
-_aval = attrgetter("aval")
-
-
-def types_of(leaves: list[Any]) -> list[Any] | None:
-    """The types of arrays, of which equal ones mostly are one object, so that lists of them are compared at once.
-
-    None where something else is among them. They say more than `signature`.
-    """
-    return list(map(_aval, leaves)) if _compat.all_arrays(leaves) else None
+def types_of(leaves: list[Any]) -> list[Any]:
+    """What says as much as `signature` of each leaf, or more; that of an array mostly is the object that it was before."""
+    return [x.aval if type(x) is _compat.ConcreteArray else signature(x) for x in leaves]
 
 
 REFERENCE = (

@@ -163,7 +163,7 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
         self._compiled: dict[Any, Compiled] = {}
         self._structure: Any = None  # of the arguments that were compiled for last
         # What was around the last call of a program that is always in one place, its types, and that program.
-        self._last: tuple[Any, list[Any] | None, Compiled | None] = None, None, None
+        self._last: tuple[Any, list[Any], Compiled | None] = None, [], None
         self._without_tasks: dict[Any, list[Compiled]] = {}  # programs that are where their arguments are, by key
         self._reference = jax.jit(fun, static_argnums=static[0] or None, static_argnames=static[1] or None)
 
@@ -222,7 +222,7 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
             else:
                 self._compiled[key] = compiled
             self._structure = given.treedef
-        if types is not None and key in self._compiled:
+        if key in self._compiled:
             self._last = around, types, compiled
         return compiled
 
@@ -256,6 +256,6 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
     def clear_cache(self) -> None:
         """Forgets every program and executable made by this function."""
         self._compiled.clear()
-        self._last = None, None, None
+        self._last = None, [], None
         self._without_tasks.clear()
         self._step.executables.clear()

@@ -13,11 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 ConcreteArray = ArrayImpl  # the class of every array that is there, but for typed random keys
 
 
-def all_arrays(values: Sequence[Any]) -> bool:
-    """Whether values are arrays that are there, none of them typed random keys; at the price of one statement."""
-    return set(map(type, values)) == {ConcreteArray}
-
-
 def abstract(aval: Any) -> jax.ShapeDtypeStruct:
     """The shape, dtype and weak type of an abstract value, without sharding."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

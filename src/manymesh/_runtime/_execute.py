@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -15,8 +15,6 @@ from .._plan._instructions import Instruction, Receive, Send
 from ._observe import Observer
 from ._positions import Positions
 from ._relayout import Relayouts
-
-_sharding = attrgetter("sharding")
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +97,7 @@ class Executor:
         self.literals = literals
         self._length, self._outputs, self._relayouts = length, tuple(outputs), relayouts
         self._consts = tuple(consts.items())
-        self._inputs = tuple((x.position, x.sharding, x.at) for x in inputs)
+        self._inputs = tuple(inputs)
         # The very object last seen where a sharding was right: comparing shardings costs more than passing an array.
         self._accepted: list[Any] = [x.sharding for x in inputs]
         self._given = _reader(tuple(x.position for x in inputs))
@@ -155,36 +153,21 @@ class Executor:
         slots: list[Any] = [None] * self._length
         for slot, value in self._consts:
             slots[slot] = value
-        accepted = self._accepted
-        values = self._given(args)
-        if self._as_before(values):
-            if type(self._at) is slice:
-                slots[self._at] = values
-            else:
-                for slot, x in zip(self._at, values, strict=True):
-                    slots[slot] = x
-            return slots
-        for n, (i, sharding, slot) in enumerate(self._inputs):
-            x = args[i]
+        values, accepted = list(self._given(args)), self._accepted
+        moved = [n for n, x in enumerate(values) if getattr(x, "sharding", None) is not accepted[n]]
+        for n in moved:  # mostly none: all are where the last call found them
+            x, sharding = values[n], self._inputs[n].sharding
             given = getattr(x, "sharding", None)
-            if given is not accepted[n]:
-                if given == sharding and isinstance(x, jax.Array):
-                    accepted[n] = given
-                elif isinstance(x, Kept):
-                    x = x.at(sharding, self._relayouts.bring)
-                else:
-                    if observer is not None:
-                        observer.moves_argument(i, x, sharding)
-                    x = self._relayouts.bring(x, sharding)
-            slots[slot] = x
+            if given == sharding and isinstance(x, jax.Array):
+                accepted[n] = given
+            elif isinstance(x, Kept):
+                values[n] = x.at(sharding, self._relayouts.bring)
+            else:
+                if observer is not None:
+                    observer.moves_argument(self._inputs[n].position, x, sharding)
+                values[n] = self._relayouts.bring(x, sharding)
+        _put(slots, self._at, values)
         return slots
-
-    def _as_before(self, values: Sequence[Any]) -> bool:
-        """Whether all arguments are where the last call found them, as mostly; no Python statement for each."""
-        try:
-            return all(map(is_, map(_sharding, values), self._accepted))
-        except AttributeError:  # a host value, or one that is kept
-            return False
 
     def _observed(self, slots: list[Any], observer: Observer) -> None:
         """The loop of a call, with somebody looking on."""
@@ -200,11 +183,7 @@ class Executor:
                 ((k, instruction),) = rest
                 observer.begin(k, instruction, ())
             results = issue.call(*inputs)
-            if type(issue.outputs) is slice:
-                slots[issue.outputs] = results
-            else:
-                for slot, value in zip(issue.outputs, results, strict=True):
-                    slots[slot] = value
+            _put(slots, issue.outputs, results)
             observer.end(k, instruction, results)
             del inputs, results
             for run, nothing in issue.free:
@@ -239,6 +218,15 @@ def _reader(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, 
     if len(positions) > 1:
         return itemgetter(*positions)
     return lambda values: tuple(values[k] for k in positions)
+
+
+def _put(slots: list[Any], positions: slice | tuple[int, ...], values: Sequence[Any]) -> None:
+    """Puts values into a list, in positions as `_run_or_tuple` gives them."""
+    if type(positions) is slice:
+        slots[positions] = values
+    else:
+        for slot, value in zip(positions, values, strict=True):
+            slots[slot] = value
 
 
 def _run_or_tuple(positions: tuple[int, ...]) -> slice | tuple[int, ...]:
