@@ -64,3 +64,9 @@ def test_what_is_no_device(given):
     """Ids out of range, other types, repetitions, nothing."""
     with pytest.raises(mm.errors.MeshError, match="device"):
         resolve_devices(given)
+
+
+def test_an_axis_that_the_mesh_does_not_have():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    with pytest.raises(mm.errors.MeshError, match=r"has axes \('data',\), none is called 'stage'; name the one"):
+        mm.submeshes(mesh, "stage")

@@ -134,7 +134,10 @@ def submeshes(mesh: Mesh, axis: str) -> tuple[Mesh, ...]:
             f"{axis if isinstance(axis, str) else type(axis).__name__!r}; {hint}"
         )
     if axis not in mesh.axis_names:
-        raise MeshError(f"submeshes: the mesh has axes {tuple(mesh.axis_names)}, none is called {axis!r}")
+        raise MeshError(
+            f"submeshes: the mesh has axes {tuple(mesh.axis_names)}, none is called {axis!r}; name the one whose positions are "
+            "to be the submeshes, or make the mesh with such an axis"
+        )
     i = mesh.axis_names.index(axis)
     names = tuple(n for n in mesh.axis_names if n != axis)
     parts = [np.take(mesh.devices, k, axis=i) for k in range(mesh.devices.shape[i])]
