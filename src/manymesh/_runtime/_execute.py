@@ -30,7 +30,7 @@ class Issue:
     """
 
     call: Callable[..., Sequence[jax.Array]]
-    read: Callable[[list[Any]], tuple[jax.Array, ...]]
+    read: Callable[[list[Any]], Sequence[jax.Array]]
     outputs: slice | tuple[int, ...]
     free: tuple[tuple[slice, tuple[None, ...]], ...]
     told: tuple[tuple[int, Instruction], ...]
@@ -213,11 +213,12 @@ def untold(call: Callable[[], Any]) -> Issue:
     return Issue(call, _reader(()), (), (), ())
 
 
-def _reader(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What reads those positions from the list of a call."""
-    if len(positions) > 1:
-        return itemgetter(*positions)
-    return lambda values: tuple(values[k] for k in positions)
+def _reader(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What reads those positions from the list of a call, or of its arguments."""
+    run = _run_or_tuple(positions)
+    if type(run) is slice:
+        return itemgetter(run)  # at once, where a number for each position takes as long as all else that is done here
+    return itemgetter(*positions) if positions else lambda values: ()
 
 
 def _put(slots: list[Any], positions: slice | tuple[int, ...], values: Sequence[Any]) -> None:
