@@ -15,6 +15,7 @@ import jax
 import pytest
 
 import manymesh as mm
+from manymesh import _compat
 from manymesh._cli import main
 from manymesh._distributed import _launch
 from manymesh._distributed._launch import run_processes
@@ -274,6 +275,22 @@ def test_a_port_in_use():
         port = host.rpartition(":")[2]
         words = f"process 0 is to host the service at coordinator_address='{host}', but port {port} of this machine is in use"
         assert words in line
+
+
+def test_nobody_takes_the_port_of_a_launch(monkeypatch):
+    """Between choosing a port and JAX's listening there it is nobody else's; a service without its port crashes."""
+    start, refused = _compat.start_coordination_service, []
+
+    def look(address, *rest):
+        host, _, port = address.rpartition(":")
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((host, int(port)))
+        refused.append(address)
+        return start(address, *rest)
+
+    monkeypatch.setattr(_compat, "start_coordination_service", look)
+    assert run_processes([sys.executable, "-S", "-c", ""], 2, output=io.StringIO(), timeout=60) == 0
+    assert len(refused) == 1
 
 
 def test_twice_is_once_too_often():

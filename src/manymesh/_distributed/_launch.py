@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from .. import _compat
 from .._errors import ProcessError
 from ._initialize import COORDINATOR, COUNT, JOINED, NOTES, PROCESS, RESTARTS
 from ._output import Output
+from ._ports import reserve_port
 from ._restarts import Ending, Restarts
 from ._watch import ENDED_WITH_OTHERS
 
@@ -164,14 +164,13 @@ def _environment(devices: int | None) -> dict[str, str]:
 @contextlib.contextmanager
 def _service(processes: int) -> Iterator[str]:
     """Hosts the service through which processes find each other; gives its address."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    address = f"127.0.0.1:{port}"
-    service: Any = _compat.start_coordination_service(address, processes, NEVER)
-    try:
-        yield address
-    finally:
-        del service
+    with reserve_port("127.0.0.1") as held:
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        service: Any = _compat.start_coordination_service(address, processes, NEVER)
+        try:
+            yield address
+        finally:
+            del service
 
 
 @contextlib.contextmanager

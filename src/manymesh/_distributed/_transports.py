@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import Literal, get_args
 
 import jax
 
 from .. import _compat
 from .._errors import ProcessError
+from ._ports import reserve_port
 from ._world import World
 
 TransportName = Literal["pull", "device_put", "ppermute"]
@@ -57,9 +57,9 @@ def prepare(name: TransportName | None, host: str) -> None:
     """
     if name != "device_put" or jax.config.values["jax_cross_host_transfer_socket_address"]:
         return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as probe:
-        port = probe.getsockname()[1]
+    held = reserve_port(host)
+    port = held.getsockname()[1]
+    held.detach()  # open until this process ends: the backend may start whenever it likes
     host = f"[{host}]" if ":" in host else host
     jax.config.update("jax_cross_host_transfer_socket_address", f"{host}:{port}")
     if not jax.config.values["jax_cross_host_transport_addresses"]:
