@@ -20,6 +20,10 @@ NUM_DEVICES = 8
 # JAX reads both when it is imported or starts its backend. Values that are already set win, so that
 # the same tests can run on another platform (`JAX_PLATFORMS=cuda make test`).
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# What JAX does for each program and tests do not need: keys for a cache on disk, even where there is none, and the frames
+# of Python above the line that an operation comes from.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # XLA compiles most of the time that the tests take. These settings concern the code of a kernel only: how a program
 # is partitioned, what it aliases and which collectives it holds is decided before. With OPTIMIZED=1 XLA compiles as
 # for users; CI does so on the second pair of Python and JAX.
@@ -52,8 +56,9 @@ hypothesis.settings.load_profile("ci")  # `--hypothesis-profile` is read later a
 
 
 def pytest_collection_finish() -> None:
-    """Where tests were found that use JAX, it compiles less."""
+    """Where tests were found that use JAX, it compiles less, and what it keeps for good is seldom looked through."""
     if "jax" in sys.modules:
+        gc.set_threshold(*gc.get_threshold()[:2], 200)
         importlib.import_module("compiling").set_up()
 
 

@@ -133,11 +133,15 @@ def of_tasks(directory):
 
 def test_the_persistent_cache_of_jax_is_used(tmp_path):
     """A second process, or a cleared step, finds every executable on disk."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    names += ("jax_persistent_cache_min_entry_size_bytes",)
-    before = {name: getattr(jax.config, name) for name in names}
+    asked = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in asked}
     try:
-        for name, value in zip(names, (str(tmp_path), 0, -1), strict=True):
+        for name, value in asked.items():
             jax.config.update(name, value)
         jax.experimental.compilation_cache.compilation_cache.reset_cache()
         step = mm.jit(loss)

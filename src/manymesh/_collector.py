@@ -6,6 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Objects that the collector may as well look through once: that takes some milliseconds.
+MANY = 30_000
+
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
@@ -21,7 +24,8 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if paused:
-            if not gc.get_freeze_count():  # otherwise somebody has frozen objects, which are to stay so
+            # Where somebody has frozen objects they are to stay so; to ask takes as long as there are frozen ones.
+            if gc.get_count()[0] > MANY and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation, unseen
             gc.enable()

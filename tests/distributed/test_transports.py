@@ -120,6 +120,7 @@ def trained_by_three():
         return mm.distributed.launch(programs.three, 3, args=(OTHERS,), timeout=400)
 
 
+@pytest.mark.xdist_group("three")  # which are started once
 @others
 def test_processes_without_a_part(trained_by_three, transport):
     """Of three processes one has no part in what crosses between the other two, and comes to the same losses."""

@@ -20,7 +20,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import manymesh as mm
-from manymesh._mark import current_recording
+from manymesh._mark import current_recording, transforms_ignored
 
 from . import operations_large  # noqa: F401  # registers its operations
 from .known import works
@@ -347,7 +347,7 @@ class Program:
         if schedule is None:
             return fun
         return mm.microbatch(
-            fun,
+            jax.jit(fun) if transforms_ignored() else fun,  # traced once, not for each microbatch
             argnum=1,
             num_microbatches=self.microbatches if count is None else count,
             reduce=reduce,

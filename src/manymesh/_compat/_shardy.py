@@ -59,7 +59,9 @@ def propagate(
     module = lowered.compiler_ir("stablehlo")
     with module.context:
         operation = module.operation.clone().operation  # JAX may keep the module for another compilation
-        passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(operation)
+        passes = passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)")
+        passes.enable_verifier(False)  # between its passes, which takes longer than they do
+        passes.run(operation)
         (main,) = (o for o in operation.regions[0].blocks[0] if o.attributes.get("sym_name") == _main())
         found = [_specs_of(main, name) for name in ("arg_attrs", "res_attrs")]
     # What JAX adds, tokens of ordered effects, comes first; a typed key has a dimension more than we know of.
