@@ -36,8 +36,9 @@ else
 	$(BIN)/python -m manymesh launch -n $(PROCESSES) --devices-per-process $$((8 / $(PROCESSES))) examples/train_transformer.py $(ARGS)
 endif
 
+# A worker that crashes is not replaced: pytest-xdist would wait for ever for the tests that it still had.
 test: $(STAMP) ## run the tests and the doctests
-	$(PYTEST) -n $(JOBS) --dist loadgroup $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadgroup --max-worker-restart 0 $(ARGS)
 
 check: $(STAMP) ## what CI runs besides the tests: lint, format, types, structure
 	$(BIN)/ruff check .

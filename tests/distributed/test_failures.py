@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from manymesh._distributed._launch import run_processes
 from manymesh._distributed._watch import ENDED_WITH_OTHERS
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.xdist_group("failures")]
 
 SCRIPT = Path(__file__).with_name("failing.py")
 # The value that process 0 waits for when process 1 fails between two calls may be that of either.
@@ -44,11 +45,22 @@ def run(case, limit=5.0, processes=2):
     return code, output.getvalue()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_survivors_end_with_words(case):
+# case -> seconds that it waits
+WAITING = {"stop": 5.0, "sleeps": 5.0, "never starts": 6.0}
+
+
+@pytest.fixture(scope="module")
+def waiting():
+    """What comes of the cases that mostly wait; they run beside each other and the others."""
+    with ThreadPoolExecutor(len(WAITING)) as pool:
+        yield {case: pool.submit(run, case, limit) for case, limit in WAITING.items()}
+
+
+@pytest.mark.parametrize("case", sorted(CASES, key=WAITING.__contains__))
+def test_survivors_end_with_words(case, waiting):
     """By themselves, with the process, its submesh, the call and the task that waited."""
     expected, words = CASES[case]
-    code, output = run(case)
+    code, output = waiting[case].result() if case in waiting else run(case)
     assert code == expected if expected is not None else code in (1, ENDED_WITH_OTHERS), output
     assert words in output
     if case in ("kill", "stop", "leaves early", "leaves with 3", "sleeps"):
@@ -59,9 +71,9 @@ def test_survivors_end_with_words(case):
         assert output.endswith(f"manymesh: process 1 ended with exit code {code}\n")
 
 
-def test_a_process_that_never_starts():
+def test_a_process_that_never_starts(waiting):
     """The others end when their time to start is over."""
-    code, output = run("never starts", limit=6.0)
+    code, output = waiting["never starts"].result()
     assert code == ENDED_WITH_OTHERS
     assert "all 2 processes did not come to distributed.initialize within 6 s" in output
     assert "ended well" not in output
