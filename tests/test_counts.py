@@ -228,6 +228,42 @@ def test_what_crosses_is_what_a_hand_would_count():
     assert crossing == {(0, 1): (count + 1, activation + weight), (1, 0): (count, activation + weight)}
 
 
+def normed(p, h):
+    h = h - jnp.mean(h, -1, keepdims=True)
+    return h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-5) * p["scale"] + p["shift"]
+
+
+BETWEEN = {
+    "scale": lambda p, h: h * p["scale"],
+    "gate": lambda p, h: h * jax.nn.sigmoid(p["scale"]),
+    "norm": normed,
+    "norm without weights": lambda p, h: normed({"scale": 1.0, "shift": 0.0}, h),
+    "dense": lambda p, h: jax.nn.relu(h @ p["kernel"] + p["shift"]),
+}
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_stands_between_two_tasks_costs_no_transfer(between, in_loop):
+    """One activation goes to the next stage and one gradient comes back, as if nothing stood there."""
+    p = {
+        **parameters(),
+        "scale": jnp.arange(1.0, 1 + WIDTH),
+        "shift": jnp.ones(WIDTH),
+        "kernel": parameters(3)["front"],
+    }
+
+    def f(p, x):
+        return jnp.mean(back(p["back"], BETWEEN[between](p, front(p["front"], x))) ** 2)
+
+    step = jax.value_and_grad(f)
+    step, count = (microbatched(step), 4) if in_loop else (step, 1)
+    compiled = mm.jit(step).lower(p, rows()).compile()
+    lines = {(e.source, e.target): (e.transfers, e.nbytes) for e in compiled.report().edges}
+    assert lines == {(0, 1): (count, rows().nbytes), (1, 0): (count, rows().nbytes)}
+    assert_same(compiled(p, rows()), reference(step, p, rows()))
+
+
 def test_a_tied_gradient_crosses_once_a_call():
     """Each stage accumulates its own part; the parts are added once after the loop."""
 

@@ -20,6 +20,7 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
 from .._program._placement import Placement
 from ._beside import beside
+from ._together import Together
 
 # An equation whose results are at most this large, and that reads nothing that is already placed, is
 # computed on every submesh that reads it. Bytes; a random key, a step counter or a learning rate fits.
@@ -155,8 +156,27 @@ class _Placer:
                     self.at[n], self.reason[n] = 0, "default"
                 rest = []
             open_nodes = rest
+        self._draw_together()
         self._turn_back()
         return self._finish(home)
+
+    def _draw_together(self) -> None:
+        """Moves unmarked equations between tasks, of forward and backward passes, to where least crosses."""
+        updates: set[Node] = set()  # what comes after the gradients
+        for n in self.flat.nodes:
+            made = (self.producer.get(self.index.comes_from.get(v, v)) for v in n.inputs)
+            if not n.backward and any(p is not None and (p.backward or p in updates) for p in made):
+                updates.add(n)
+        free = [
+            n
+            for n in self.flat.nodes
+            if self.reason.get(n) in ("reads", "read by")
+            and n not in updates
+            and not any(v in self.wanted or v in self.index.leaving for v in n.outputs)
+        ]
+        together = Together(self.flat, self.at, free, self._place_of, self._readers, self._stages())
+        for n in together.run():
+            self.reason[n] = "least crosses"
 
     def _turn_back(self) -> None:
         """Lets backward passes go from each stage to earlier ones only.
