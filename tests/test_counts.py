@@ -264,6 +264,40 @@ def test_what_stands_between_two_tasks_costs_no_transfer(between, in_loop):
     assert_same(compiled(p, rows()), reference(step, p, rows()))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
+def test_a_residual_stream_outside_of_tasks_crosses_once(schedule):
+    """Blocks alone are tasks; norms with weights of their own and sums are not. Training moves nothing else, nor a state."""
+    width, layers, devices = 16, 6, 3
+    blocks = [mm.task(dense, f"block{k}", devices=[k * devices // layers]) for k in range(layers)]
+    rng = np.random.default_rng(0)
+    drawn = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    params = [{"w": drawn(width, width), "scale": jnp.ones(width), "shift": drawn(width)} for _ in range(layers)]
+    x = drawn(32, width)
+
+    def f(params, x):
+        for block, p in zip(blocks, params, strict=True):
+            x = x + block(p["w"], normed(p, x))
+        return jnp.mean(x**2)
+
+    grads, sgd = microbatched(jax.value_and_grad(f), schedule=schedule), optax.sgd(1e-2, momentum=0.9)
+
+    def step(state, x):
+        value, g = grads(state[0], x)
+        updates, opt = sgd.update(g, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt), value
+
+    state = params, sgd.init(params)
+    compiled = mm.jit(step).lower(state, x).compile()
+    crossing = [(e.source, e.target, e.loop) for e in compiled.program.edges]
+    assert sorted(crossing) == [(0, 1, 0), (1, 0, 0), (1, 2, 0), (2, 1, 0)]
+    after, wanted = compiled(state, x), reference(step, state, x)
+    assert_same(after, wanted)
+    arrivals = Arrivals()
+    compiled.call_flat(jax.tree.leaves((after[0], x)), arrivals)
+    assert set(arrivals.shapes) <= {(), x.shape}
+    assert_same(compiled(after[0], x), reference(step, wanted[0], x))
+
+
 def test_a_tied_gradient_crosses_once_a_call():
     """Each stage accumulates its own part; the parts are added once after the loop."""
 

@@ -485,3 +485,19 @@ def test_branches_in_both_directions():
 
     for schedule in ("gpipe", "1f1b"):
         assert_agrees(microbatched(jax.value_and_grad(f), schedule=schedule), parameters(), rows())
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "last", "stack"])
+def test_a_result_that_is_known_without_the_loop(reduce):
+    """Nothing is left to be scheduled; a task whose result nobody wants is dropped with a warning."""
+
+    def constant(p, x):
+        loss(p, x)
+        return jnp.float32(3 * len(x))
+
+    run = microbatched(constant, reduce=reduce)
+    with pytest.warns(UserWarning, match="is dropped: no result of the step"):
+        got = mm.jit(run)(parameters(), rows())
+    assert_same(got, reference(run, parameters(), rows()))
+    both = lambda p, x: (run(p, x), loss(p, x))  # noqa: E731
+    assert_agrees(both, parameters(), rows())

@@ -259,3 +259,46 @@ def test_a_state_keeps_its_shape() -> None:
     message = r"the state args\[0\]\['seen'\] of shape \(4,\) becomes one of shape \(8,\)"
     with pytest.raises(mm.errors.MicrobatchError, match=message):
         mm.jit(loop)({"seen": jnp.ones(4)}, X)
+
+
+@pytest.mark.parametrize(
+    ("start", "following"),
+    [
+        (jnp.int8(100), lambda s: (s + s).astype(jnp.float32)),  # 100 + 100 is -56 in the first microbatch
+        (jnp.float32(1.23), lambda s: s.astype(jnp.bfloat16)),
+        (jnp.int32(0), lambda s: s + 1.5),
+    ],
+)
+def test_a_state_keeps_its_dtype(start: Any, following: Any) -> None:
+    """In plain JAX the first microbatch alone would have the first dtype."""
+    task = mm.task(jnp.sum, "task", devices=[0])
+    loop = mm.microbatch(lambda s, x: (task(x) * s, following(s)), argnum=1, num_microbatches=2, state_argnum=0)
+    new = jax.eval_shape(following, start).dtype
+    message = rf"the state args\[0\] of dtype {start.dtype} becomes one of dtype {new}; .*begin with one of dtype {new}"
+    with pytest.raises(mm.errors.MicrobatchError, match=message):
+        mm.jit(loop)(start, X)
+
+
+@pytest.mark.parametrize("start", [0, 0.0])
+def test_a_number_of_python_becomes_what_it_meets(start: Any) -> None:
+    """And has no dtype of its own afterwards either: what it scales keeps its own."""
+    task = mm.task(jnp.sum, "task", devices=[0])
+
+    def step(s: Any, x: Any) -> Any:
+        value, s = mm.microbatch(lambda s, x: (task(x), s + 1.5), argnum=1, num_microbatches=2, state_argnum=0)(s, x)
+        return value, s, s * jnp.bfloat16(2)
+
+    with mm.ignore_transforms():
+        expected = jax.jit(step)(start, X)
+    for got, wanted in zip(mm.jit(step)(start, X), expected, strict=True):
+        assert (got.dtype, got.weak_type) == (wanted.dtype, wanted.weak_type)
+        np.testing.assert_allclose(np.float32(got), np.float32(wanted), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"), [(lambda v, s: v, "no pair"), (lambda v, s: (v, (s, s)), "a state of ")]
+)
+def test_a_function_returns_its_state(returned: Any, found: str) -> None:
+    loop = mm.microbatch(lambda s, x: returned(jnp.sum(x), s), argnum=1, num_microbatches=2, state_argnum=0)
+    with pytest.raises(mm.errors.MicrobatchError, match=f"a pair .result, next state.*it returned .*{found}"):
+        mm.jit(loop)(jnp.float32(0), X)

@@ -112,7 +112,8 @@ def ignore_transforms() -> Iterator[None]:
 
     ``mm.jit`` is ``jax.jit`` on one device, a task is the function it wraps, `microbatch` is a loop.
     Looked up at each call, so functions wrapped before obey it too. Results of ManyMesh are defined as
-    those of this mode, up to the order of floating-point sums.
+    those of this mode, up to the order of floating-point sums. What plain JAX cannot run, it cannot either: two tasks, say,
+    each with a `jax.shard_map` over devices of its own.
 
     Example:
       >>> import jax.numpy as jnp, manymesh as mm

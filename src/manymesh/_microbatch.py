@@ -237,6 +237,13 @@ def _about_modules(name: str, args: Sequence[Any]) -> list[str]:
     ]
 
 
+def _as(x: Any, aval: Any) -> Any:
+    """A value in the dtype of another one; where that is a number without a dtype of its own, it is one too."""
+    if x.dtype == aval.dtype:
+        return x
+    return x * np.ones((), aval.dtype).item() if aval.weak_type else x.astype(aval.dtype)
+
+
 def _fold_in(key: Any, i: int) -> Any:
     return jax.random.fold_in(key, i)
 
@@ -387,21 +394,34 @@ class _Call:
     def _state_of(self, out: PyTree, structure: Any) -> tuple[Any, Any]:
         """What ``fun`` returned as result and next state."""
         if not isinstance(out, tuple) or len(out) != 2 or jax.tree.structure(out[1]) != structure:
+            is_pair = isinstance(out, tuple) and len(out) == 2
+            found = f"a state of {jax.tree.structure(out[1])}" if is_pair else f"{type(out).__name__}, which is no pair"
             raise MicrobatchError(
-                f"microbatch: with state_argnum={self.state_argnum}, the function has to return (result, next state), "
-                f"the state in the structure in which it came, {structure}; it returned {jax.tree.structure(out)}"
+                f"microbatch: with state_argnum={self.state_argnum}, the function has to return a pair (result, next state), "
+                f"the state in the structure in which it came, {structure}; it returned {found}"
             )
         return out
 
     def _check_next(self, name: str, i: int, new: Any) -> None:
-        """Refuses a part of the state, the i-th leaf, whose shape a microbatch changes."""
+        """Refuses a part of the state, the i-th leaf, whose shape a microbatch changes, or its dtype.
+
+        A number without a dtype of its own, as Python has them, becomes what it meets, as in `jax.lax.scan`.
+        """
         state = self.args[self.state_argnum]  # type: ignore[index]  # there is one
         path, old = jax.tree_util.tree_leaves_with_path(state)[i]
-        if np.shape(old) != new.shape:
+        before, called = jax.typeof(old), f"args[{self.state_argnum}]{jax.tree_util.keystr(path)}"
+        if before.shape != new.shape:
             raise MicrobatchError(
-                f"microbatch({name}): the state args[{self.state_argnum}]{jax.tree_util.keystr(path)} of shape {np.shape(old)} becomes "
-                f"one of shape {new.shape}; under mm.jit all microbatches run one program, so that a state keeps its shape: begin "
-                "with room for all of it, and write what each microbatch adds into its place"
+                f"microbatch({name}): the state {called} of shape {before.shape} becomes one of shape {new.shape}; under mm.jit "
+                "all microbatches run one program, so that a state keeps its shape: begin with room for all of it, and write what "
+                "each microbatch adds into its place"
+            )
+        becomes = before.weak_type and jnp.promote_types(before.dtype, new.dtype) == new.dtype
+        if before.dtype != new.dtype and not becomes:
+            raise MicrobatchError(
+                f"microbatch({name}): the state {called} of dtype {before.dtype} becomes one of dtype {new.dtype}; under mm.jit "
+                f"all microbatches run one program, so that a state keeps its dtype: begin with one of dtype {new.dtype}, or return "
+                f"it as {before.dtype}"
             )
 
     def _constrained(self, n: int, piece: PyTree) -> PyTree:
@@ -508,7 +528,7 @@ class _Call:
             return (new, moved), ys
 
         start = [initial(w, a) for w, a in zip(words.per_leaf, avals, strict=True) if w in ACCUMULATE]
-        moving = {i: state[i] if state[i].dtype == a.dtype else state[i].astype(a.dtype) for i, a in changing.items()}
+        moving = {i: _as(state[i], a) for i, a in changing.items()}
         (carry, moving), ys = jax.lax.scan(body, (start, moving), (stacked, keys), length=self.count)
         carried, collected = iter(carry), iter(ys)
         result = [

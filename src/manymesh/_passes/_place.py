@@ -7,6 +7,7 @@ large are computed wherever they are needed.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -142,7 +143,13 @@ class _Placer:
         open_nodes = [
             n for n in self.flat.nodes if n not in self.at and n not in self.small and not n.layout_follows_loop
         ]
-        # Results that the caller wants somewhere decide first, then what is already placed, then readers.
+        self._vote(open_nodes, home)
+        self._draw_together(home)
+        self._turn_back()
+        return self._finish(home)
+
+    def _vote(self, open_nodes: list[Node], home: dict[Var, int]) -> None:
+        """Places nodes: results that the caller wants somewhere decide first, then what is already placed, then readers."""
         while open_nodes:
             rest = self._sweep(open_nodes, self._vote_made, "reads")
             if len(rest) == len(open_nodes):
@@ -156,27 +163,28 @@ class _Placer:
                     self.at[n], self.reason[n] = 0, "default"
                 rest = []
             open_nodes = rest
-        self._draw_together()
-        self._turn_back()
-        return self._finish(home)
 
-    def _draw_together(self) -> None:
-        """Moves unmarked equations between tasks, of forward and backward passes, to where least crosses."""
-        updates: set[Node] = set()  # what comes after the gradients
-        for n in self.flat.nodes:
-            made = (self.producer.get(self.index.comes_from.get(v, v)) for v in n.inputs)
-            if not n.backward and any(p is not None and (p.backward or p in updates) for p in made):
-                updates.add(n)
+    def _draw_together(self, home: dict[Var, int]) -> None:
+        """Moves unmarked equations between tasks to where least crosses, and what becomes of gradients after them."""
+        ours = [n for n in self.flat.nodes if self.reason.get(n) in ("reads", "read by", "state", "default")]
+        updates = _after_gradients(self.flat).intersection(ours)
+        carried = {c.out for loop in self.flat.loops for c in loop.carries}
+        held = (self.index.leaving - carried) | self.wanted.keys()
         free = [
             n
-            for n in self.flat.nodes
-            if self.reason.get(n) in ("reads", "read by")
-            and n not in updates
-            and not any(v in self.wanted or v in self.index.leaving for v in n.outputs)
+            for n in ours
+            if n not in updates
+            and (self._repeats(n) or self.reason[n] in ("reads", "read by"))
+            and held.isdisjoint(n.outputs)
         ]
+        before = {n: self.at.pop(n) for n in updates}  # which say nothing of what they read
         together = Together(self.flat, self.at, free, self._place_of, self._readers, self._stages())
-        for n in together.run():
-            self.reason[n] = "least crosses"
+        moved = together.run()
+        if not moved:
+            self.at.update(before)
+            return
+        self.reason.update(dict.fromkeys(moved, "least crosses"))
+        self._vote([n for n in self.flat.nodes if n in updates], home)
 
     def _turn_back(self) -> None:
         """Lets backward passes go from each stage to earlier ones only.
@@ -439,10 +447,9 @@ class _Placer:
 
 
 def _shrinks(n: Node) -> bool:
-    """Whether a node makes less than one of the values that it reads: a sum, a slice."""
-    return n.task is None and max((nbytes(v.aval) for v in n.inputs), default=0) > sum(
-        nbytes(v.aval) for v in n.outputs
-    )
+    """Whether a node makes fewer elements than one of the values that it reads has: a sum, a slice, but no cast."""
+    read, made = ([math.prod(_compat.shape(v)) for v in each] for each in (n.inputs, n.outputs))
+    return n.task is None and max(read, default=0) > sum(made)
 
 
 def _latest_tasks(flat: FlatProgram) -> dict[Node, int]:
@@ -473,6 +480,20 @@ def _summed_up(flat: FlatProgram) -> set[Node]:
             found.add(n)
         elif readers and not forward:
             kept.add(n)
+    return found
+
+
+def _after_gradients(flat: FlatProgram) -> set[Node]:
+    """What is computed outside of backward passes and loops from what they make: updates, norms of gradients."""
+    found: set[Node] = set()
+    for n in flat.nodes:
+        if n.backward or n.loop is not None:
+            continue
+        made = [flat.index.producer.get(v) for v in n.inputs]
+        if any(v in flat.index.made_by_loop for v in n.inputs) or any(
+            p is not None and (p.backward or p in found) for p in made
+        ):
+            found.add(n)
     return found
 
 

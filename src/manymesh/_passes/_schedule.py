@@ -55,6 +55,8 @@ def fit_schedule(
       ScheduleError: the schedule cannot run this program, or the program contradicts ``num_stages``,
         ``interleave`` or the rows of a custom schedule.
     """
+    if not order:  # what the loop leaves is known without it
+        return Fit({}, (0,), None, spec.schedule)
     coarse = number_stages(order, preds)
     fine = number_stages(order, preds, each_task=True)
     backward = any(c.backward for c in order) and any(not c.backward for c in order)

@@ -44,9 +44,44 @@ class Together:
         self.place_of, self.places_of_readers = place_of, places_of_readers
         self.order = {k: i for i, k in enumerate(stages)}
         self.index = flat.index
+        self.rank = self._first_tasks()
+        self.feeds, self.needs = self._tasks_around()
         self.on: defaultdict[int, set[Node]] = defaultdict(set)
         for n in self.free:
             self.on[at[n]].add(n)
+
+    def _first_tasks(self) -> dict[int, int]:
+        """Submesh -> its stage, or where in the program its first task is, of a forward pass if there is one."""
+        rank: dict[int, int] = {}
+        for backward in (False, True):
+            for i, n in enumerate(self.flat.nodes):
+                if n.task is not None and n.backward == backward and n in self.at:
+                    rank.setdefault(self.at[n], len(self.order) + i)
+        return {**rank, **self.order}
+
+    def _tasks_around(self) -> tuple[dict[Node, int], dict[Node, int]]:
+        """For each node the submeshes whose tasks need what comes of it, and those whose tasks it needs, as bits.
+
+        Of the same loop and the same pass, forward or backward.
+        """
+        feeds: dict[Node, int] = {}
+        needs: dict[Node, int] = {}
+        for found, nodes in ((needs, self.flat.nodes), (feeds, reversed(self.flat.nodes))):
+            for n in nodes:
+                bits = 0
+                for other in self._before(n) if found is needs else self._after(n):
+                    if self._same_way(n, other):
+                        bits |= found[other]
+                        if other.task is not None and other in self.at:
+                            bits |= 1 << self.at[other]
+                found[n] = bits
+        return feeds, needs
+
+    def _before(self, n: Node) -> Iterator[Node]:
+        return (self.index.producer[v] for v in n.inputs if v in self.index.producer)
+
+    def _after(self, n: Node) -> Iterator[Node]:
+        return (r for v in n.outputs for r in self.index.readers.get(v, ()))
 
     def run(self) -> set[Node]:
         """Moves what should be elsewhere; the nodes that were moved."""
@@ -67,13 +102,20 @@ class Together:
         for n in self.free:
             others = {k for v in n.outputs for k in self.places_of_readers(v)}
             others |= {k for v in n.inputs if (k := self.place_of(v)) is not None}
-            found |= {(self.at[n], k) for k in others if k != self.at[n]}
-        rank = self.order.get
-        return sorted({tuple(sorted(p, key=lambda k: (rank(k, k), k))) for p in found})  # type: ignore[arg-type,misc]
+            found |= {frozenset((self.at[n], k)) for k in others if k != self.at[n]}
+        last = len(self.order) + len(self.flat.nodes)
+        in_order = [tuple(sorted(p, key=lambda k: (self.rank.get(k, last), k))) for p in found]
+        return sorted((first, second) for first, second in in_order)
+
+    def _may_move(self, n: Node, pair: tuple[int, int]) -> bool:
+        """Whether a node is not among the tasks of its own side: nothing there needs it, or it needs nothing there."""
+        at = self.at[n]
+        from_here = (at == pair[0]) != n.backward
+        return not (self.feeds[n] if from_here else self.needs[n]) >> at & 1
 
     def _regions(self, pair: tuple[int, int]) -> Iterator[list[Node]]:
         """Free nodes on two submeshes that read each other's results, forward and backward together."""
-        left = self.on[pair[0]] | self.on[pair[1]]
+        left = {n for k in pair for n in self.on[k] if self._may_move(n, pair)}
         for start in sorted(left, key=self.index.position.__getitem__):
             if start not in left:
                 continue
@@ -81,9 +123,8 @@ class Together:
             region, todo = [start], [start]
             while todo:
                 n = todo.pop()
-                beside = [r for v in (*n.outputs, *n.inputs) for r in self.index.readers.get(v, ())]
-                beside += [self.index.producer[v] for v in n.inputs if v in self.index.producer]
-                for other in beside:
+                siblings = (r for v in n.inputs for r in self.index.readers.get(v, ()))
+                for other in (*self._before(n), *self._after(n), *siblings):
                     if other in left:
                         left.discard(other)
                         region.append(other)
@@ -160,8 +201,8 @@ class Together:
             if n.loop is None:
                 continue
             # In a forward pass what comes after a node is not before it; in a backward pass the other way round.
-            after = [r for v in n.outputs for r in self.index.readers.get(v, ()) if self._same_way(n, r)]
-            made = [p for v in n.inputs if (p := self.index.producer.get(v)) is not None and self._same_way(n, p)]
+            after = [r for r in self._after(n) if self._same_way(n, r)]
+            made = [p for p in self._before(n) if self._same_way(n, p)]
             late, early = (made, after) if not n.backward else (after, made)
             for other in early:
                 if other in number:
