@@ -62,9 +62,9 @@ def test_each_microbatch_gets_what_the_one_before_left(schedule: str) -> None:
 
 def test_what_the_function_returns_is_checked() -> None:
     only = mm.microbatch(lambda s, x: s + jnp.sum(x), argnum=1, num_microbatches=2, state_argnum=0)
-    with pytest.raises(mm.errors.MicrobatchError, match=r"has to return \(result, next state\)"):
+    with pytest.raises(mm.errors.MicrobatchError, match=r"has to return a pair \(result, next state\)"):
         only(jnp.zeros(()), X)
-    with pytest.raises(mm.errors.MicrobatchError, match=r"has to return \(result, next state\)"):
+    with pytest.raises(mm.errors.MicrobatchError, match=r"has to return a pair \(result, next state\)"):
         mm.jit(only)(jnp.zeros(()), X)
     far = mm.microbatch(lambda x: x, num_microbatches=2, state_argnum=3)
     with pytest.raises(mm.errors.MicrobatchError, match="state_argnum 3 names the state, but the call has 1"):

@@ -395,7 +395,7 @@ class _Call:
         """What ``fun`` returned as result and next state."""
         if not isinstance(out, tuple) or len(out) != 2 or jax.tree.structure(out[1]) != structure:
             is_pair = isinstance(out, tuple) and len(out) == 2
-            found = f"a state of {jax.tree.structure(out[1])}" if is_pair else f"{type(out).__name__}, which is no pair"
+            found = f"a state of {jax.tree.structure(out[1])}" if is_pair else "no pair"
             raise MicrobatchError(
                 f"microbatch: with state_argnum={self.state_argnum}, the function has to return a pair (result, next state), "
                 f"the state in the structure in which it came, {structure}; it returned {found}"
