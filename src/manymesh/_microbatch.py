@@ -393,14 +393,16 @@ class _Call:
 
     def _state_of(self, out: PyTree, structure: Any) -> tuple[Any, Any]:
         """What ``fun`` returned as result and next state."""
-        if not isinstance(out, tuple) or len(out) != 2 or jax.tree.structure(out[1]) != structure:
-            is_pair = isinstance(out, tuple) and len(out) == 2
-            found = f"a state of {jax.tree.structure(out[1])}" if is_pair else "no pair"
-            raise MicrobatchError(
-                f"microbatch: with state_argnum={self.state_argnum}, the function has to return a pair (result, next state), "
-                f"the state in the structure in which it came, {structure}; it returned {found}"
-            )
-        return out
+        if isinstance(out, tuple) and len(out) == 2:
+            if jax.tree.structure(out[1]) == structure:
+                return out
+            found = f"a state of {jax.tree.structure(out[1])}"
+        else:
+            found = "no pair"
+        raise MicrobatchError(
+            f"microbatch: with state_argnum={self.state_argnum}, the function has to return a pair (result, next state), "
+            f"the state in the structure in which it came, {structure}; it returned {found}"
+        )
 
     def _check_next(self, name: str, i: int, new: Any) -> None:
         """Refuses a part of the state, the i-th leaf, whose shape a microbatch changes, or its dtype.

@@ -5,12 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manymesh._passes._cut import FIRST, SECOND, Net, least_cut
-
-
-def cost(nets, sides):
-    side = {FIRST: False, SECOND: True, **dict(enumerate(sides))}
-    return sum(net.cost for net in nets if len({side[i] for i in net.things}) > 1)
+from manymesh._passes._cut import FIRST, SECOND, Net, cost, least_cut
 
 
 @st.composite
@@ -42,4 +37,5 @@ def test_a_net_costs_once():
     """However many of its things are on the other side, as a value is sent once to all that read it there."""
     nets = [Net(5, (FIRST, 0, 1, 2)), Net(2, (0, SECOND)), Net(2, (1, SECOND)), Net(2, (2, SECOND))]
     assert least_cut(3, nets) == [True, True, True]
+    assert cost(nets, [False, False, True]) == 5 + 2 + 2
     assert least_cut(2, nets[:3]) == [False, False]

@@ -18,8 +18,7 @@ NORM = """
     h = one_bwd: g + 1.0
     results: d, h
 """
-# The product reads two large values of the first stage and a small one of the second.
-FORWARD = """
+LOOP = """
     tasks: one 0, two 1, three 2
     inputs: x f32[2,512]
     loop 0: 2 microbatches, gpipe
@@ -28,7 +27,9 @@ FORWARD = """
     u = x[0]
     v = x[1]
     zero = lax.full((512,), 0.0) [layout follows loop]
-    0: a = one: p + 1.0
+"""
+# The product reads two large values of the first stage and a small one of the second.
+FORWARD = f"""{LOOP}    0: a = one: p + 1.0
     0: b = one: p + 2.0
     0: c = two: lax.reduce_sum(p, axes=(0,))
     0: d = lax.clamp(c, a, b)
@@ -36,16 +37,7 @@ FORWARD = """
     results: total
 """
 # The same the other way round: gradients come from the last stage.
-BACKWARD = """
-    tasks: one 0, two 1, three 2
-    inputs: x f32[2,512]
-    loop 0: 2 microbatches, gpipe
-    xs p f32[512] = u, v
-    carry t f32[512] = zero, then e, at last total
-    u = x[0]
-    v = x[1]
-    zero = lax.full((512,), 0.0) [layout follows loop]
-    0: f = one: p * 3.0
+BACKWARD = f"""{LOOP}    0: f = one: p * 3.0
     0: g = two: f * 3.0
     0: h = three: g * 3.0
     0: a = three_bwd: h + 1.0

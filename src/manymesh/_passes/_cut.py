@@ -16,6 +16,12 @@ class Net(NamedTuple):
     things: tuple[int, ...]
 
 
+def cost(nets: Sequence[Net], sides: Sequence[bool]) -> int:
+    """What the nets cost that are on both sides; for each thing whether it is on the second one."""
+    ends = {FIRST: False, SECOND: True}
+    return sum(net.cost for net in nets if len({ends[i] if i < 0 else sides[i] for i in net.things}) > 1)
+
+
 def least_cut(count: int, nets: Sequence[Net], follows: Iterable[tuple[int, int]] = ()) -> list[bool]:
     """Puts things on two sides so that the nets that are on both cost as little as possible.
 

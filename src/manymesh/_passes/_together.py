@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from .._compat import Var
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
-from ._cut import FIRST, SECOND, Net, least_cut
+from ._cut import FIRST, SECOND, Net, cost, least_cut
 
 # Equations that are looked at together; so many between two tasks are a part of the model that nobody has marked.
 MOST = 300
@@ -140,7 +140,7 @@ class Together:
         follows = self._follows(region, number, pair)
         sides = None if follows is None else least_cut(len(region), nets, follows)
         now = [before[n] == pair[1] for n in region]
-        if sides is not None and _cost(nets, sides) < _cost(nets, now):
+        if sides is not None and cost(nets, sides) < cost(nets, now):
             self.at.update({n: pair[side] for n, side in zip(region, sides, strict=True)})
         else:
             self.at.update(before)
@@ -161,15 +161,15 @@ class Together:
                 for root in self._roots(v, number):
                     moving[root].add(number[n])
         for v, things in moving.items():
-            cost = nbytes(v.aval) * self._times(v)
+            sent = nbytes(v.aval) * self._times(v)
             there = {ends[k] for k in self.places_of_readers(v) if k in ends}
             made = self.place_of(v)
             if made is None or made in ends:
-                yield Net(cost, tuple({*things, *there, *([] if made is None else [ends[made]])}))
+                yield Net(sent, tuple({*things, *there, *([] if made is None else [ends[made]])}))
             else:  # it comes from elsewhere, to each of the two that reads it
                 for end, other in ((FIRST, SECOND), (SECOND, FIRST)):
                     if end not in there:
-                        yield Net(cost, tuple({*things, other}))
+                        yield Net(sent, tuple({*things, other}))
 
     def _roots(self, v: Var, moving: Mapping[Node, int]) -> set[Var]:
         """What a value is made from wherever it is read; itself, where it is made in one place."""
@@ -221,9 +221,3 @@ class Together:
     @staticmethod
     def _same_way(n: Node, other: Node) -> bool:
         return other.loop == n.loop and other.backward == n.backward
-
-
-def _cost(nets: Sequence[Net], sides: Sequence[bool]) -> int:
-    """What nets cost that are on both sides."""
-    ends: defaultdict[int, bool] = defaultdict(bool, {FIRST: False, SECOND: True})
-    return sum(net.cost for net in nets if len({ends[i] if i < 0 else sides[i] for i in net.things}) > 1)
