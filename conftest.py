@@ -11,6 +11,8 @@ import os
 import platform
 import sys
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -24,6 +26,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # of Python above the line that an operation comes from.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy multiplies small matrices; its threads would wait in a busy loop
 # XLA compiles most of the time that the tests take. These settings concern the code of a kernel only: how a program
 # is partitioned, what it aliases and which collectives it holds is decided before. With OPTIMIZED=1 XLA compiles as
 # for users; CI does so on the second pair of Python and JAX.
@@ -58,8 +61,34 @@ hypothesis.settings.load_profile("ci")  # `--hypothesis-profile` is read later a
 def pytest_collection_finish() -> None:
     """Where tests were found that use JAX, it compiles less, and what it keeps for good is seldom looked through."""
     if "jax" in sys.modules:
-        gc.set_threshold(*gc.get_threshold()[:2], 200)
+        gc.set_threshold(5000, 20, 50)
         importlib.import_module("compiling").set_up()
+
+
+# Files whose tests have little in common, and take long.
+APART = ("tests/test_laws.py",)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker has all tests of a file, which mostly compile the same, unless they belong to another group."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class Files(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            group: str = super()._split_scope(nodeid)
+            return group if group != nodeid or nodeid.startswith(APART) else nodeid.partition("::")[0]
+
+    return Files(config, log)
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this run have, and the processes that they start."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.hookimpl(trylast=True)

@@ -16,13 +16,13 @@ PARTS = 10
 
 # In parts, so that workers share them.
 @pytest.mark.parametrize("part", range(PARTS))
-def test_laws_hold_on_generated_programs(part, request):
+def test_laws_hold_on_generated_programs(part, shared, request):
     """Values, effects and layouts are those of plain JAX, and a second step compiles nothing. Ten programs a part."""
     brief = request.config.getoption("--hypothesis-profile") == "brief"
     for number in range(part, 30 if brief else 100, PARTS):
         program = drawn(number, small=True)
         try:
-            check(program)
+            check(program, shared)
         except Exception as error:
             error.add_note(f"program {number}:\n{program.to_json()}")
             raise

@@ -43,7 +43,7 @@ def manager(number):
 def slow(owner, name):
     before = getattr(owner, name)
     def slowly(*args, **kwargs):
-        time.sleep(5.0 * me)
+        time.sleep(4.0 * me)
         return before(*args, **kwargs)
     setattr(owner, name, slowly)
     return lambda: setattr(owner, name, before)
@@ -68,7 +68,7 @@ if sys.argv[2] == "ends":
         says("checkpoint.save", "process 1", "its script has ended", save=lambda: mm.checkpoint.save(f"{folder}/one", p))
     print("done")
     sys.exit()
-late = lambda: (time.sleep(6 * me), mm.checkpoint.save(f"{folder}/late", p))
+late = lambda: (time.sleep(4.5 * me), mm.checkpoint.save(f"{folder}/late", p))
 if me == 0:
     says("in checkpoint.save of", "process 1 (submesh 1) is not", "not come to it for 3 s", save=late)
 else:

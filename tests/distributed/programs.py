@@ -285,14 +285,14 @@ def recorded():
     return sorted({s.submesh for s in run.spans}), run.elsewhere, str(run.timeline())
 
 
-def generated(number):
-    """A generated program under the laws, its values those of plain JAX in each process."""
+def generated(number, shared=None):
+    """A generated program under the laws, its values those of plain JAX; `shared` is a folder for these."""
     from generated.draw import drawn
     from generated.laws import check
 
     program = drawn(number, small=True)
     try:
-        return check(program).remarks
+        return check(program, shared).remarks
     except Exception as error:
         error.add_note(f"program {number}:\n{program.to_json()}")
         raise

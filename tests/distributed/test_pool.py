@@ -128,11 +128,11 @@ PARTS = 5
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_laws_hold_on_generated_programs(pool, part, request):
+def test_laws_hold_on_generated_programs(pool, part, shared, request):
     """The laws of one process hold in two. Ten programs a part, one in a brief run; fuzz_processes.py runs more."""
     brief = request.config.getoption("--hypothesis-profile") == "brief"
     for number in range(part, 5 if brief else 50, PARTS):
-        pool.call("programs.generated", number)
+        pool.call("programs.generated", number, shared)
 
 
 def test_each_process_loads_its_part_of_the_batch(pool):

@@ -106,10 +106,10 @@ def test_steps_run(pool, transport):
 
 
 @others
-def test_laws_hold_on_generated_programs(pool, transport, request):
+def test_laws_hold_on_generated_programs(pool, transport, shared, request):
     """The laws of one process hold in two; a few programs, of which `test_pool.py` has more."""
     for number in (6,) if request.config.getoption("--hypothesis-profile") == "brief" else (1, 6):
-        pool.call("programs.under", transport, "generated", number)
+        pool.call("programs.under", transport, "generated", number, shared)
 
 
 @pytest.fixture(scope="module")
