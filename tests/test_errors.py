@@ -96,8 +96,10 @@ def test_rules_that_are_no_pairs(rules):
 
 def test_a_task_on_devices_that_do_not_exist():
     """The id, and the ids that exist."""
-    with raises(ValueError, "there is no device 99", "has 0 to 7"):
+    with raises(ValueError, "there is no device 99", "has 0 to 7", "device_count=100", "mm.planned_devices(100)"):
         mm.task(loss, "a", devices=[0, 99])
+    with raises(ValueError, "there is no device -1", "positions count from 0"):
+        mm.task(loss, "a", devices=[-1])
     with raises(errors.MeshError, "[3] are named more than once"):
         mm.Task("a", devices=[3, 3])
     with raises(errors.MeshError, "empty"):

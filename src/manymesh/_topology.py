@@ -162,7 +162,8 @@ def resolve_devices(devices: Any) -> np.ndarray[Any, Any]:
     for index, d in np.ndenumerate(given):
         if isinstance(d, (int, np.integer)) and not isinstance(d, bool):
             if not 0 <= int(d) < len(known):
-                raise MeshError(f"devices: there is no device {int(d)}; jax.devices() has {_ranges(range(len(known)))}")
+                there = _ranges(range(len(known))) if len(known) > 1 else "only device 0"
+                raise MeshError(f"devices: there is no device {int(d)}; jax.devices() has {there}; {_more(int(d))}")
             d = known[int(d)]
         elif isinstance(d, (list, tuple)):
             raise MeshError(f"devices: rows of different lengths make no mesh; found {devices!r}")
@@ -175,9 +176,22 @@ def resolve_devices(devices: Any) -> np.ndarray[Any, Any]:
     return out
 
 
+def _more(position: int) -> str:
+    """What to do where there is no device at a position."""
+    if position < 0:
+        return "positions count from 0"
+    plan = f"mm.planned_devices({position + 1}) plans for devices that are not here"
+    if jax.default_backend() != "cpu":
+        return plan
+    flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={position + 1}"
+    return f"start Python with {flag} to simulate more, and {plan}"
+
+
 def _ranges(ids: Sequence[int]) -> str:
     if not ids:
         return "none"
+    if len(ids) == 1:
+        return str(ids[0])
     if list(ids) == list(range(ids[0], ids[-1] + 1)):
         return f"{ids[0]} to {ids[-1]}"
     return ", ".join(map(str, ids))

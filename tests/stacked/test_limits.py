@@ -80,6 +80,21 @@ def test_elements_that_are_not_used_in_equal_parts():
         step.lower(jnp.ones(8), jnp.ones(6))
 
 
+def test_rows_of_a_grid_are_no_layers():
+    """Two models that exchange their borders read a row of each other's state, and nobody is told of layers."""
+    below = mm.task(lambda t, flux: t.at[0].add(flux), "below", mesh=TWO[0])
+    above = mm.task(lambda u, row: u.at[-1].add(0.1 * row), "above", mesh=TWO[1])
+
+    def step(t, u):
+        flux = 0.1 * (u[-1] - t[0])
+        return below(t, flux), above(u, t[0])
+
+    grids = batch(64), batch(64)
+    jitted = mm.jit(step, strict=True)  # a finding is an error
+    assert sorted(e.nbytes for e in jitted.lower(*grids).program.edges) == [4 * WIDTH, 4 * WIDTH]
+    assert_same(jitted(*grids), reference(jitted, *grids))
+
+
 def test_a_reader_of_the_whole():
     """It gets it, and one warning says what that costs; the next value stays in blocks."""
 

@@ -115,9 +115,10 @@ class _Finder:
             if len(submeshes) < 2:
                 continue
             split = Split(submeshes, d)
-            if _in_equal_blocks(known, _compat.shape(v)[d], submeshes):
+            length = _compat.shape(v)[d]
+            if _in_equal_blocks(known, length, submeshes):
                 seeds.append((v, split))
-            else:
+            elif _covered([(a, b) for a, b, _ in cuts], length):  # a row of a grid is no layer
                 self._note_uneven(v, d, known, submeshes)
         return seeds
 
@@ -245,6 +246,16 @@ def _groups(loops: Iterable[Loop]) -> dict[Var, tuple[Var, ...]]:
             merged = tuple(dict.fromkeys(m for v in members for m in groups.get(v, (v,))))
             groups.update(dict.fromkeys(merged, merged))
     return groups
+
+
+def _covered(parts: Iterable[tuple[int, int]], length: int) -> bool:
+    """Whether all of a dimension is in one of the parts."""
+    end = 0
+    for a, b in sorted(parts):
+        if a > end:
+            return False
+        end = max(end, b)
+    return end >= length
 
 
 def _in_equal_blocks(known: Sequence[tuple[int, int, Mesh]], length: int, submeshes: tuple[Mesh, ...]) -> bool:
