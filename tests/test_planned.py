@@ -117,7 +117,7 @@ def test_a_plan_cannot_run():
     front, back = mm.task(jnp.sin, "front", devices=planned[:1]), mm.task(jnp.cos, "back", devices=planned[2:])
     step = mm.jit(lambda x: back(front(x)))
     words = (
-        r"mm.jit\(<lambda>\): submesh 0 \{'unnamed_0': 1\} has planned devices 0 to 0, which only stand for real ones: the "
+        r"mm.jit\(<lambda>\): submesh 0 \{'unnamed_0': 1\} has planned devices 0, which only stand for real ones: the "
         r"step can be lowered, but not compiled or run; describe it with devices of jax.devices\(\) for that"
     )
     lowered = step.lower(jnp.ones(4))

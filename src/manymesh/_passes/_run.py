@@ -17,6 +17,7 @@ from ._copies import copy_results
 from ._dead import remove_dead
 from ._hoist import hoist_loop_invariants
 from ._mark_scopes import mark_scopes
+from ._numbers import hold_numbers
 from ._place import place
 from ._repeat import repeat_constraints
 from ._residuals import minimise_residuals
@@ -73,6 +74,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("spread_conditionals", spread_conditionals, needs=ALL, makes_stale=ALL, repeats=True),
     Pass("regroup_sums", regroup_sums, needs=ALL, makes_stale=ALL),
     Pass("leave_unreduced", leave_unreduced, needs=ALL, makes_stale=ALL),
+    Pass("hold_numbers", hold_numbers, needs=_DEAD, makes_stale=_PLACED),
     Pass("copy_results", copy_results, needs=ALL, makes_stale=_PLACED),
 )
 
