@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import gc
+import itertools
 import threading
 
 import jax
@@ -505,6 +506,51 @@ def test_ordered_effects_outside_tasks_keep_their_turn(looped):
     assert_same(mm.jit(step)(*arguments), expected)
     jax.effects_barrier()
     assert seen == plain == ["rate", "halved", *["task"] * (1 + looped)]
+
+
+@pytest.mark.parametrize("between", ["a task", "a scan", "a loop", "other submeshes"])
+def test_ordered_effects_around_tasks_happen_in_turn(between):
+    """Each reads a counter of the host: what it gets is a result of the step."""
+    calls = itertools.count()
+
+    def number():
+        ask = jax.experimental.io_callback
+        return ask(lambda: np.float32(next(calls)), jax.ShapeDtypeStruct((), jnp.float32), ordered=True)
+
+    add, plain, other = (
+        mm.task(fun, name, devices=[i])
+        for fun, name, i in (
+            (lambda x: x + number(), "add", 0),
+            (lambda x: 2 * x, "plain", 0),
+            (lambda x: 3 * x, "other", 1),
+        )
+    )
+
+    def step(x):
+        first = number()
+        if between == "a task":
+            y = add(x)
+        elif between == "a scan":
+            y, _ = jax.lax.scan(lambda c, _: (add(add(c) * number()), number()), x, None, length=2)
+        elif between == "a loop":
+            y = mm.microbatch(add, argnum=0, num_microbatches=2, reduce="concat")(x)
+        else:
+            y = plain(x) + number()
+            first = first - other(number() * y).sum() + number()
+        return first, y, number(), plain(y) + number()
+
+    def results(run):
+        nonlocal calls
+        calls = itertools.count()
+        found = jax.block_until_ready(run(rows()))
+        jax.effects_barrier()
+        return found
+
+    jitted = mm.jit(step)
+    with mm.ignore_transforms():
+        expected = results(jitted)
+    for _ in range(2):
+        assert_same(results(jitted), expected)
 
 
 def test_adamw_with_global_norm_clipping():

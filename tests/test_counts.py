@@ -531,3 +531,32 @@ def test_a_state_that_an_earlier_task_reads_is_sent_by_the_plan():
     assert arrivals.shapes == []
     sent = {(e.source, e.target): e.nbytes for e in compiled.report().edges}
     assert sent == {(0, 1): x.nbytes, (1, 0): x.nbytes}
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1)], ids=["sgd", "momentum", "adam"]
+)
+def test_weights_that_one_task_reads_and_another_trains_are_where_they_are_trained(optimizer):
+    """An actor and a learner: each weight goes to the actor once a step, and nothing comes back."""
+
+    def net(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return x
+
+    actor, learner = (mm.task(net, name, devices=[i]) for i, name in enumerate(("actor", "learner")))
+
+    def step(ws, state, x):
+        actions = actor(ws, x).argmax(-1)
+        grads = jax.grad(lambda ws: jnp.mean((learner(ws, x) - jax.nn.one_hot(actions, 32)) ** 2))(ws)
+        updates, state = optimizer.update(grads, state, ws)
+        return optax.apply_updates(ws, updates), state
+
+    rng = np.random.default_rng(0)
+    ws = [rng.normal(size=(32, 32)).astype("f4") / 6 for _ in range(2)]
+    x = rng.normal(size=(8, 32)).astype("f4")
+    jitted = mm.jit(step)
+    program = jitted.lower(ws, optimizer.init(ws), x).program
+    assert {program.home[v] for v in program.invars if np.size(v.aval) >= 32 * 32} == {1}
+    assert [e for e in program.edges if e.nbytes >= 4 * 32 * 32] == []
+    assert_same(jitted(ws, optimizer.init(ws), x), reference(jitted, ws, optimizer.init(ws), x))

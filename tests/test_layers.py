@@ -140,3 +140,39 @@ def test_several_meshes_without_a_scan():
     layer = mm.task(dense, "layer", mesh=meshes(2))
     with pytest.raises(ValueError, match=r"'layer' has 2 meshes .* lax.scan; give it one mesh"):
         mm.jit(layer)(stacked(1)[0], batch())
+
+
+@pytest.mark.parametrize("loop", ["scan", "stacked", "fori", "interleaved"])
+def test_a_scan_that_comes_back_to_a_submesh_is_a_pipeline(loop):
+    """The backward pass of each iteration is of the stage of its forward pass, as in a Python loop."""
+    one, two = meshes(2)
+    first, second = (mm.task(dense, name, mesh=m) for name, m in (("first", one), ("second", two)))
+    layer = mm.task(dense, "layer", mesh=[one, two, one, two])
+    ws = stacked(4)
+
+    def loss(ws, x):
+        if loop == "interleaved":
+            h, _ = jax.lax.scan(lambda h, w: (layer(w, h), None), x, ws)
+        elif loop == "scan":
+            h, _ = jax.lax.scan(lambda h, _: (second(ws[1], first(ws[0], h)), None), x, None, length=2)
+        elif loop == "stacked":
+            h, _ = jax.lax.scan(lambda h, w: (second(w[1], first(w[0], h)), None), x, ws.reshape(2, 2, WIDTH, WIDTH))
+        else:
+            h = jax.lax.fori_loop(0, 2, lambda _, h: second(ws[1], first(ws[0], h)), x)
+        return jnp.mean(h**2)
+
+    def unrolled(ws, x):
+        for w, task in zip(ws if loop == "stacked" else [ws[0], ws[1]] * 2, (first, second) * 2, strict=True):
+            x = task(w, x)
+        return jnp.mean(x**2)
+
+    step = microbatched(jax.value_and_grad(loss), schedule="1f1b" if loop != "interleaved" else "interleaved")
+    with warned(divides=loop != "interleaved"):
+        compiled = mm.jit(step).lower(ws, batch(32)).compile()
+    (plan,) = compiled.program.loops
+    by_hand = microbatched(jax.value_and_grad(unrolled), schedule="1f1b")
+    (wanted,) = mm.jit(by_hand).lower(ws, batch(32)).program.loops
+    assert plan.in_order and wanted.in_order and plan.placement == wanted.placement == (0, 1, 0, 1)
+    stage = {f.name: f.stage for f in compiled.program.body(0) if f.tasks}
+    assert sorted(stage.values()) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert_same(compiled(ws, batch(32)), reference(mm.jit(step), ws, batch(32)))

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import jax
-from jax._src import core, source_info_util
+from jax._src import core, effects, source_info_util
 from jax.interpreters import partial_eval as pe
 from jax.sharding import Mesh, NamedSharding
 
@@ -353,6 +353,11 @@ def source_line(eqn: Eqn) -> str:
 def eqn_context(eqn: Eqn) -> tuple[Any, ...]:
     """What `jax.experimental.compute_on` and the like say about an equation; hashable."""
     return (eqn.ctx.compute_type, str(eqn.ctx.xla_metadata) if eqn.ctx.xla_metadata else None)
+
+
+def keeps_order(eqn: Eqn) -> bool:
+    """Whether an equation has an effect that JAX has in the order of the program."""
+    return any(effects.ordered_effects.contains(effect) for effect in eqn.effects)
 
 
 def dce(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:

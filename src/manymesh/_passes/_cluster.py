@@ -8,6 +8,7 @@ else each other.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -236,6 +237,33 @@ class _Clusterer:
                     self._edge(self._source(v, s), c)
                 if maker is None and v in self.loop_of_result:
                     self._edge(self.loop_of_result[v], c)
+        if self.scope is None:
+            self._keep_order()
+
+    def _keep_order(self) -> None:
+        """Ordered effects outside of loops happen in the order of the program; in loops the schedule says when."""
+        turns = [(self.position[n], self.of[n, s]) for n in self.nodes if _compat.keeps_order(n.eqn)
+                 for s in self.placement.node[n]]  # fmt: skip
+        for c in self.loop_clusters:
+            body = self.index.bodies[c.loop]
+            if any(_compat.keeps_order(n.eqn) for n in body):
+                turns.append((self.position[body[0]], c))
+        turns.sort(key=lambda turn: turn[0])
+        for (_, a), (_, b) in itertools.pairwise(turns):
+            if not self._leads_to(b, a):  # as from what stands in the middle of a loop's body to the loop that reads it
+                self._edge(a, b)
+
+    def _leads_to(self, a: Cluster, b: Cluster) -> bool:
+        """Whether there is a path from one cluster to another."""
+        todo, seen = [a], {a}
+        while todo:
+            c = todo.pop()
+            if c is b:
+                return True
+            more = self.succs[c] - seen
+            seen |= more
+            todo += more
+        return False
 
     def _edge(self, a: Cluster | None, b: Cluster) -> None:
         if a is not None and a is not b:

@@ -375,8 +375,9 @@ class _Placer:
         return found
 
     def _input_homes(self) -> dict[Var, int]:
-        """Homes of inputs: given, else where the tasks that read them run (the first of equals)."""
+        """Homes of inputs: given, else where the tasks that read them run; of equals where its gradient is, or the first."""
         home = {}
+        following = {v: self.flat.outvars[o] for v, o in self.flat.pins.states}
         for v in self.flat.invars:
             if v in self.pinned:
                 home[v] = self.pinned[v]
@@ -384,10 +385,32 @@ class _Placer:
             votes: dict[int, int] = defaultdict(int)
             for at in self._readers(v):
                 votes[at] += 1
-            choice = _winner(votes)
-            if choice is not None:
-                home[v] = choice
+            most = max(votes.values(), default=0)
+            ties = {k for k in votes if votes[k] == most}
+            if len(ties) > 1:
+                ties = ties & self._gradient_of(v, following.get(v)) or ties
+            if ties:
+                home[v] = min(ties)
         return home
+
+    def _gradient_of(self, v: Var, out: Atom | None) -> set[int]:
+        """Where the backward passes are that make the gradient by which a state becomes its next value."""
+        found: set[int] = set()
+        todo: list[Atom | None] = [out]
+        seen: set[Var] = set()
+        while todo:
+            x = todo.pop()
+            if not _compat.is_var(x) or x in seen or _compat.shape(x) != _compat.shape(v):
+                continue
+            seen.add(x)
+            node = self.producer.get(x)
+            if node is None:
+                todo.append(self.index.comes_from.get(x))
+            elif node in self.at:
+                found |= {self.at[node]} if node.backward else set()
+            else:
+                todo += node.inputs
+        return found
 
     def _finish(self, home: dict[Var, int]) -> Placement:
         places: dict[Node, tuple[int, ...]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from ._cluster import Cluster
 
@@ -42,7 +42,7 @@ def number_stages(
     number = {k: i for i, k in enumerate(keys)}
     stage = {c: number[hops[c], c.submesh or 0] for c in main}
     placement = tuple(s for _, s in keys)
-    by_task = {c.task: stage[c] for c in main if c.task is not None}
+    of_forward = _stages_of_forward(order, stage)
     on_submesh: dict[int, list[int]] = defaultdict(list)
     for i, s in enumerate(placement):
         on_submesh[s].append(i)
@@ -51,8 +51,8 @@ def number_stages(
         if c in stage:
             continue
         assert c.submesh is not None, "a body holds no loops"
-        if c.task is not None and c.task in by_task:
-            stage[c] = by_task[c.task]
+        if c in of_forward:
+            stage[c] = of_forward[c]
             continue
         bound = min((stage[p] for p in preds[c] if p.backward), default=len(extra) - 1)
         here = on_submesh[c.submesh]
@@ -75,3 +75,22 @@ def number_stages(
         None,
     )
     return stage, placement, against
+
+
+def _stages_of_forward(order: list[Cluster], stage: dict[Cluster, int]) -> dict[Cluster, int]:
+    """The stage of the forward pass that each backward cluster of a task belongs to.
+
+    The calls of a task in a scan have one mark: of these the last one is the first that the backward pass comes to.
+    """
+    forward: defaultdict[str, list[int]] = defaultdict(list)
+    for c in order:
+        if c.task is not None and c in stage:
+            forward[c.task].append(stage[c])
+    found: dict[Cluster, int] = {}
+    seen: Counter[tuple[str, int]] = Counter()
+    for c in order:
+        if c.task is not None and c.task in forward and c not in stage:
+            seen[c.task, c.phase] += 1
+            calls = forward[c.task]
+            found[c] = calls[max(len(calls) - seen[c.task, c.phase], 0)]
+    return found

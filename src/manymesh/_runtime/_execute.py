@@ -123,11 +123,10 @@ class Executor:
         else:
             # The hot loop: a task of 300 arrays spends its time in `call`, not in Python statements for each array.
             for call, read, outputs, free in self._code:
-                results = call(*read(slots))
                 if type(outputs) is slice:
-                    slots[outputs] = results
+                    slots[outputs] = call(*read(slots))
                 else:
-                    for k, value in zip(outputs, results, strict=True):
+                    for k, value in zip(outputs, call(*read(slots)), strict=True):
                         slots[k] = value
                 for run, nothing in free:
                     slots[run] = nothing
