@@ -1,6 +1,7 @@
 """Stacked layers: the iterations of a scan split over submeshes."""
 
 import contextlib
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +143,7 @@ def test_several_meshes_without_a_scan():
         mm.jit(layer)(stacked(1)[0], batch())
 
 
-@pytest.mark.parametrize("loop", ["scan", "stacked", "fori", "interleaved"])
+@pytest.mark.parametrize("loop", ["scan", "stacked", "fori", "interleaved", "interleaved remat"])
 def test_a_scan_that_comes_back_to_a_submesh_is_a_pipeline(loop):
     """The backward pass of each iteration is of the stage of its forward pass, as in a Python loop."""
     one, two = meshes(2)
@@ -151,8 +152,9 @@ def test_a_scan_that_comes_back_to_a_submesh_is_a_pipeline(loop):
     ws = stacked(4)
 
     def loss(ws, x):
-        if loop == "interleaved":
-            h, _ = jax.lax.scan(lambda h, w: (layer(w, h), None), x, ws)
+        if "interleaved" in loop:
+            once = lambda h, w: (layer(w, h), None)  # noqa: E731
+            h, _ = jax.lax.scan(jax.checkpoint(once) if "remat" in loop else once, x, ws)
         elif loop == "scan":
             h, _ = jax.lax.scan(lambda h, _: (second(ws[1], first(ws[0], h)), None), x, None, length=2)
         elif loop == "stacked":
@@ -166,13 +168,33 @@ def test_a_scan_that_comes_back_to_a_submesh_is_a_pipeline(loop):
             x = task(w, x)
         return jnp.mean(x**2)
 
-    step = microbatched(jax.value_and_grad(loss), schedule="1f1b" if loop != "interleaved" else "interleaved")
-    with warned(divides=loop != "interleaved"):
+    step = microbatched(jax.value_and_grad(loss), schedule="interleaved" if "interleaved" in loop else "1f1b")
+    with warned(divides="interleaved" not in loop):
         compiled = mm.jit(step).lower(ws, batch(32)).compile()
     (plan,) = compiled.program.loops
     by_hand = microbatched(jax.value_and_grad(unrolled), schedule="1f1b")
     (wanted,) = mm.jit(by_hand).lower(ws, batch(32)).program.loops
     assert plan.in_order and wanted.in_order and plan.placement == wanted.placement == (0, 1, 0, 1)
-    stage = {f.name: f.stage for f in compiled.program.body(0) if f.tasks}
-    assert sorted(stage.values()) == [0, 0, 1, 1, 2, 2, 3, 3]
+    of_each = Counter(
+        f.stage for f in compiled.program.body(0) if f.tasks
+    )  # forward and backward, and again with remat
+    assert of_each == dict.fromkeys(range(4), 3 if "remat" in loop else 2)
     assert_same(compiled(ws, batch(32)), reference(mm.jit(step), ws, batch(32)))
+
+
+def test_stacked_weights_in_a_python_loop():
+    """Each is taken where it is used, by whatever equation JAX takes an array apart; in the loop only gradients come back."""
+    first, second = (mm.task(dense, name, mesh=m) for name, m in zip(("first", "second"), meshes(2), strict=True))
+
+    def loss(ws, x):
+        for w, task in zip(ws, (first, second) * 2, strict=True):
+            x = task(w, x)
+        return jnp.mean(x**2)
+
+    ws, jitted = stacked(4), mm.jit(microbatched(jax.value_and_grad(loss), schedule="1f1b"))
+    with warned(divides=False):
+        compiled = jitted.lower(ws, batch(32)).compile()
+    (plan,) = compiled.program.loops
+    assert plan.in_order and plan.placement == (0, 1, 0, 1)
+    assert [(e.source, e.target) for e in compiled.program.edges if e.loop == 0 and e.nbytes == WEIGHT] == [(1, 0)] * 2
+    assert_same(compiled(ws, batch(32)), reference(jitted, ws, batch(32)))

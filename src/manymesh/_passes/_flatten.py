@@ -188,7 +188,22 @@ class _Flattener:
         if eqn.primitive is border_p or (eqn.primitive.name == "reshard" and _is_empty_reshard(eqn)):
             env[eqn.outvars[0]] = _lookup(env, eqn.invars[0])
             return
+        if eqn.primitive.name == "unstack":
+            return self._each_piece(eqn, env, stack, loop)
         self._append(Node(substitute(eqn, env), None, is_backward(stack), loop, stack=stack, guard=self.guard))
+
+    def _each_piece(self, eqn: Eqn, env: Env, stack: str, loop: int | None) -> None:
+        """Takes a value apart by an equation for each piece, as JAX before 0.12: each piece is where it is read."""
+        axis = eqn.params["axis"]
+        nodes, pieces = trace_nodes(
+            lambda x: [lax.index_in_dim(x, i, axis, keepdims=False) for i in range(len(eqn.outvars))],
+            [_lookup(env, eqn.invars[0])],
+            loop=loop,
+            backward=is_backward(stack),
+        )
+        for node in nodes:
+            self._append(replace(node, stack=stack, guard=self.guard))
+        env.update((v, piece) for v, piece in zip(eqn.outvars, pieces, strict=True) if _compat.is_var(v))
 
     def _append(self, node: Node) -> None:
         self.nodes.append(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 
 from ._cluster import Cluster
@@ -86,11 +87,14 @@ def _stages_of_forward(order: list[Cluster], stage: dict[Cluster, int]) -> dict[
     for c in order:
         if c.task is not None and c in stage:
             forward[c.task].append(stage[c])
+    passes = [c for c in order if c.task in forward and c not in stage]
+    count = Counter((c.task, c.phase) for c in passes)
+    seen: Counter[tuple[str | None, int]] = Counter()
     found: dict[Cluster, int] = {}
-    seen: Counter[tuple[str, int]] = Counter()
-    for c in order:
-        if c.task is not None and c.task in forward and c not in stage:
-            seen[c.task, c.phase] += 1
-            calls = forward[c.task]
-            found[c] = calls[max(len(calls) - seen[c.task, c.phase], 0)]
+    for c in passes:
+        assert c.task is not None, "it has the mark of a forward pass"
+        calls, key = forward[c.task], (c.task, c.phase)
+        each = math.ceil(count[key] / len(calls))  # more than one where jax.checkpoint computes the forward pass again
+        found[c] = calls[-1 - seen[key] // each]
+        seen[key] += 1
     return found
