@@ -26,9 +26,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # of Python above the line that an operation comes from.
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # NumPy multiplies small matrices; its threads would wait in a busy loop
+# NumPy multiplies small matrices; its threads would wait in a busy loop.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # XLA compiles most of the time that the tests take. These settings concern the code of a kernel only: how a program
 # is partitioned, what it aliases and which collectives it holds is decided before. With OPTIMIZED=1 XLA compiles as
 # for users; CI does so on the second pair of Python and JAX.
