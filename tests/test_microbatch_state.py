@@ -283,12 +283,14 @@ def test_a_state_keeps_its_dtype(start: Any, following: Any) -> None:
         mm.jit(loop)(start, X)
 
 
+@pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("start", [0, 0.0])
-def test_a_number_of_python_becomes_what_it_meets(start: Any) -> None:
+def test_a_number_of_python_becomes_what_it_meets(start: Any, written: bool) -> None:
     """And has no dtype of its own afterwards either: what it scales keeps its own."""
     task = mm.task(jnp.sum, "task", devices=[0])
 
     def step(s: Any, x: Any) -> Any:
+        s = start if written else s  # in the step, or an argument of it
         value, s = mm.microbatch(lambda s, x: (task(x), s + 1.5), argnum=1, num_microbatches=2, state_argnum=0)(s, x)
         return value, s, s * jnp.bfloat16(2)
 

@@ -239,9 +239,9 @@ def _about_modules(name: str, args: Sequence[Any]) -> list[str]:
 
 def _as(x: Any, aval: Any) -> Any:
     """A value in the dtype of another one; where that is a number without a dtype of its own, it is one too."""
-    if x.dtype == aval.dtype:
+    if jax.typeof(x).dtype == aval.dtype:  # a number that the step itself says has no dtype of its own
         return x
-    return x * np.ones((), aval.dtype).item() if aval.weak_type else x.astype(aval.dtype)
+    return x * np.ones((), aval.dtype).item() if aval.weak_type else jnp.asarray(x, aval.dtype)
 
 
 def _fold_in(key: Any, i: int) -> Any:

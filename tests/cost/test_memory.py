@@ -149,12 +149,8 @@ def test_every_kind_of_value_is_told_apart():
     args = [shape, shape], jax.ShapeDtypeStruct((64, 32), "bfloat16"), jax.ShapeDtypeStruct((), "float32")
     lowered = mm.jit(step).lower(*args)
     kinds = lowered._estimate.kinds
-    assert [kinds[v] for v in lowered.program.invars[len(lowered.program.consts) :]] == [
-        "parameters",
-        "parameters",
-        "arguments",
-        "arguments",
-    ]
+    inputs = lowered.program.invars[len(lowered.program.consts) :]
+    assert [kinds[v] for v in inputs] == ["parameters", "parameters", "arguments", "arguments"]
     assert [kinds[v] for v, _ in lowered.program.outputs[1:]] == ["gradients", "gradients"]
     tasks = {task.name: task.parameters for task in lowered.report().tasks}
     assert (tasks["front"], tasks["back"]) == (1024, 1024)  # though the tasks read casts of them

@@ -40,8 +40,6 @@ CASES = {
     "pad": (lambda x: lax.pad(x, jnp.float32(1), ((0, 0, 0), (1, 2, 0), (0, 0, 1))), (X,), 0),
     "concatenate": (lambda x, y: lax.concatenate((x, y), 1), (X, ROW), 0),
     "stack": (lambda x, y: jnp.stack([x, y], 1), (X, X + 1), 1),
-    "unstack": (lambda x: jnp.unstack(x, axis=1), (X,), 0),
-    "split": (lambda x: lax.split(x, (2, 4), 1), (X,), 2),
     "batched product": (lambda x, y: lax.dot_general(x, y, (((2,), (2,)), ((0,), (0,)))), (X, X + 1), 0),
     "product, rows": (lambda x, y: lax.dot_general(x, y, (((2,), (1,)), ((), ()))), (X, jnp.ones((5, 2))), 1),
     "product over blocks": (lambda x, y: lax.dot_general(x, y, (((0,), (0,)), ((), ()))), (X, X[:, 0]), 0),

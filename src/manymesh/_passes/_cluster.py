@@ -250,20 +250,10 @@ class _Clusterer:
                 turns.append((self.position[body[0]], c))
         turns.sort(key=lambda turn: turn[0])
         for (_, a), (_, b) in itertools.pairwise(turns):
-            if not self._leads_to(b, a):  # as from what stands in the middle of a loop's body to the loop that reads it
+            if not self._lead_to(
+                {b}, a
+            ):  # as from what stands in the middle of a loop's body to the loop that reads it
                 self._edge(a, b)
-
-    def _leads_to(self, a: Cluster, b: Cluster) -> bool:
-        """Whether there is a path from one cluster to another."""
-        todo, seen = [a], {a}
-        while todo:
-            c = todo.pop()
-            if c is b:
-                return True
-            more = self.succs[c] - seen
-            seen |= more
-            todo += more
-        return False
 
     def _edge(self, a: Cluster | None, b: Cluster) -> None:
         if a is not None and a is not b:
@@ -364,16 +354,18 @@ class _Clusterer:
 
     def _path_around(self, a: Cluster, b: Cluster) -> bool:
         """Whether a third cluster lies on a path between the two."""
-        for start, end in ((a, b), (b, a)):
-            stack = [q for q in self.succs[start] if q is not end]
-            seen: set[Cluster] = set()
-            while stack:
-                c = stack.pop()
-                if c is end:
-                    return True
-                if c not in seen:
-                    seen.add(c)
-                    stack += self.succs[c]
+        return any(self._lead_to(self.succs[start] - {end}, end) for start, end in ((a, b), (b, a)))
+
+    def _lead_to(self, starts: set[Cluster], end: Cluster) -> bool:
+        """Whether a cluster is one of some others, or a path goes from them to it."""
+        todo, seen = list(starts), set(starts)
+        while todo:
+            c = todo.pop()
+            if c is end:
+                return True
+            more = self.succs[c] - seen
+            seen |= more
+            todo += more
         return False
 
     def _sorted(self) -> list[Cluster]:

@@ -26,6 +26,7 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Carry, Loop, Node, Pieces, shape_and_dtype
 from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
 from .._task import Task
+from ._blocks._ties import taken_apart
 from ._resolve import resolve_names
 from ._scopes import is_backward, matched_inside, tasks_inside
 
@@ -188,22 +189,23 @@ class _Flattener:
         if eqn.primitive is border_p or (eqn.primitive.name == "reshard" and _is_empty_reshard(eqn)):
             env[eqn.outvars[0]] = _lookup(env, eqn.invars[0])
             return
-        if eqn.primitive.name == "unstack":
+        if eqn.primitive.name in ("split", "unstack"):
             return self._each_piece(eqn, env, stack, loop)
         self._append(Node(substitute(eqn, env), None, is_backward(stack), loop, stack=stack, guard=self.guard))
 
     def _each_piece(self, eqn: Eqn, env: Env, stack: str, loop: int | None) -> None:
-        """Takes a value apart by an equation for each piece, as JAX before 0.12: each piece is where it is read."""
-        axis = eqn.params["axis"]
-        nodes, pieces = trace_nodes(
-            lambda x: [lax.index_in_dim(x, i, axis, keepdims=False) for i in range(len(eqn.outvars))],
-            [_lookup(env, eqn.invars[0])],
-            loop=loop,
-            backward=is_backward(stack),
-        )
+        """Takes a value apart by equations for each piece, which then is where it is read."""
+        parts = taken_apart(eqn)
+        assert parts is not None, "it takes its operand apart"
+
+        def pieces(x: jax.Array) -> list[jax.Array]:
+            cut = [lax.slice_in_dim(x, a, b, axis=parts.dim) for a, b in parts.ranges]
+            return [lax.squeeze(p, (parts.dim,)) for p in cut] if eqn.primitive.name == "unstack" else cut
+
+        nodes, made = trace_nodes(pieces, [_lookup(env, eqn.invars[0])], loop=loop, backward=is_backward(stack))
         for node in nodes:
             self._append(replace(node, stack=stack, guard=self.guard))
-        env.update((v, piece) for v, piece in zip(eqn.outvars, pieces, strict=True) if _compat.is_var(v))
+        env.update((v, piece) for v, piece in zip(eqn.outvars, made, strict=True) if _compat.is_var(v))
 
     def _append(self, node: Node) -> None:
         self.nodes.append(node)

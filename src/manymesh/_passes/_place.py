@@ -317,7 +317,7 @@ class _Placer:
             return None
         if surely and largest <= NUMBER and not _is_number(n):  # a number that is spread out, for whoever needs it
             return None
-        ties = [k for k in votes if votes[k] == most]
+        ties = _most(votes)
         if len(ties) < 2 or any(v in self.index.comes_from for v in n.inputs):
             return _winner(votes)
         if waits:
@@ -385,8 +385,7 @@ class _Placer:
             votes: dict[int, int] = defaultdict(int)
             for at in self._readers(v):
                 votes[at] += 1
-            most = max(votes.values(), default=0)
-            ties = {k for k in votes if votes[k] == most}
+            ties = _most(votes)
             if len(ties) > 1:
                 ties = ties & self._gradient_of(v, following.get(v)) or ties
             if ties:
@@ -524,8 +523,15 @@ def _is_number(n: Node) -> bool:
     return sum(nbytes(v.aval) for v in n.outputs) <= NUMBER
 
 
+def _most(votes: dict[int, int]) -> set[int]:
+    """Those with the most votes."""
+    most = max(votes.values(), default=0)
+    return {k for k in votes if votes[k] == most}
+
+
 def _winner(votes: dict[int, int]) -> int | None:
-    return min(votes, key=lambda k: (-votes[k], k)) if votes else None
+    """The first of those with the most votes."""
+    return min(_most(votes), default=None)
 
 
 def _small_nodes(flat: FlatProgram) -> set[Node]:

@@ -250,22 +250,10 @@ def _but(name: str) -> Callable[[Eqn], Iterator[Tie]]:
     return rule
 
 
-def _split(eqn: Eqn) -> Iterator[Tie]:
-    for d in range(len(_shape(eqn.invars[0]))):
-        if d != eqn.params["axis"]:
-            yield Tie({0: d}, dict.fromkeys(range(len(eqn.outvars)), d))
-
-
 def _stack(eqn: Eqn) -> Iterator[Tie]:
     axis = eqn.params["axis"]
     for d in range(len(_shape(eqn.invars[0]))):
         yield Tie(dict.fromkeys(range(len(eqn.invars)), d), {0: d + (d >= axis)})
-
-
-def _unstack(eqn: Eqn) -> Iterator[Tie]:
-    axis = eqn.params["axis"]
-    for d in range(len(_shape(eqn.outvars[0]))):
-        yield Tie({0: d + (d >= axis)}, dict.fromkeys(range(len(eqn.outvars)), d))
 
 
 def _dot(eqn: Eqn) -> Iterator[Tie]:
@@ -296,9 +284,7 @@ _RULES: dict[str, Callable[[Eqn], Iterator[Tie]]] = {
     "rev": _but("dimensions"),
     "slice": _slice,
     "sort": _but("dimension"),
-    "split": _split,
     "squeeze": _squeeze,
     "stack": _stack,
     "transpose": _transpose,
-    "unstack": _unstack,
 }
