@@ -283,6 +283,16 @@ def test_a_state_keeps_its_dtype(start: Any, following: Any) -> None:
         mm.jit(loop)(start, X)
 
 
+def test_a_state_is_of_arrays() -> None:
+    """What is none is called by its place."""
+    task = mm.task(jnp.sin, "task", devices=[0])
+    loop = mm.microbatch(lambda s, x: (task(x), s), argnum=1, num_microbatches=2, state_argnum=0)
+    with pytest.raises(
+        mm.errors.MicrobatchError, match=r"the state args\[0\]\['n'\] is str 'a', no array; .* close over"
+    ):
+        mm.jit(lambda x: loop({"n": "a"}, x))(X)
+
+
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("start", [0, 0.0])
 def test_a_number_of_python_becomes_what_it_meets(start: Any, written: bool) -> None:

@@ -473,6 +473,9 @@ class _Call:
             keys = jax.tree.map(functools.partial(_folded, count=self.count), args[self.rng_argnum])
 
         state = [] if self.state_argnum is None else jax.tree.leaves(args[self.state_argnum])
+        if state:
+            of_state = "a state is of arrays and numbers; close over what else the function needs"
+            _arrays(name, args[self.state_argnum], f"the state args[{self.state_argnum}]", of_state)
         structure = None if self.state_argnum is None else jax.tree.structure(args[self.state_argnum])
 
         replaced = {*self.argnums, self.rng_argnum, self.state_argnum}
@@ -558,17 +561,21 @@ class _Call:
         return jnp.moveaxis(x.reshape(shape), d, 0)
 
 
-def _arrays(name: str, out: PyTree) -> PyTree:
-    """What a function returned for a microbatch; JAX's own words for what is no array count from our tuples."""
-    for path, x in jax.tree_util.tree_leaves_with_path(out):
+def _arrays(
+    name: str,
+    tree: PyTree,
+    called: str = "result",
+    otherwise: str = "return arrays and numbers alone, and keep the rest outside of the loop",
+) -> PyTree:
+    """A tree of arrays, such as what a function returned for a microbatch; JAX's own words for others count from our tuples."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
         try:
             jax.typeof(x)
         except TypeError:
             raise MicrobatchError(
-                f"microbatch({name}): result{jax.tree_util.keystr(path)} is {type(x).__name__} {x!r:.80}, no array; return arrays "
-                "and numbers alone, and keep the rest outside of the loop"
+                f"microbatch({name}): {called}{jax.tree_util.keystr(path)} is {type(x).__name__} {x!r:.80}, no array; {otherwise}"
             ) from None
-    return out
+    return tree
 
 
 def _first(stacked: jax.Array) -> jax.ShapeDtypeStruct:
