@@ -472,10 +472,10 @@ class _Call:
         if self.rng_argnum is not None:
             keys = jax.tree.map(functools.partial(_folded, count=self.count), args[self.rng_argnum])
 
-        state = [] if self.state_argnum is None else jax.tree.leaves(args[self.state_argnum])
-        if state:
-            of_state = "a state is of arrays and numbers; close over what else the function needs"
-            _arrays(name, args[self.state_argnum], f"the state args[{self.state_argnum}]", of_state)
+        state: list[Any] = []
+        if (k := self.state_argnum) is not None:
+            remedy = "a state is of arrays and numbers; close over what else the function needs"
+            state = jax.tree.leaves(_arrays(name, args[k], f"the state args[{k}]", remedy))
         structure = None if self.state_argnum is None else jax.tree.structure(args[self.state_argnum])
 
         replaced = {*self.argnums, self.rng_argnum, self.state_argnum}
@@ -565,7 +565,7 @@ def _arrays(
     name: str,
     tree: PyTree,
     called: str = "result",
-    otherwise: str = "return arrays and numbers alone, and keep the rest outside of the loop",
+    remedy: str = "return arrays and numbers alone, and keep the rest outside of the loop",
 ) -> PyTree:
     """A tree of arrays, such as what a function returned for a microbatch; JAX's own words for others count from our tuples."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
@@ -573,7 +573,7 @@ def _arrays(
             jax.typeof(x)
         except TypeError:
             raise MicrobatchError(
-                f"microbatch({name}): {called}{jax.tree_util.keystr(path)} is {type(x).__name__} {x!r:.80}, no array; {otherwise}"
+                f"microbatch({name}): {called}{jax.tree_util.keystr(path)} is {type(x).__name__} {x!r:.80}, no array; {remedy}"
             ) from None
     return tree
 
