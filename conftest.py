@@ -10,6 +10,7 @@ import importlib
 import os
 import platform
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,19 @@ hypothesis.settings.register_profile(
 # For a second pair of Python and JAX, after `ci` has run on the first.
 hypothesis.settings.register_profile("brief", hypothesis.settings.get_profile("ci"), max_examples=3)
 hypothesis.settings.load_profile("ci")  # `--hypothesis-profile` is read later and wins
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What XLA has compiled is kept for the next run, unless pytest keeps nothing."""
+    cache = getattr(config, "cache", None)
+    if cache is None or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    folder = cache.mkdir("executables")
+    os.environ.setdefault("MANYMESH_TESTS_EXECUTABLES", str(folder))
+    week = 7 * 24 * 3600
+    for path in folder.glob("*/*"):
+        if path.stat().st_mtime < time.time() - week:  # no test has used it since
+            path.unlink(missing_ok=True)
 
 
 def pytest_collection_finish() -> None:

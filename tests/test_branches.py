@@ -276,3 +276,25 @@ def test_a_branch_that_is_known():
 
     assert names(f, parameters(), rows()) == ["front", "back"]
     assert not runs_as(f, parameters(), rows())
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_what_a_branch_keeps_for_its_backward_pass_does_not_cross(looped):
+    """Between tasks of other submeshes: what goes in and comes out crosses, and its gradient, and nothing else."""
+    outer = [mm.task(dense, f"outer{i}", devices=[0]) for i in range(2)]
+    branches = [mm.task(dense, f"branch{i}", devices=[1 + i]) for i in range(2)]
+
+    def loss(p, x, flag):
+        h = outer[0](p["front"], x)
+        h = lax.cond(flag, lambda h: branches[0](p["back"], h) * 2.0, lambda h: branches[1](p["front"], h) + h, h)
+        return jnp.mean(outer[1](p["back"], h) ** 2)
+
+    grad = jax.value_and_grad(loss)
+    if looped:
+        grad = mm.microbatch(grad, argnum=1, num_microbatches=2, reduce="mean")
+    x = np.tile(rows(), (64, 1))  # more than a kilobyte, in a microbatch too
+    args = (parameters(), x)
+    for flag in (True, False):
+        assert_same(mm.jit(grad)(*args, flag), reference(jax.jit(grad), *args, flag), 2e-5)
+    sent = [e for e in mm.jit(grad).lower(*args, True).program.edges if e.var.aval.size > WIDTH * WIDTH]
+    assert len(sent) == 8 and len({e.nbytes for e in sent}) == 1

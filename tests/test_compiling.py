@@ -1,5 +1,10 @@
 """What the tests compile for each other is what each of them would have compiled, and is counted."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +13,27 @@ import pytest
 pytestmark = pytest.mark.once
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
+
+# Equal layers on two submeshes: one executable, written out and loaded for the other one, also where it was read itself.
+SCRIPT = """
+import jax, jax.numpy as jnp
+from jax._src import compiler
+
+made, inner = [], compiler.backend_compile_and_load
+def compile_and_load(backend, module, *rest):
+    made.append(module)
+    return inner(backend, module, *rest)
+compiler.backend_compile_and_load = compile_and_load
+
+import compiling
+compiling.set_up()
+import manymesh as mm
+
+layers = [mm.task(lambda x: jnp.tanh(x + 1), devices=[i]) for i in range(2)]
+out = mm.jit(lambda x: layers[1](layers[0](x)))(1.0)
+assert abs(float(out) - float(jnp.tanh(jnp.tanh(2.0) + 1))) < 1e-6
+print(len(made))
+"""
 
 
 def compiled(scale, device=0):
@@ -49,3 +75,20 @@ def test_each_callback_has_an_executable_of_its_own():
         out = jax.jit(lambda x, f=scaled: jax.pure_callback(f, jax.ShapeDtypeStruct((3,), x.dtype), x))(np.ones(3))
         found.append(np.asarray(out).tolist())
     assert found == [[2.0] * 3, [3.0] * 3]
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    """It reads what the first one wrote; what is broken on disk is compiled again."""
+
+    def compiled():
+        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        env = {**os.environ, "MANYMESH_TESTS_EXECUTABLES": str(tmp_path), "PYTHONPATH": path}
+        done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    first = compiled()
+    assert first > 1
+    assert compiled() == 0
+    next(tmp_path.glob("*/*")).write_bytes(b"broken")
+    assert compiled() == 1

@@ -182,7 +182,7 @@ def test_a_scan_that_comes_back_to_a_submesh_is_a_pipeline(loop):
 
 @pytest.mark.parametrize("apart", [list, lambda ws: jnp.split(ws, 4)], ids=["unstacked", "split"])
 def test_stacked_weights_in_a_python_loop(apart):
-    """Each is taken where it is used, by whatever equation JAX takes an array apart; in the loop only gradients come back."""
+    """Each is taken where it is used, by whatever equation JAX takes an array apart; gradients come back after the loop."""
     first, second = (
         mm.task(lambda w, x: dense(w.reshape(WIDTH, WIDTH), x), name, mesh=m)
         for name, m in zip(("first", "second"), meshes(2), strict=True)
@@ -198,5 +198,5 @@ def test_stacked_weights_in_a_python_loop(apart):
         compiled = jitted.lower(ws, batch(32)).compile()
     (plan,) = compiled.program.loops
     assert plan.in_order and plan.placement == (0, 1, 0, 1)
-    assert [(e.source, e.target) for e in compiled.program.edges if e.loop == 0 and e.nbytes == WEIGHT] == [(1, 0)] * 2
+    assert not [e for e in compiled.program.edges if e.loop == 0 and e.nbytes == WEIGHT]
     assert_same(compiled(ws, batch(32)), reference(jitted, ws, batch(32)))

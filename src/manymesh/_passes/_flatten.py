@@ -111,6 +111,7 @@ def open_conditional(flat: FlatProgram, node: Node) -> Opened:
     worker = _Flattener(flat.tasks, {}, flat.registered)
     env: Env = {}
     worker.guard = node.guard
+    worker.selected.update((n.eqn.outvars[0], n.eqn) for n in flat.nodes if n.primitive == "select_n")
     worker.select(node.eqn, env, node.stack, node.loop)
     return Opened(tuple(worker.nodes), env, worker.consts)
 
@@ -138,6 +139,7 @@ class _Flattener:
         self._marked: dict[int, bool] = {}
         self._bodies: dict[int, AbstractJaxpr] = {}
         self._keep: list[AbstractJaxpr] = []  # jaxprs whose ids are in _marked and _bodies
+        self.selected: dict[Var, Eqn] = {}  # what is selected from branches -> the selection
         self._varying: set[Var] = set()
         self._layers: dict[tuple[Atom, int, int | None], Atom] = {}  # (stacked value, index, loop) -> its slice
         self._split: dict[Task, bool] = {}  # tasks with several meshes -> whether a scan ran them
@@ -356,7 +358,8 @@ class _Flattener:
             self.guard = (*around, (index, number))
             results = [_compat.new_var(v.aval) for v in _compat.open_jaxpr(branch).outvars]
             sub: Env = {}
-            self._inline_jaxpr(branch, operands, results, sub, stack, loop)
+            given = [self._in_branch(v, index, number) for v in operands]
+            self._inline_jaxpr(branch, given, results, sub, stack, loop)
             branches.append([sub[r] for r in results])
         self.guard = around
         for outer, cases in zip(eqn.outvars, zip(*branches, strict=True), strict=True):
@@ -365,7 +368,7 @@ class _Flattener:
             if all(c is cases[0] for c in cases):
                 env[outer] = cases[0]
                 continue
-            given = [v for v in (index, *cases) if _compat.is_var(v)]
+            reads = [v for v in (index, *cases) if _compat.is_var(v)]
 
             def select(*arrays: jax.Array, atoms: Any = (index, *cases)) -> Any:
                 it = iter(arrays)
@@ -373,9 +376,19 @@ class _Flattener:
                     *[next(it) if _compat.is_var(v) else lax.full((), v.val, v.aval.dtype) for v in atoms]
                 )
 
-            nodes, (env[outer],) = trace_nodes(select, given, loop=loop, backward=is_backward(stack))
+            nodes, (env[outer],) = trace_nodes(select, reads, loop=loop, backward=is_backward(stack))
             for node in nodes:
                 self._append(node)
+            self.selected[nodes[-1].eqn.outvars[0]] = nodes[-1].eqn
+
+    def _in_branch(self, atom: Atom, index: Atom, number: int) -> Atom:
+        """What a value is in a branch: of what the same condition selected, that branch's own.
+
+        What the forward pass of a branch keeps for its backward pass need not go where the branches meet and back.
+        """
+        while _compat.is_var(atom) and atom in self.selected and self.selected[atom].invars[0] is index:
+            atom = self.selected[atom].invars[1 + number]
+        return atom
 
     def whole(self, eqn: Eqn, stack: str, loop: int | None) -> str | None:
         """The mark of the task that a conditional or a loop becomes where one submesh has all tasks in it; else None."""

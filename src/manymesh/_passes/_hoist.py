@@ -54,3 +54,44 @@ def _hoist(flat: FlatProgram, loop: int) -> dict[Node, Node]:
         elif backward[n] != n.backward:
             changed[n] = replace(n, backward=backward[n])
     return changed
+
+
+def cross_once(flat: FlatProgram) -> FlatProgram:
+    """Moves out of a loop what every microbatch would compute alike, and send or have sent to it. Needs the placement.
+
+    A part of a weight that lies elsewhere, say, is cut there then, crosses once a call, and is there for all microbatches.
+    """
+    moved: set[Node] = set()
+    for i in range(len(flat.loops)):
+        moved |= _crossing(flat, i)
+    if not moved:
+        return flat
+    nodes = tuple(replace(n, loop=None, backward=False) if n in moved else n for n in flat.nodes)
+    return replace(flat, nodes=nodes, placement=None)
+
+
+def _crossing(flat: FlatProgram, loop: int) -> set[Node]:
+    """The nodes of a body that depend on nothing in it, as far as what they make, or more that they read, crosses."""
+    index, placement = flat.index, flat.placement
+    assert placement is not None, "what crosses is told by where it is made and read"
+    sources: dict[Var, frozenset[Var]] = {}  # what such a node makes -> the values from outside that it comes from
+    found: set[Node] = set()
+    for n in index.bodies[loop]:
+        if n.task is not None or n.eqn.effects or n.guard or any(v in index.leaving for v in n.outputs):
+            continue
+        if not all(index.scope.get(v) != loop or v in sources for v in n.inputs):
+            continue
+        of = frozenset().union(*(sources.get(v, {v}) for v in n.inputs))
+        sources.update(dict.fromkeys(n.outputs, of))
+        places = set(placement.node[n])
+        readers = [r for v in n.outputs for r in index.readers.get(v, ())]
+        away = sum(nbytes(v.aval) for v in of if placement.home.get(v) not in places)
+        if any(set(placement.node[r]) - places for r in readers) or sum(nbytes(v.aval) for v in n.outputs) < away:
+            found.add(n)
+    todo = list(found)
+    while todo:
+        made = (index.producer[v] for v in todo.pop().inputs if v in sources)
+        new = [n for n in made if n not in found]
+        found.update(new)
+        todo += new
+    return found

@@ -96,6 +96,7 @@ class _Placer:
             if mesh is not None:
                 self.at[n] = self._submesh(mesh)
                 self.reason[n] = "task" if n.task or n.colocated_with else "its submesh"
+        self.trained = {self.at[n] for n in flat.nodes if n.backward and n in self.at}
         self.pinned = {v: self._submesh(m) for v, m in flat.pins.inputs.items()}
         self.wanted: dict[Var, int] = {}
         for i, mesh in flat.pins.outputs.items():
@@ -211,15 +212,24 @@ class _Placer:
                 self.at[n], self.reason[n] = at, "reads"
 
     def _stages(self) -> list[int]:
-        """The submeshes in the order of their tasks in loops; empty where a forward pass comes to one of them again."""
+        """The submeshes in the order of their tasks in loops; empty where a forward pass comes to one of them again.
+
+        Of two that do not need each other the frozen one is first, or the one that is first in the program.
+        """
         forward = [n for n in self.flat.nodes if n.loop is not None and not n.backward and n in self.at]
         stages = list(dict.fromkeys(self.at[n] for n in forward if n.task is not None))
-        order = {k: i for i, k in enumerate(stages)}
+        needs: dict[int, set[int]] = {k: set() for k in sorted(stages, key=self.trained.__contains__)}
         for n in forward:
-            made = [self.at[p] for v in n.inputs if (p := self.producer.get(v)) in self.at and p.loop == n.loop]
-            if any(order.get(k, 0) > order.get(self.at[n], 0) for k in made):
+            made = {self.at[p] for v in n.inputs if (p := self.producer.get(v)) in self.at and p.loop == n.loop}
+            if self.at[n] in needs:
+                needs[self.at[n]] |= made - {self.at[n]}
+        found: list[int] = []
+        while len(found) < len(needs):
+            ready = next((k for k in needs if k not in found and needs[k] & needs.keys() <= set(found)), None)
+            if ready is None:
                 return []
-        return stages
+            found.append(ready)
+        return found
 
     def _leads_to(self, out: Atom) -> list[Var]:
         """The next value of a state, and what is nothing but this value: before a mean's division, the stack that is divided.
@@ -324,6 +334,8 @@ class _Placer:
             return None
         if n.backward:
             return min(ties)
+        # What a frozen model makes goes to the trained one, else a gradient would come back from there.
+        ties = ties & self.trained or ties
         # A skip connection meets a task's result: the forward pass goes on from the later of the two.
         made = [((self.after[p], self.position[p]), v) for v in n.inputs if (p := self.producer.get(v)) is not None]
         late = [at for _, v in sorted(made, key=lambda p: p[0], reverse=True) if (at := self._place_of(v)) in ties]

@@ -15,7 +15,8 @@ from .._program._flat import FlatProgram
 from ._blocks._spread_stacks import spread_stacks
 from ._copies import copy_results
 from ._dead import remove_dead
-from ._hoist import hoist_loop_invariants
+from ._hoist import cross_once, hoist_loop_invariants
+from ._join import join_parts
 from ._mark_scopes import mark_scopes
 from ._numbers import hold_numbers
 from ._place import place
@@ -66,12 +67,14 @@ PROVIDERS: Mapping[Fact, Pass] = {
 PASSES: tuple[Pass, ...] = (
     Pass("mark_scopes", mark_scopes, needs=_DEAD, makes_stale=ALL),
     Pass("repeat_constraints", repeat_constraints, needs=_DEAD, makes_stale=_PLACED, repeats=True),
+    Pass("join_parts", join_parts, needs=_DEAD, makes_stale=ALL),
     Pass("accumulate_each_layer", accumulate_each_layer, needs=_DEAD, makes_stale=ALL),
     Pass("spread_stacks", spread_stacks, needs=_DEAD, makes_stale=ALL),
     Pass("split_weights", split_weights, needs=_DEAD, makes_stale=_PLACED),
     Pass("minimise_residuals", minimise_residuals, makes_stale=ALL),
     Pass("hoist_loop_invariants", hoist_loop_invariants, needs=_DEAD, makes_stale=_PLACED),
     Pass("spread_conditionals", spread_conditionals, needs=ALL, makes_stale=ALL, repeats=True),
+    Pass("cross_once", cross_once, needs=ALL, makes_stale=ALL),
     Pass("regroup_sums", regroup_sums, needs=ALL, makes_stale=ALL),
     Pass("leave_unreduced", leave_unreduced, needs=ALL, makes_stale=ALL),
     Pass("hold_numbers", hold_numbers, needs=_DEAD, makes_stale=_PLACED),

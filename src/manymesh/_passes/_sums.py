@@ -37,19 +37,20 @@ def regroup_sums(flat: FlatProgram) -> FlatProgram:
     return _regroup_chains(edit.result(), placement)
 
 
-def _is_add(node: Node | None) -> bool:
+def is_addition(node: Node | None) -> bool:
+    """Whether a node adds up variables of one shape and dtype."""
     if node is None or node.task is not None or node.primitive not in _ADDS:
         return False
     result = shape_and_dtype(node.eqn.outvars[0])
     return all(_compat.is_var(v) and shape_and_dtype(v) == result for v in node.eqn.invars)
 
 
-def _terms(
+def terms_of_sum(
     root: Var, producer: Mapping[Var, Node], uses: Counter[Var], loop: int | None
 ) -> tuple[list[Var], list[Node]]:
     """The terms of a sum, left to right, and the additions that make it up."""
     node = producer.get(root)
-    if node is None or not _is_add(node) or node.loop != loop:
+    if node is None or not is_addition(node) or node.loop != loop:
         return [root], []
     terms: list[Var] = []
     nodes = [node]
@@ -57,7 +58,7 @@ def _terms(
     while stack:
         v = stack.pop()
         inner = producer.get(v)
-        if inner is not None and _is_add(inner) and uses[v] == 1 and inner.loop == loop:
+        if inner is not None and is_addition(inner) and uses[v] == 1 and inner.loop == loop:
             nodes.append(inner)
             stack += inner.inputs[::-1]
         else:
@@ -71,7 +72,7 @@ def _split_accumulators(flat: FlatProgram, edit: Editor, loop: int, placement: P
     for carry in flat.loops[loop].carries:
         if index.uses[carry.inner] != 1 or index.uses[carry.out] != 1:
             continue
-        terms, nodes = _terms(carry.out, index.producer, index.uses, loop)
+        terms, nodes = terms_of_sum(carry.out, index.producer, index.uses, loop)
         if carry.inner not in terms:
             continue
         groups = _by_submesh([t for t in terms if t is not carry.inner], placement)
@@ -108,10 +109,10 @@ def _regroup_chains(flat: FlatProgram, placement: Placement) -> FlatProgram:
     done: set[Node] = set()
     replaced: dict[Node, list[Node]] = {}
     for root in reversed(flat.nodes):
-        if root in done or not _is_add(root) or not root.outputs:
+        if root in done or not is_addition(root) or not root.outputs:
             continue
         (result,) = root.outputs
-        terms, nodes = _terms(result, producer, uses, root.loop)
+        terms, nodes = terms_of_sum(result, producer, uses, root.loop)
         done.update(nodes)
         groups = _by_submesh(terms, placement)
         if len(nodes) < 2 or len(groups) < 2 or all(len(g) == 1 for g in groups) or _is_grouped(nodes, placement):

@@ -1,0 +1,143 @@
+"""Sums of padded parts are the parts side by side.
+
+What a Python loop reads of stacked weights, ``ws[i]``, gets its gradient with zeros around it, as large as all of the
+weights, and these are added up: every stage would hold, and send, a gradient of the whole stack. Put together instead,
+each part is where it is made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import _compat
+from .._compat import Var
+from .._program._flat import FlatProgram
+from .._program._nodes import Node, nodes_where, shape_and_dtype
+from .._program._rewrite import making, trace_nodes
+from ._sums import is_addition, terms_of_sum
+
+_EXPANDS = ("broadcast_in_dim", "reshape", "expand_dims")
+
+
+class _Part(NamedTuple):
+    """What is in a value that is zero elsewhere.
+
+    Attributes:
+      dim: the one dimension in which it is not all of the value.
+      start, end: where it is.
+      made: what it is.
+    """
+
+    dim: int
+    start: int
+    end: int
+    made: Var
+
+
+def join_parts(flat: FlatProgram) -> FlatProgram:
+    """Replaces sums of values that are zero where the others are not. Of single layers they become a stack."""
+    producer = flat.index.producer
+    done: set[Node] = set()
+    replaced: dict[Node, list[Node]] = {}
+    stacked = dict(flat.stacked)
+    for root in reversed(flat.nodes):
+        if root in done or not is_addition(root) or not root.outputs:
+            continue
+        (result,) = root.outputs
+        terms, nodes = terms_of_sum(result, producer, flat.index.uses, root.loop)
+        done.update(nodes)
+        found = [(v, _part(producer.get(v), root)) for v in terms]
+        (dim, _), *_ = Counter(p.dim for _, p in found if p is not None).most_common(1) or [(0, 0)]
+        parts = [p for _, p in found if p is not None and p.dim == dim]
+        rest = [v for v, p in found if p is None or p.dim != dim]
+        row = _in_a_row(parts, _compat.shape(result)[dim]) if len(parts) > 1 else None
+        if row is None:
+            continue
+        made, column = _side_by_side(row, dim, result, producer)
+        (whole,) = made[-1].outputs
+        if rest:
+            if column:
+                stacked[whole] = column
+            made += trace_nodes(lambda *xs: jax.tree.reduce(lax.add, list(xs)), [*rest, whole])[0]
+        elif column:
+            stacked[result] = column
+        made[-1] = making(made[-1], [result])
+        replaced.update({n: [] for n in nodes})
+        replaced[root] = [
+            replace(n, loop=root.loop, backward=root.backward, stack=root.stack, guard=root.guard) for n in made
+        ]
+    if not replaced:
+        return flat
+    return replace(flat, nodes=nodes_where(flat.nodes, replaced), stacked=stacked, placement=None)
+
+
+def _part(maker: Node | None, reader: Node) -> _Part | None:
+    """What a node pads with zeros along one dimension, for a reader beside it; None if it does nothing like that."""
+    if maker is None or maker.primitive != "pad" or (maker.loop, maker.guard) != (reader.loop, reader.guard):
+        return None
+    value, zero = maker.eqn.invars
+    padded = [(d, *config) for d, config in enumerate(maker.eqn.params["padding_config"]) if any(config)]
+    if not _compat.is_var(value) or not isinstance(zero, _compat.Literal) or zero.val != 0 or len(padded) != 1:
+        return None
+    dim, low, high, interior = padded[0]
+    if low < 0 or high < 0 or interior:
+        return None
+    return _Part(dim, low, low + _compat.shape(value)[dim], value)
+
+
+def _in_a_row(parts: Iterable[_Part], length: int) -> list[tuple[int, list[Var]]] | None:
+    """The length of each stretch of a dimension and what is added up there, nothing in gaps; None where parts overlap."""
+    at: dict[tuple[int, int], list[Var]] = defaultdict(list)
+    for part in parts:
+        at[part.start, part.end].append(part.made)
+    layers = all(b - a == 1 for a, b in at)
+    row: list[tuple[int, list[Var]]] = []
+    end = 0
+    for start, stop in sorted([*at, (length, length)]):
+        if start < end:
+            return None
+        gap = start - end
+        row += [(1, [])] * gap if layers else [(gap, [])] * bool(gap)
+        row += [(stop - start, at[start, stop])] * (stop > start)
+        end = stop
+    return row if len(at) > 1 else None
+
+
+def _side_by_side(
+    row: Sequence[tuple[int, list[Var]]], dim: int, like: Var, producer: Mapping[Var, Node]
+) -> tuple[list[Node], tuple[Var, ...]]:
+    """Equations that put the stretches together, and the slices where they are those of a stack."""
+    shape, dtype = shape_and_dtype(like)
+    layers = dim == 0 and all(size == 1 for size, _ in row)
+    made: list[Node] = []
+    column: list[Var] = []
+    for size, values in row:
+        here = (*shape[:dim], size, *shape[dim + 1 :])
+        values = [_before_expanding(v, producer) for v in values] if layers else values
+
+        def total(*xs: jax.Array, here: tuple[int, ...] = here) -> jax.Array:
+            xs = tuple(lax.squeeze(x, (0,)) if x.ndim == len(here) else x for x in xs) if layers else xs
+            return sum(xs[1:], xs[0]) if xs else jnp.zeros(here[1:] if layers else here, dtype)
+
+        nodes, (out,) = trace_nodes(total, values)
+        made += nodes
+        column.append(out)
+    put = (lambda *xs: jnp.stack(xs)) if layers else (lambda *xs: lax.concatenate(xs, dim))
+    made += trace_nodes(put, column)[0]
+    return made, tuple(column) if layers else ()
+
+
+def _before_expanding(v: Var, producer: Mapping[Var, Node]) -> Var:
+    """A layer before it got its dimension of one."""
+    maker = producer.get(v)
+    if maker is None or maker.primitive not in _EXPANDS or maker.task is not None or len(maker.inputs) != 1:
+        return v
+    (before,) = maker.inputs
+    return before if (1, *_compat.shape(before)) == _compat.shape(v) else v
