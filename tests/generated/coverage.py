@@ -39,6 +39,8 @@ def constructs(program: Program) -> set[str]:
         found.add(f"key: {program.key}{', raw' if program.raw_key else ''}, {program.key_from}")
     if program.in_shardings:
         found.add("layout: in_shardings")
+    if program.together is not None:
+        found.add(f"layout: parameters in one {program.together}")
     if program.collected is not None:
         found.add("layout: results on a submesh by out_shardings")
     if program.again:

@@ -179,6 +179,8 @@ def of_functions(draw, small: bool) -> Program:
     reduces = ["mean", "mean", "sum"] + (["max", "last", "weighted", "stack"] if aux else [])
     schedules = _schedules(draw, order, layers, submeshes, microbatches, mode, small)
     state = draw(st.sampled_from(["dict", "tuple", "dataclass", "train_state"]))
+    apart = len(layers) == 1 or any(layer.wrap in STACKED or layer.annotated == "box" for layer in layers)
+    together = None if apart else draw(st.sampled_from([None, None, "stack", "vector"]))
     # A loop of no steps traces no task, and what is the submesh of none cannot be asked for.
     traced = [layer.submesh for layer in (layers[0], layers[-1]) if layer.wrap != "empty_scan"]
     return Program(
@@ -200,11 +202,12 @@ def of_functions(draw, small: bool) -> Program:
         raw_key=raw and key is not None and key == "threefry2x32",
         key_from=_key_from(draw, key, layers, mode),
         weak=draw(st.booleans()),
-        in_shardings=draw(st.sampled_from([False, False, False, True])),
+        in_shardings=draw(st.sampled_from([False, False, False, True])) and together is None,
         arrives=draw(st.sampled_from([False, False, False, True])),
         collected=draw(st.sampled_from([None] * 9 + traced)),
         again=draw(st.sampled_from([False] * 7 + [True])),
         order=draw(st.integers(0, 9)),
+        together=together,
         **(
             _carried(draw, count, schedules, state)
             if mode == "train" and not aux and order == "chain" and None not in schedules

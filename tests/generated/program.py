@@ -94,6 +94,8 @@ class Program:
       collected: the submesh on which the loss and the gradients are wanted, by ``out_shardings``; None says nothing.
       again: whether the step is taken as often as the data says, in a loop of unknown length.
       order: which order a custom schedule writes down, as the seed of a random one; 0 is GPipe.
+      together: how the parameters are kept: each for itself; in a ``stack`` for each kind, of all the layers, as for a
+        scan; or in one ``vector``. A layer takes its own by index.
     """
 
     submeshes: tuple[tuple[int, int, int], ...]
@@ -120,6 +122,7 @@ class Program:
     again: bool = False
     order: int = 0
     framework: str | None = None
+    together: str | None = None
 
     def to_json(self) -> str:
         """The program as text, to be kept when it breaks something."""
@@ -155,6 +158,27 @@ class Program:
             }
         return out
 
+    def kept_together(self, params: dict[str, Any]) -> Any:
+        """Parameters as the state has them."""
+        if self.together == "stack":
+            return jax.tree.map(lambda *xs: jnp.stack(xs), *params.values())
+        if self.together == "vector":
+            return {"all": jnp.concatenate([x.ravel() for x in jax.tree.leaves(params)])}
+        return params
+
+    def each(self, params: Any) -> dict[str, Any]:
+        """The parameters of each layer."""
+        count = 1 + max(layer.parameter for layer in self.layers)
+        if self.together == "stack":
+            return {f"w{i}": jax.tree.map(lambda x, i=i: x[i], params) for i in range(count)}
+        if self.together != "vector":
+            return params
+        size, found = WIDTH * (WIDTH + 1), {}
+        for i in range(count):
+            own = params["all"][i * size : (i + 1) * size]
+            found[f"w{i}"] = {"bias": own[:WIDTH], "kernel": own[WIDTH:].reshape(WIDTH, WIDTH)}
+        return found
+
     def batch(self) -> dict[str, Any]:
         """Rows, token ids, and a leaf that is None."""
         rng, rows = np.random.default_rng(1), ROWS * self.microbatches * (PIECES if self.mode in NESTED else 1)
@@ -179,7 +203,7 @@ class Program:
 
     def init(self) -> Any:
         """The first state, in the container that the program keeps it in."""
-        params = self.parameters()
+        params = self.kept_together(self.parameters())
         made = optimizer(self.optimizer, self.clipped)
         if self.state == "train_state":
             state = TrainState.create(apply_fn=None, params=params, tx=made)
@@ -238,6 +262,7 @@ class Program:
         """What each layer gives."""
         meshes = self.meshes()
         values, ids = [batch["x"]], batch["ids"]
+        params = self.each(params)
         for i, layer in enumerate(self.layers):
             p = params[f"w{layer.parameter}"]
             if layer.wrap not in STACKED and layer.parameter in self.stacked():
