@@ -87,3 +87,23 @@ def test_parameters_in_one_array(monkeypatch, shape):
     switch_off(monkeypatch, "cross_once")
     crossing, holders = moved(step, args)
     assert crossing > activations or holders == 3
+
+
+@pytest.mark.parametrize("size", [1, 2048])
+def test_the_host_is_asked_in_every_microbatch(size):
+    """What it says may change, whether it is small enough for the loop to be without it or crosses."""
+    asked = []
+
+    def say(w):
+        asked.append(w.shape)
+        return np.full(size, len(asked), np.float32)
+
+    first = mm.task(lambda x, s: x * s.mean(), "first", devices=[0])
+    second = mm.task(lambda x, s: (x * s[0]).sum(), "second", devices=[1])
+
+    def total(x, w):
+        s = jax.pure_callback(say, jax.ShapeDtypeStruct((size,), jnp.float32), w)
+        return second(first(x, s), s)
+
+    summed = mm.microbatch(total, argnum=0, num_microbatches=3, reduce="sum")
+    assert float(mm.jit(summed)(np.ones((6, 2), np.float32), np.ones(size, np.float32))) == 4 * (1 + 4 + 9)

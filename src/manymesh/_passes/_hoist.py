@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .._compat import Var
+from .._program._calls import calls_back
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
 
@@ -32,7 +33,7 @@ def _hoist(flat: FlatProgram, loop: int) -> dict[Node, Node]:
     invariant: set[Var] = set()
     candidates: list[Node] = []
     for n in index.bodies[loop]:
-        if n.task is not None or n.eqn.effects or any(v in index.leaving for v in n.outputs):
+        if _stays(n) or any(v in index.leaving for v in n.outputs):
             continue
         outside = all(index.scope.get(v) != loop or v in invariant for v in n.inputs)
         small = sum(nbytes(v.aval) for v in n.outputs) <= SMALL
@@ -56,6 +57,11 @@ def _hoist(flat: FlatProgram, loop: int) -> dict[Node, Node]:
     return changed
 
 
+def _stays(n: Node) -> bool:
+    """Whether it counts how often a node runs."""
+    return n.task is not None or bool(n.eqn.effects) or calls_back(n.eqn)
+
+
 def cross_once(flat: FlatProgram) -> FlatProgram:
     """Moves out of a loop what every microbatch would compute alike, and send or have sent to it. Needs the placement.
 
@@ -77,7 +83,7 @@ def _crossing(flat: FlatProgram, loop: int) -> set[Node]:
     sources: dict[Var, frozenset[Var]] = {}  # what such a node makes -> the values from outside that it comes from
     found: set[Node] = set()
     for n in index.bodies[loop]:
-        if n.task is not None or n.eqn.effects or n.guard or any(v in index.leaving for v in n.outputs):
+        if _stays(n) or n.guard or any(v in index.leaving for v in n.outputs):
             continue
         if not all(index.scope.get(v) != loop or v in sources for v in n.inputs):
             continue

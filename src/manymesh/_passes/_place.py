@@ -15,8 +15,9 @@ from dataclasses import replace
 from jax.sharding import Mesh
 
 from .. import _compat
-from .._compat import Atom, Eqn, Var
+from .._compat import Atom, Var
 from .._errors import MeshError
+from .._program._calls import calls_back
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
 from .._program._placement import Placement
@@ -558,19 +559,12 @@ def _small_nodes(flat: FlatProgram) -> set[Node]:
         return v not in inner and v not in index.made_by_loop and nbytes(v.aval) <= SMALL
 
     for n in flat.nodes:
-        if n.task is not None or n.eqn.effects or flat.submesh_of(n) is not None or _calls_back(n.eqn):
+        if n.task is not None or n.eqn.effects or flat.submesh_of(n) is not None or calls_back(n.eqn):
             continue
         is_small = sum(nbytes(v.aval) for v in n.outputs) <= SMALL and all(is_small_input(v) for v in n.inputs)
         if not n.inputs or is_small:
             small.add(n)
     return small
-
-
-def _calls_back(eqn: Eqn) -> bool:
-    """Whether the host computes something for an equation, who may say something else, or pay again, each time."""
-    return eqn.primitive.name == "pure_callback" or any(
-        _calls_back(e) for jaxpr in _compat.jaxprs_in(eqn) for e in _compat.open_jaxpr(jaxpr).eqns
-    )
 
 
 def _check_submeshes(meshes: Sequence[Mesh]) -> None:

@@ -69,6 +69,13 @@ def is_rewritable(eqn: Eqn) -> bool:
     return call is not None and call.rewritable
 
 
+def calls_back(eqn: Eqn) -> bool:
+    """Whether the host computes something for an equation, who may say something else, or pay again, each time."""
+    return eqn.primitive.name == "pure_callback" or any(
+        calls_back(e) for jaxpr in _compat.jaxprs_in(eqn) for e in _compat.open_jaxpr(jaxpr).eqns
+    )
+
+
 def inlined(eqns: list[Eqn]) -> tuple[list[Eqn], dict[Var, Atom]]:
     """Equations with all calls opened, so that what is inside can be told apart. Derivatives have to be taken already.
 
