@@ -89,4 +89,4 @@ def test_a_conditional_over_submeshes_becomes_a_selection():
         )
     )
     assert "cond" not in found and "select_n(" in found
-    assert [line[-7:] for line in found.splitlines() if "task" in line] == ["f is 0]", "f is 1]"]
+    assert [line.rpartition(" is ")[2] for line in found.splitlines() if "task" in line] == ["0]", "1]"]

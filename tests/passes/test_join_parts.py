@@ -113,6 +113,34 @@ def test_no_weight_of_a_python_loop_crosses(read, layers):
     np.testing.assert_allclose(ws, after, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("read", [lambda ws, i, j: ws[i, j], lambda ws, i, j: ws[i][j]], ids=["at once", "in turn"])
+@pytest.mark.parametrize("rounds", [True, False], ids=["rounds of stages", "stages of layers"])
+def test_no_weight_of_a_grid_crosses(read, rounds):
+    """Neither where each submesh has a column of it, its stages of an interleaved schedule, nor where it has a row."""
+    stages = [mm.task(lambda w, x: jnp.tanh(x @ w), f"stage{i}", devices=[i]) for i in range(2)]
+
+    def loss(params, x):
+        for i in range(2):
+            for j in range(2):
+                x = stages[j if rounds else i](read(params["w"], i, j), x)
+        return jnp.mean(x**2)
+
+    def step(params, x):
+        schedule = "interleaved" if rounds else "1f1b"
+        grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4, schedule=schedule, reduce="mean")
+        value, grads = grad(params, x)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    rng = np.random.default_rng(0)
+    args = {"w": rng.normal(size=(2, 2, 16, 16)).astype("f4") / 4}, rng.normal(size=(32, 16)).astype("f4")
+    value, params = mm.jit(step)(*args)
+    assert {shape for *_, shape, _ in sent(step, args)} == {(8, 16)}
+    assert [s.data.shape[:2] for s in params["w"].addressable_shards] == [(2, 1) if rounds else (1, 2)] * 2
+    expected, after = jax.jit(step)(*args)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(params["w"], after["w"], rtol=1e-4, atol=1e-6)
+
+
 def test_without_the_pass_whole_stacks_cross(monkeypatch):
     step, args = indexed(READS["an index"], 4)
     before = len(sent(step, args))

@@ -196,3 +196,24 @@ def test_a_teacher_sends_to_its_student(looped, student_first):
     assert made == [1]  # what the teacher says
     for a, b in zip(jax.tree.leaves(jitted(*args)), jax.tree.leaves(jax.jit(grad)(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_from_everywhere_meet_where_their_state_is():
+    """As many layers on each submesh: their stacked gradient goes to the weights, which do not go there and back."""
+    stages = [mm.task(lambda x, w: (jnp.tanh(x @ w), None), "layer", devices=[i % 2]) for i in range(4)]
+
+    def loss(params, x):
+        for i, stage in enumerate(stages):
+            x, _ = stage(x, params["w"][i])
+        return jnp.mean(x**2)
+
+    def step(params, x):
+        grad = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=4, schedule="interleaved", reduce="mean")
+        return jax.tree.map(lambda p, g: p - 0.1 * g / (1 + jnp.abs(g)), params, grad(params, x))
+
+    rng = np.random.default_rng(0)
+    args = {"w": rng.normal(size=(4, 32, 32)).astype("f4")}, rng.normal(size=(32, 32)).astype("f4")
+    program = mm.jit(step).lower(*args).program
+    once = [e.var.aval.size for e in program.edges if e.loop is None and e.var.aval.size >= 32 * 32]
+    assert once == [32 * 32] * 4  # two weights go to the other submesh, and two gradients come back
+    np.testing.assert_allclose(mm.jit(step)(*args)["w"], jax.jit(step)(*args)["w"], rtol=1e-4, atol=1e-6)

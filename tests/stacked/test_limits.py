@@ -68,6 +68,21 @@ def test_layers_that_do_not_divide():
         mm.jit(step.fun, strict=True).lower({"w": weights(5)}, batch())
 
 
+def test_layers_that_are_dealt_out_in_rounds():
+    """The warning says in which shape each submesh would keep its own."""
+    stages = mm.submeshes(Mesh(DEVICES[:2].reshape(2, 1), ("stage", "m"), axis_types=(AxisType.Auto,) * 2), "stage")
+    layer = mm.task(lambda x, w: (jnp.tanh(x @ w), None), "layer", mesh=list(stages) * 2)
+    step = mm.jit(lambda p, x: lax.scan(layer, x, p["w"])[0])
+    with pytest.warns(UserWarning, match=r"dealt out in 2 rounds: keep them in the shape \(2, 4, ...\) and take"):
+        step.lower({"w": weights(8)}, batch())
+    in_rounds = mm.jit(lambda p, x: lax.scan(lambda x, row: lax.scan(layer, x, row), x, p["w"])[0])
+    given = {"w": weights(8).reshape(2, 4, WIDTH, WIDTH)}
+    assert len(in_rounds.lower(given, batch()).program.stacked_inputs) == 1
+    with mm.ignore_transforms():
+        expected = in_rounds(given, batch())
+    np.testing.assert_allclose(in_rounds(given, batch()), expected, rtol=1e-5)
+
+
 def test_elements_that_are_not_used_in_equal_parts():
     """All parameters in one vector: it has no layers of which there could be more."""
     one, two = mm.submeshes(Mesh(DEVICES[:2].reshape(2, 1), ("stage", "m"), axis_types=(AxisType.Auto,) * 2), "stage")

@@ -26,7 +26,7 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Carry, Loop, Node, Pieces, shape_and_dtype
 from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
 from .._task import Task
-from ._blocks._ties import taken_apart
+from ._pieces import Views, in_pieces
 from ._resolve import resolve_names
 from ._scopes import is_backward, matched_inside, tasks_inside
 
@@ -139,6 +139,7 @@ class _Flattener:
         self._marked: dict[int, bool] = {}
         self._bodies: dict[int, AbstractJaxpr] = {}
         self._keep: list[AbstractJaxpr] = []  # jaxprs whose ids are in _marked and _bodies
+        self._views = Views()
         self.selected: dict[Var, Eqn] = {}  # what is selected from branches -> the selection
         self._varying: set[Var] = set()
         self._layers: dict[tuple[Atom, int, int | None], Atom] = {}  # (stacked value, index, loop) -> its slice
@@ -191,23 +192,22 @@ class _Flattener:
         if eqn.primitive is border_p or (eqn.primitive.name == "reshard" and _is_empty_reshard(eqn)):
             env[eqn.outvars[0]] = _lookup(env, eqn.invars[0])
             return
-        if eqn.primitive.name in ("split", "unstack"):
-            return self._each_piece(eqn, env, stack, loop)
-        self._append(Node(substitute(eqn, env), None, is_backward(stack), loop, stack=stack, guard=self.guard))
-
-    def _each_piece(self, eqn: Eqn, env: Env, stack: str, loop: int | None) -> None:
-        """Takes a value apart by equations for each piece, which then is where it is read."""
-        parts = taken_apart(eqn)
-        assert parts is not None, "it takes its operand apart"
-
-        def pieces(x: jax.Array) -> list[jax.Array]:
-            cut = [lax.slice_in_dim(x, a, b, axis=parts.dim) for a, b in parts.ranges]
-            return [lax.squeeze(p, (parts.dim,)) for p in cut] if eqn.primitive.name == "unstack" else cut
-
-        nodes, made = trace_nodes(pieces, [_lookup(env, eqn.invars[0])], loop=loop, backward=is_backward(stack))
+        backward, apart = is_backward(stack), in_pieces(eqn)
+        if apart is None:
+            new = substitute(eqn, env)
+            nodes, made = [Node(new, None, backward, loop, stack=stack, guard=self.guard)], new.outvars
+        else:
+            nodes, made = trace_nodes(apart, [_lookup(env, eqn.invars[0])], loop=loop, backward=backward)
+            nodes = [replace(node, stack=stack, guard=self.guard) for node in nodes]
+        seen: Env = {}
         for node in nodes:
-            self._append(replace(node, stack=stack, guard=self.guard))
-        env.update((v, piece) for v, piece in zip(eqn.outvars, made, strict=True) if _compat.is_var(v))
+            node = reading(node, seen)
+            view = self._views.known(node)
+            if view is None:
+                self._append(node)
+            else:
+                seen[node.eqn.outvars[0]] = view
+        env.update((v, _lookup(seen, new)) for v, new in zip(eqn.outvars, made, strict=True) if _compat.is_var(v))
 
     def _append(self, node: Node) -> None:
         self.nodes.append(node)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 from .._compat import Var
 from .._program._calls import calls_back
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
+from ._pieces import VIEWS
 
 SMALL = 1024  # bytes
 
@@ -67,33 +69,46 @@ def cross_once(flat: FlatProgram) -> FlatProgram:
 
     A part of a weight that lies elsewhere, say, is cut there then, crosses once a call, and is there for all microbatches.
     """
-    moved: set[Node] = set()
+    moved: dict[Node, Node] = {}
     for i in range(len(flat.loops)):
-        moved |= _crossing(flat, i)
+        moved |= {n: _moved(n) for n in _crossing(flat, i)}
     if not moved:
         return flat
-    nodes = tuple(replace(n, loop=None, backward=False) if n in moved else n for n in flat.nodes)
-    return replace(flat, nodes=nodes, placement=None)
+    return replace(flat, nodes=tuple(moved.get(n, n) for n in flat.nodes), placement=None)
+
+
+def _moved(n: Node) -> Node:
+    """A node outside of its loop; what takes a weight apart there is no reader of all of it."""
+    return replace(n, loop=None, backward=False, unstacks=n.primitive in VIEWS)
 
 
 def _crossing(flat: FlatProgram, loop: int) -> set[Node]:
-    """The nodes of a body that depend on nothing in it, as far as what they make, or more that they read, crosses."""
+    """The nodes of a body that depend on nothing in it, as far as what they make, or more that they read, crosses.
+
+    What takes the same value apart goes along: where the value should be is seen from all of its parts.
+    """
     index, placement = flat.index, flat.placement
     assert placement is not None, "what crosses is told by where it is made and read"
     sources: dict[Var, frozenset[Var]] = {}  # what such a node makes -> the values from outside that it comes from
     found: set[Node] = set()
+    views: dict[frozenset[Var], list[Node]] = defaultdict(list)
     for n in index.bodies[loop]:
         if _stays(n) or n.guard or any(v in index.leaving for v in n.outputs):
             continue
         if not all(index.scope.get(v) != loop or v in sources for v in n.inputs):
             continue
-        of = frozenset().union(*(sources.get(v, {v}) for v in n.inputs))
+        of: frozenset[Var] = frozenset().union(*(sources.get(v, {v}) for v in n.inputs))
         sources.update(dict.fromkeys(n.outputs, of))
+        if n.primitive in VIEWS:
+            views[of].append(n)
         places = set(placement.node[n])
         readers = [r for v in n.outputs for r in index.readers.get(v, ())]
         away = sum(nbytes(v.aval) for v in of if placement.home.get(v) not in places)
         if any(set(placement.node[r]) - places for r in readers) or sum(nbytes(v.aval) for v in n.outputs) < away:
             found.add(n)
+    for alike in views.values():
+        if not found.isdisjoint(alike):
+            found.update(alike)
     todo = list(found)
     while todo:
         made = (index.producer[v] for v in todo.pop().inputs if v in sources)

@@ -120,11 +120,13 @@ def _side_by_side(
     column: list[Var] = []
     for size, values in row:
         here = (*shape[:dim], size, *shape[dim + 1 :])
-        values = [_before_expanding(v, producer) for v in values] if layers else values
+        before = [b for v in values if layers and (b := _before_expanding(v, producer)) is not None]
+        if len(before) == len(values):
+            values = before
 
         def total(*xs: jax.Array, here: tuple[int, ...] = here) -> jax.Array:
-            xs = tuple(lax.squeeze(x, (0,)) if x.ndim == len(here) else x for x in xs) if layers else xs
-            return sum(xs[1:], xs[0]) if xs else jnp.zeros(here[1:] if layers else here, dtype)
+            x = sum(xs[1:], xs[0]) if xs else jnp.zeros(here, dtype)
+            return lax.squeeze(x, (0,)) if layers and x.ndim == len(here) else x
 
         nodes, (out,) = trace_nodes(total, values)
         made += nodes
@@ -134,10 +136,10 @@ def _side_by_side(
     return made, tuple(column) if layers else ()
 
 
-def _before_expanding(v: Var, producer: Mapping[Var, Node]) -> Var:
-    """A layer before it got its dimension of one."""
+def _before_expanding(v: Var, producer: Mapping[Var, Node]) -> Var | None:
+    """A layer before it got its dimension of one; None if it always had it."""
     maker = producer.get(v)
     if maker is None or maker.primitive not in _EXPANDS or maker.task is not None or len(maker.inputs) != 1:
-        return v
+        return None
     (before,) = maker.inputs
-    return before if (1, *_compat.shape(before)) == _compat.shape(v) else v
+    return before if (1, *_compat.shape(before)) == _compat.shape(v) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from jax.sharding import Mesh
@@ -98,6 +98,7 @@ class _Placer:
                 self.at[n] = self._submesh(mesh)
                 self.reason[n] = "task" if n.task or n.colocated_with else "its submesh"
         self.trained = {self.at[n] for n in flat.nodes if n.backward and n in self.at}
+        self.updates: dict[Node, int] = {}  # of states -> where the state is
         self.pinned = {v: self._submesh(m) for v, m in flat.pins.inputs.items()}
         self.wanted: dict[Var, int] = {}
         for i, mesh in flat.pins.outputs.items():
@@ -142,6 +143,9 @@ class _Placer:
         for v, o in self.flat.pins.states:
             for out in self._leads_to(self.flat.outvars[o]) if v in home else ():
                 self.wanted.setdefault(out, home[v])
+        for v, o in self.flat.pins.states:
+            if v in home:
+                self.updates.update(dict.fromkeys(self._update_of(v, self.flat.outvars[o]), home[v]))
         open_nodes = [
             n for n in self.flat.nodes if n not in self.at and n not in self.small and not n.layout_follows_loop
         ]
@@ -329,6 +333,8 @@ class _Placer:
         if surely and largest <= NUMBER and not _is_number(n):  # a number that is spread out, for whoever needs it
             return None
         ties = _most(votes)
+        if self.updates.get(n) in ties:
+            return self.updates[n]
         if len(ties) < 2 or any(v in self.index.comes_from for v in n.inputs):
             return _winner(votes)
         if waits:
@@ -407,7 +413,10 @@ class _Placer:
 
     def _gradient_of(self, v: Var, out: Atom | None) -> set[int]:
         """Where the backward passes are that make the gradient by which a state becomes its next value."""
-        found: set[int] = set()
+        return {self.at[n] for n in self._update_of(v, out) if n.backward and n in self.at}
+
+    def _update_of(self, v: Var, out: Atom | None) -> Iterator[Node]:
+        """The nodes that make a state's next value of values of its shape, up to those that have a place."""
         todo: list[Atom | None] = [out]
         seen: set[Var] = set()
         while todo:
@@ -418,11 +427,10 @@ class _Placer:
             node = self.producer.get(x)
             if node is None:
                 todo.append(self.index.comes_from.get(x))
-            elif node in self.at:
-                found |= {self.at[node]} if node.backward else set()
-            else:
+                continue
+            yield node
+            if node not in self.at:
                 todo += node.inputs
-        return found
 
     def _finish(self, home: dict[Var, int]) -> Placement:
         places: dict[Node, tuple[int, ...]] = {}

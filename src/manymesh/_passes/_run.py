@@ -67,7 +67,7 @@ PROVIDERS: Mapping[Fact, Pass] = {
 PASSES: tuple[Pass, ...] = (
     Pass("mark_scopes", mark_scopes, needs=_DEAD, makes_stale=ALL),
     Pass("repeat_constraints", repeat_constraints, needs=_DEAD, makes_stale=_PLACED, repeats=True),
-    Pass("join_parts", join_parts, needs=_DEAD, makes_stale=ALL),
+    Pass("join_parts", join_parts, needs=_DEAD, makes_stale=ALL, repeats=True),
     Pass("accumulate_each_layer", accumulate_each_layer, needs=_DEAD, makes_stale=ALL),
     Pass("spread_stacks", spread_stacks, needs=_DEAD, makes_stale=ALL),
     Pass("split_weights", split_weights, needs=_DEAD, makes_stale=_PLACED),

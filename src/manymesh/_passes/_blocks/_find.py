@@ -8,6 +8,7 @@ moments and to whatever else is an argument of the step.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,12 +42,14 @@ class Uneven:
       layers: how many layers it has.
       submeshes: the submeshes that read them, in order of the layers.
       away: bytes of the layers that are not on the submesh with most of them.
+      rounds: how often they are dealt out to the submeshes in equal parts, in this order; 0 where it is otherwise.
     """
 
     var: Var
     layers: int
     submeshes: tuple[Mesh, ...]
     away: int
+    rounds: int
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class _Finder:
         for a, b, m in dict.fromkeys(known):
             held[m] += (b - a) * size
         away = sum(held.values()) - max(held.values())
-        self.uneven[root] = Uneven(root, _compat.shape(v)[d], submeshes, away)
+        self.uneven[root] = Uneven(root, _compat.shape(v)[d], submeshes, away, _rounds(known, submeshes))
 
     def _mesh_of(self, v: Var, step: Callable[[Var], tuple[list[Node], list[Var]]]) -> Mesh | None:
         """The submesh of the nearest tasks that read, or make, a value; None if these are none or several."""
@@ -256,6 +259,19 @@ def _covered(parts: Iterable[tuple[int, int]], length: int) -> bool:
             return False
         end = max(end, b)
     return end >= length
+
+
+def _rounds(known: Sequence[tuple[int, int, Mesh]], submeshes: tuple[Mesh, ...]) -> int:
+    """How often submeshes get equal parts of a dimension in turn; 0 if they do not."""
+    ends: list[tuple[int, Mesh]] = []  # of each stretch on one submesh
+    for _, b, m in dict.fromkeys(known):
+        if ends and ends[-1][1] == m:
+            ends.pop()
+        ends.append((b, m))
+    rounds, rest = divmod(len(ends), len(submeshes))
+    sizes = {b - a for (a, _), (b, _) in itertools.pairwise([(0, None), *ends])}
+    in_turn = [m for _, m in ends] == [*submeshes] * rounds
+    return rounds if not rest and in_turn and len(sizes) == 1 else 0
 
 
 def _in_equal_blocks(known: Sequence[tuple[int, int, Mesh]], length: int, submeshes: tuple[Mesh, ...]) -> bool:

@@ -117,13 +117,18 @@ def _about_uneven(uneven: Sequence[Uneven], called: Mapping[Var, str]) -> list[s
         f"the {layers} {kind} of {_listed([called.get(u.var, 'an argument') for u in those])} are not used in equal "
         f"blocks by {len(submeshes)} submeshes of one shape, so they lie together on one submesh between steps: "
         f"{sum(u.away for u in those)} bytes go out to the others in every step, and where they are trained as many "
-        f"bytes of gradients come back; {_even(kind, layers, len(submeshes))}"
+        f"bytes of gradients come back; {_even(kind, layers, len(submeshes), min(u.rounds for u in those))}"
         for (kind, layers, submeshes), those in alike.items()
     ]
 
 
-def _even(kind: str, layers: int, count: int) -> str:
+def _even(kind: str, layers: int, count: int, rounds: int) -> str:
     """What would make the blocks equal."""
+    if rounds > 1:
+        return (
+            f"they are dealt out in {rounds} rounds: keep them in the shape ({rounds}, {layers // rounds}, ...) and take the "
+            "layers of one row after the other, for then each submesh has columns of its own (see docs: tutorials/stacked)"
+        )
     if kind == "layers" and layers % count:
         return f"use a number of layers that {count} divides, such as {max(layers // count, 1) * count}"
     return f"let each submesh use as many {kind} as the others, or give each an argument of its own"
