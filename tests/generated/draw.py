@@ -180,7 +180,8 @@ def of_functions(draw, small: bool) -> Program:
     schedules = _schedules(draw, order, layers, submeshes, microbatches, mode, small)
     state = draw(st.sampled_from(["dict", "tuple", "dataclass", "train_state"]))
     apart = len(layers) == 1 or any(layer.wrap in STACKED or layer.annotated == "box" for layer in layers)
-    together = None if apart else draw(st.sampled_from([None, None, "stack", "vector"]))
+    ways = ["stack", "vector"] + ["grid"] * (len(used) % 2 == 0)
+    together = None if apart else draw(st.sampled_from([None, None, *ways]))
     # A loop of no steps traces no task, and what is the submesh of none cannot be asked for.
     traced = [layer.submesh for layer in (layers[0], layers[-1]) if layer.wrap != "empty_scan"]
     return Program(

@@ -95,7 +95,7 @@ class Program:
       again: whether the step is taken as often as the data says, in a loop of unknown length.
       order: which order a custom schedule writes down, as the seed of a random one; 0 is GPipe.
       together: how the parameters are kept: each for itself; in a ``stack`` for each kind, of all the layers, as for a
-        scan; or in one ``vector``. A layer takes its own by index.
+        scan; in a ``grid``, a stack of two columns; or in one ``vector``. A layer takes its own by index.
     """
 
     submeshes: tuple[tuple[int, int, int], ...]
@@ -160,23 +160,25 @@ class Program:
 
     def kept_together(self, params: dict[str, Any]) -> Any:
         """Parameters as the state has them."""
-        if self.together == "stack":
-            return jax.tree.map(lambda *xs: jnp.stack(xs), *params.values())
         if self.together == "vector":
             return {"all": jnp.concatenate([x.ravel() for x in jax.tree.leaves(params)])}
-        return params
+        if self.together is None:
+            return params
+        stacks = jax.tree.map(lambda *xs: jnp.stack(xs), *params.values())
+        return jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), stacks) if self.together == "grid" else stacks
 
     def each(self, params: Any) -> dict[str, Any]:
         """The parameters of each layer."""
-        count = 1 + max(layer.parameter for layer in self.layers)
-        if self.together == "stack":
-            return {f"w{i}": jax.tree.map(lambda x, i=i: x[i], params) for i in range(count)}
-        if self.together != "vector":
+        if self.together is None:
             return params
         size, found = WIDTH * (WIDTH + 1), {}
-        for i in range(count):
-            own = params["all"][i * size : (i + 1) * size]
-            found[f"w{i}"] = {"bias": own[:WIDTH], "kernel": own[WIDTH:].reshape(WIDTH, WIDTH)}
+        for i in range(1 + max(layer.parameter for layer in self.layers)):
+            if self.together == "vector":
+                own = params["all"][i * size : (i + 1) * size]
+                found[f"w{i}"] = {"bias": own[:WIDTH], "kernel": own[WIDTH:].reshape(WIDTH, WIDTH)}
+            else:
+                at = (i // 2, i % 2) if self.together == "grid" else i
+                found[f"w{i}"] = jax.tree.map(lambda x, at=at: x[at], params)
         return found
 
     def batch(self) -> dict[str, Any]:

@@ -25,9 +25,10 @@ def in_pieces(eqn: Eqn) -> Callable[[jax.Array], Any] | None:
     if name in ("split", "unstack"):
         parts = taken_apart(eqn)
         assert parts is not None, "it takes its operand apart"
-        cuts = [(parts.dim, *r) for r in parts.ranges]
-        whole = name == "split"
-        return lambda x: [y if whole else lax.squeeze(y, (d,)) for d, a, b in cuts for y in [_cut(x, d, a, b)]]
+        dim, ranges = parts.dim, parts.ranges
+        if name == "split":
+            return lambda x: [_cut(x, dim, *r) for r in ranges]
+        return lambda x: [lax.squeeze(_cut(x, dim, *r), (dim,)) for r in ranges]
     if name == "slice" and all(stride == 1 for stride in params["strides"] or ()):
         cuts = [
             (d, a, b)
