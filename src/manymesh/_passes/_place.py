@@ -144,8 +144,8 @@ class _Placer:
             for out in self._leads_to(self.flat.outvars[o]) if v in home else ():
                 self.wanted.setdefault(out, home[v])
         for v, o in self.flat.pins.states:
-            if v in home:
-                self.updates.update(dict.fromkeys(self._update_of(v, self.flat.outvars[o]), home[v]))
+            update = self._update_of(v, self.flat.outvars[o]) if v in home else ()
+            self.updates.update({n: home[v] for n in update if not self._repeats(n)})
         open_nodes = [
             n for n in self.flat.nodes if n not in self.at and n not in self.small and not n.layout_follows_loop
         ]

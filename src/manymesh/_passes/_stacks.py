@@ -59,15 +59,15 @@ def _split(flat: FlatProgram, edit: Editor, loop: int, carry: Carry) -> dict[Var
         return {}
     column, dim, chain = found
     shapes = [node for node in chain if node.primitive in _SHAPES]
-    zeros = _zeros(flat, carry)
-    if shapes and zeros is None:
+    spread = _spread(flat, carry)
+    if shapes and spread is None:
         return {}
     inside: list[Node] = []
     before: list[Node] = []
     carries: list[Carry] = []
     at = 0
     for piece in column:
-        made, init = _start(zeros, carry, at, piece, dim)
+        made, init = _start(spread, carry, at, piece, dim)
         before += made
         at += 1 if dim is None else _compat.shape(piece)[dim]
         for node in (node for node in reversed(chain) if node not in shapes):
@@ -133,20 +133,20 @@ def _mesh_of(flat: FlatProgram, v: Var) -> Mesh | None:
     return None
 
 
-def _zeros(flat: FlatProgram, carry: Carry) -> Node | None:
-    """The equation that spreads out a number for an accumulator to start from, zero; None where it starts otherwise."""
+def _spread(flat: FlatProgram, carry: Carry) -> Node | None:
+    """The equation that spreads out a number, zero mostly, for an accumulator to start from; None where it starts otherwise."""
     made = flat.index.producer.get(carry.init) if _compat.is_var(carry.init) else None
     if made is None or made.primitive != "broadcast_in_dim" or made.eqn.params["broadcast_dimensions"]:
         return None
     return made
 
 
-def _start(zeros: Node | None, carry: Carry, at: int, piece: Var, dim: int | None) -> tuple[list[Node], Any]:
-    """What the accumulator of a piece starts from. Zeros are made for each: cut from others they would all be there first."""
+def _start(spread: Node | None, carry: Carry, at: int, piece: Var, dim: int | None) -> tuple[list[Node], Any]:
+    """What the accumulator of a piece starts from. Zeros are made for each: cut from a whole, all of that would be there."""
     shape = _compat.shape(piece)
-    if zeros is not None:
+    if spread is not None:
         out = _compat.new_var(jax.core.ShapedArray(shape, _compat.dtype(carry.inner)))
-        eqn = zeros.eqn.replace(outvars=[out], params={**zeros.eqn.params, "shape": shape})
+        eqn = spread.eqn.replace(outvars=[out], params={**spread.eqn.params, "shape": shape})
         return [Node(eqn, layout_follows_loop=True)], out
 
     def start(whole: jax.Array) -> jax.Array:
