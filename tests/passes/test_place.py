@@ -217,3 +217,24 @@ def test_gradients_from_everywhere_meet_where_their_state_is():
     once = [e.var.aval.size for e in program.edges if e.loop is None and e.var.aval.size >= 32 * 32]
     assert once == [32 * 32] * 4  # two weights go to the other submesh, and two gradients come back
     np.testing.assert_allclose(mm.jit(step)(*args)["w"], jax.jit(step)(*args)["w"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_metrics_of_several_stages_go_to_the_last(schedule):
+    """Most of the numbers are from the first stage, which is no reason to send the others back: that would be one stage more."""
+    early, late = (mm.task(lambda w, x: jnp.tanh(x @ w), devices=[i]) for i in range(2))
+
+    def loss(ws, x):
+        a = early(ws[0], x)
+        b = early(ws[1], a)
+        c = late(ws[2], b)
+        return jnp.mean(c**2), jnp.stack([jnp.mean(h) for h in (a, b, c)])
+
+    grad = jax.value_and_grad(loss, has_aux=True)
+    step = mm.microbatch(grad, argnum=1, num_microbatches=4, schedule=schedule, reduce="mean")
+    rng = np.random.default_rng(0)
+    args = [rng.normal(size=(4, 4)).astype("f4") for _ in range(3)], rng.normal(size=(8, 4)).astype("f4")
+    (plan,) = mm.jit(step).lower(*args).program.loops
+    assert plan.placement == (0, 1) and plan.in_order
+    for a, e in zip(jax.tree.leaves(mm.jit(step)(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5)

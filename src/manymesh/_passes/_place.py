@@ -28,6 +28,7 @@ from ._together import Together
 # computed on every submesh that reads it. Bytes; a random key, a step counter or a learning rate fits.
 SMALL = 1024
 NUMBER = 16  # bytes of the largest dtype
+VOTED = ("reads", "read by", "state", "default")  # why something is where it is that could be elsewhere
 
 
 class NothingPlacedError(Exception):
@@ -150,6 +151,7 @@ class _Placer:
             n for n in self.flat.nodes if n not in self.at and n not in self.small and not n.layout_follows_loop
         ]
         self._vote(open_nodes, home)
+        self._go_on()
         self._draw_together(home)
         self._turn_back()
         return self._finish(home)
@@ -172,7 +174,7 @@ class _Placer:
 
     def _draw_together(self, home: dict[Var, int]) -> None:
         """Moves unmarked equations between tasks to where least crosses, and what becomes of gradients after them."""
-        ours = [n for n in self.flat.nodes if self.reason.get(n) in ("reads", "read by", "state", "default")]
+        ours = [n for n in self.flat.nodes if self.reason.get(n) in VOTED]
         updates = _after_gradients(self.flat).intersection(ours)
         carried = {c.out for loop in self.flat.loops for c in loop.carries}
         held = (self.index.leaving - carried) | self.wanted.keys()
@@ -216,25 +218,63 @@ class _Placer:
             if at != self.at[n] and not any(v in self.wanted for v in n.outputs):
                 self.at[n], self.reason[n] = at, "reads"
 
-    def _stages(self) -> list[int]:
-        """The submeshes in the order of their tasks in loops; empty where a forward pass comes to one of them again.
+    def _go_on(self) -> None:
+        """Lets forward passes go from each stage to later ones only, as far as nobody says where something is.
+
+        Metrics of several stages in one array, say, have most of their numbers from early ones. There they would be a stage
+        behind the last one.
+        """
+        stages = self._stages_of_tasks()
+        order = {k: i for i, k in enumerate(stages)}
+        carried = {c.out for loop in self.flat.loops for c in loop.carries}
+        for n in self.flat.nodes if stages else ():
+            if n.backward or n.loop is None or self.reason.get(n) not in VOTED or self.at[n] not in order:
+                continue
+            made = [order.get(self.at[p], 0) for p in self._makers(n) if p in self.at]
+            latest = max(made, default=0)
+            if latest > order[self.at[n]] and not any(v in self.wanted or v in carried for v in n.outputs):
+                self.at[n], self.reason[n] = stages[latest], "reads"
+
+    def _makers(self, n: Node) -> list[Node]:
+        """What a node of a forward pass reads from in its loop."""
+        made = (self.producer.get(v) for v in n.inputs)
+        return [p for p in made if p is not None and p.loop == n.loop and not p.backward]
+
+    def _stages_of_tasks(self) -> list[int]:
+        """The submeshes in the order in which tasks of forward passes need each other; empty where there is none.
 
         Of two that do not need each other the frozen one is first, or the one that is first in the program.
         """
-        forward = [n for n in self.flat.nodes if n.loop is not None and not n.backward and n in self.at]
-        stages = list(dict.fromkeys(self.at[n] for n in forward if n.task is not None))
-        needs: dict[int, set[int]] = {k: set() for k in sorted(stages, key=self.trained.__contains__)}
+        forward = [n for n in self.flat.nodes if n.loop is not None and not n.backward]
+        tasks = [n for n in forward if n.task is not None and n in self.at]
+        needs: dict[int, set[int]] = {self.at[n]: set() for n in tasks}
+        comes_from: dict[Node, set[int]] = {}
         for n in forward:
-            made = {self.at[p] for v in n.inputs if (p := self.producer.get(v)) in self.at and p.loop == n.loop}
-            if self.at[n] in needs:
-                needs[self.at[n]] |= made - {self.at[n]}
+            comes_from[n] = set().union(*(comes_from[p] for p in self._makers(n)))
+            if n.task is not None and n in self.at:
+                needs[self.at[n]] |= comes_from[n] - {self.at[n]}
+                comes_from[n] = comes_from[n] | {self.at[n]}
+        left = sorted(needs, key=self.trained.__contains__)
         found: list[int] = []
-        while len(found) < len(needs):
-            ready = next((k for k in needs if k not in found and needs[k] & needs.keys() <= set(found)), None)
+        while left:
+            ready = next((k for k in left if needs[k] <= set(found)), None)
             if ready is None:
                 return []
+            left.remove(ready)
             found.append(ready)
         return found
+
+    def _stages(self) -> list[int]:
+        """The same, of everything in loops: empty too where a forward pass comes to one of them again."""
+        stages = self._stages_of_tasks()
+        order = {k: i for i, k in enumerate(stages)}
+        for n in self.flat.nodes if stages else ():
+            if n.loop is None or n.backward or n not in self.at:
+                continue
+            made = [order.get(self.at[p], 0) for p in self._makers(n) if p in self.at]
+            if max(made, default=0) > order.get(self.at[n], 0):
+                return []
+        return stages
 
     def _leads_to(self, out: Atom) -> list[Var]:
         """The next value of a state, and what is nothing but this value: before a mean's division, the stack that is divided.
