@@ -96,6 +96,9 @@ READS = {
     "an index": lambda ws, i: ws[i],
     "a slice": lambda ws, i: ws[i : i + 1][0],
     "a split": lambda ws, i: jnp.split(ws, len(ws))[i][0],
+    "an index of a cast": lambda ws, i: ws.astype(jnp.bfloat16)[i].astype(jnp.float32),
+    "an index of a multiple": lambda ws, i: (ws / 2 * -3.0)[i],
+    "an index of another shape": lambda ws, i: ws.reshape(len(ws), 2, -1)[i].reshape(16, 16),
     "an iteration": lambda ws, i: list(ws)[i],
 }
 

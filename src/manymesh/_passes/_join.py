@@ -8,9 +8,9 @@ each part is where it is made.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +20,40 @@ from .. import _compat
 from .._compat import Var
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nodes_where, shape_and_dtype
-from .._program._rewrite import making, trace_nodes
+from .._program._rewrite import making, of_one_operand, trace_nodes
 from ._sums import is_addition, terms_of_sum
 
 _EXPANDS = ("broadcast_in_dim", "reshape", "expand_dims")
+
+
+# What is zero where its operand is, and of a sum is the sum of what it is of the terms; to within rounding, where numbers change.
+_VIEWS = {"copy", "expand_dims", "neg", "reshape", "squeeze", "transpose"}
+_SCALES = {"convert_element_type", "div", "mul"}
 
 
 class _Part(NamedTuple):
     """What is in a value that is zero elsewhere.
 
     Attributes:
-      dim: the one dimension in which it is not all of the value.
+      way: the equations that make the value of the padded one, last first.
+      padded: the part with zeros around it.
+      dim: the one dimension in which it is not all of that.
       start, end: where it is.
       made: what it is.
     """
 
+    way: tuple[Node, ...]
+    padded: Var
     dim: int
     start: int
     end: int
     made: Var
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What is equal for parts of one value."""
+        way = ((n.primitive, str(n.eqn.params), str(_numbers(n))) for n in self.way)
+        return str(self.padded.aval), self.dim, *way
 
 
 def join_parts(flat: FlatProgram) -> FlatProgram:
@@ -53,18 +68,21 @@ def join_parts(flat: FlatProgram) -> FlatProgram:
         (result,) = root.outputs
         terms, nodes = terms_of_sum(result, producer, flat.index.uses, root.loop)
         done.update(nodes)
-        found = [(v, _part(producer.get(v), root)) for v in terms]
-        (dim, _), *_ = Counter(p.dim for _, p in found if p is not None).most_common(1) or [(0, 0)]
-        parts = [p for _, p in found if p is not None and p.dim == dim]
-        rest = [v for v, p in found if p is None or p.dim != dim]
-        row = _in_a_row(parts, _compat.shape(result)[dim]) if len(parts) > 1 else None
+        found = [(v, _part(v, root, producer)) for v in terms]
+        kinds = Counter(p.kind for _, p in found if p is not None).most_common(1)
+        parts = [p for _, p in found if p is not None and p.kind == kinds[0][0]]
+        row = _in_a_row(parts) if len(parts) > 1 else None
         if row is None:
             continue
-        made, column = _side_by_side(row, dim, result, producer)
+        made, column = _side_by_side(row, parts[0].dim, parts[0].padded, producer)
         (whole,) = made[-1].outputs
+        rest = [v for v, p in found if p is None or p.kind != kinds[0][0]]
+        if column and (rest or parts[0].way):
+            stacked[whole], column = column, ()
+        for node in reversed(parts[0].way):
+            new, (whole,) = trace_nodes(of_one_operand(node.eqn), [whole])
+            made += new
         if rest:
-            if column:
-                stacked[whole] = column
             made += trace_nodes(lambda *xs: jax.tree.reduce(lax.add, list(xs)), [*rest, whole])[0]
         elif column:
             stacked[result] = column
@@ -78,9 +96,18 @@ def join_parts(flat: FlatProgram) -> FlatProgram:
     return replace(flat, nodes=nodes_where(flat.nodes, replaced), stacked=stacked, placement=None)
 
 
-def _part(maker: Node | None, reader: Node) -> _Part | None:
-    """What a node pads with zeros along one dimension, for a reader beside it; None if it does nothing like that."""
-    if maker is None or maker.primitive != "pad" or (maker.loop, maker.guard) != (reader.loop, reader.guard):
+def _part(v: Var, reader: Node, producer: Mapping[Var, Node]) -> _Part | None:
+    """What is in a value that is made of zeros and a part, for a reader beside it; None if it is nothing like that."""
+    way: list[Node] = []
+    while True:
+        maker = producer.get(v)
+        if maker is None or maker.task is not None or (maker.loop, maker.guard) != (reader.loop, reader.guard):
+            return None
+        if (operand := _operand(maker)) is None:
+            break
+        way.append(maker)
+        v = operand
+    if maker.primitive != "pad":
         return None
     value, zero = maker.eqn.invars
     padded = [(d, *config) for d, config in enumerate(maker.eqn.params["padding_config"]) if any(config)]
@@ -89,14 +116,30 @@ def _part(maker: Node | None, reader: Node) -> _Part | None:
     dim, low, high, interior = padded[0]
     if low < 0 or high < 0 or interior:
         return None
-    return _Part(dim, low, low + _compat.shape(value)[dim], value)
+    return _Part(tuple(way), v, dim, low, low + _compat.shape(value)[dim], value)
 
 
-def _in_a_row(parts: Iterable[_Part], length: int) -> list[tuple[int, list[Var]]] | None:
+def _operand(n: Node) -> Var | None:
+    """The variable that an equation only casts, scales by a number or brings into shape."""
+    if n.primitive not in _VIEWS | _SCALES or len(n.inputs) != 1 or len(_numbers(n)) != len(n.eqn.invars) - 1:
+        return None
+    (operand,) = n.inputs
+    return operand if n.primitive != "div" or n.eqn.invars[0] is operand else None
+
+
+def _numbers(n: Node) -> list[Any]:
+    """The numbers that an equation says itself."""
+    return [v.val for v in n.eqn.invars if isinstance(v, _compat.Literal) and not _compat.shape(v)]
+
+
+def _in_a_row(parts: Sequence[_Part]) -> list[tuple[int, list[Var]]] | None:
     """The length of each stretch of a dimension and what is added up there, nothing in gaps; None where parts overlap."""
     at: dict[tuple[int, int], list[Var]] = defaultdict(list)
     for part in parts:
         at[part.start, part.end].append(part.made)
+    if len(at) < 2 or (len(at) < len(parts) and any(n.primitive in _SCALES for n in parts[0].way)):
+        return None  # added up before they are cast or scaled, they would be rounded otherwise
+    length = _compat.shape(parts[0].padded)[parts[0].dim]
     layers = all(b - a == 1 for a, b in at)
     row: list[tuple[int, list[Var]]] = []
     end = 0
@@ -107,7 +150,7 @@ def _in_a_row(parts: Iterable[_Part], length: int) -> list[tuple[int, list[Var]]
         row += [(1, [])] * gap if layers else [(gap, [])] * bool(gap)
         row += [(stop - start, at[start, stop])] * (stop > start)
         end = stop
-    return row if len(at) > 1 else None
+    return row
 
 
 def _side_by_side(

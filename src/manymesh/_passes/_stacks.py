@@ -17,11 +17,11 @@ from jax import lax
 from jax.sharding import Mesh
 
 from .. import _compat
-from .._compat import Atom, Eqn, Var
+from .._compat import Atom, Var
 from .._program._edit import Editor
 from .._program._flat import FlatProgram
 from .._program._nodes import Carry, Node
-from .._program._rewrite import making, trace_nodes
+from .._program._rewrite import making, of_one_operand, trace_nodes
 from ._blocks._ties import put_together
 
 _ADDS = ("add", "add_any")
@@ -71,7 +71,7 @@ def _split(flat: FlatProgram, edit: Editor, loop: int, carry: Carry) -> dict[Var
         before += made
         at += 1 if dim is None else _compat.shape(piece)[dim]
         for node in (node for node in reversed(chain) if node not in shapes):
-            made, (piece,) = trace_nodes(_Same(node.eqn), [piece], loop=loop, backward=add.backward)
+            made, (piece,) = trace_nodes(of_one_operand(node.eqn), [piece], loop=loop, backward=add.backward)
             inside += made
         inner = _compat.new_var(init.aval)
         made, (out,) = trace_nodes(lax.add, [inner, piece], loop=loop, backward=add.backward)
@@ -80,7 +80,7 @@ def _split(flat: FlatProgram, edit: Editor, loop: int, carry: Carry) -> dict[Var
     put = (lambda *xs: jax.numpy.stack(xs)) if dim is None else (lambda *xs: lax.concatenate(xs, dim))
     after, (whole,) = trace_nodes(put, [c.final for c in carries])
     for node in reversed(shapes):
-        made, (whole,) = trace_nodes(_Same(node.eqn), [whole])
+        made, (whole,) = trace_nodes(of_one_operand(node.eqn), [whole])
         after += made
     after[-1] = making(after[-1], [carry.final])
     edit.replace_node(add, inside)
@@ -156,14 +156,3 @@ def _start(spread: Node | None, carry: Carry, at: int, piece: Var, dim: int | No
 
     nodes, (out,) = trace_nodes(start, [carry.init], layout_follows_loop=True)
     return nodes, out
-
-
-class _Same:
-    """An equation of one operand and literals, as a function of another operand."""
-
-    def __init__(self, eqn: Eqn) -> None:
-        self.eqn = eqn
-
-    def __call__(self, x: Any) -> Any:
-        operands = [v.val if isinstance(v, _compat.Literal) else x for v in self.eqn.invars]
-        return self.eqn.primitive.bind(*operands, **self.eqn.params)

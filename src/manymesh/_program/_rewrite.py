@@ -48,6 +48,16 @@ def trace_eqns(fun: Callable[..., Any], operands: Sequence[Atom]) -> tuple[list[
     return eqns, [env.get(v, v) if _compat.is_var(v) else v for v in parts.outvars]
 
 
+def of_one_operand(eqn: Eqn) -> Callable[[Any], Any]:
+    """An equation of one operand and literals, as a function of another operand."""
+
+    def same(x: Any) -> Any:
+        operands = [v.val if isinstance(v, _compat.Literal) else x for v in eqn.invars]
+        return eqn.primitive.bind(*operands, **eqn.params)
+
+    return same
+
+
 def substitute(eqn: Eqn, env: dict[Var, Atom]) -> Eqn:
     """The equation with its operands replaced, and fresh result variables entered into ``env``."""
     outvars: list[Any] = []
