@@ -117,20 +117,30 @@ def _pieces(flat: FlatProgram, v: Var) -> tuple[Sequence[Atom], int | None] | No
         return flat.stacked[v], None
     node = flat.index.producer.get(v)
     parts = put_together(node.eqn) if node is not None and node.task is None else None
-    if node is None or parts is None or len({_mesh_of(flat, x) for x in node.inputs} - {None}) < 2:
+    if node is None or parts is None or len(_meshes_behind(flat, node.inputs)) < 2:
         return None
     if node.primitive == "concatenate":
         return node.eqn.invars, parts.dim
     return (node.eqn.invars, None) if parts.dim == 0 else None
 
 
-def _mesh_of(flat: FlatProgram, v: Var) -> Mesh | None:
-    """The submesh of the task that makes a value, or what the value is computed from and nothing else."""
-    while (node := flat.index.producer.get(v)) is not None:
-        if node.task is not None or len(node.inputs) != 1:
-            return flat.submesh_of(node)
-        (v,) = node.inputs
-    return None
+def _meshes_behind(flat: FlatProgram, values: Sequence[Atom]) -> set[Mesh]:
+    """The submeshes of the nearest tasks that values are computed from."""
+    found: set[Mesh] = set()
+    todo = [v for v in values if _compat.is_var(v)]
+    seen = set(todo)
+    while todo:
+        node = flat.index.producer.get(todo.pop())
+        if node is None:
+            continue
+        mesh = flat.submesh_of(node)
+        if mesh is not None:
+            found.add(mesh)
+        elif node.task is None:
+            new = [v for v in dict.fromkeys(node.inputs) if v not in seen]
+            seen.update(new)
+            todo += new
+    return found
 
 
 def _spread(flat: FlatProgram, carry: Carry) -> Node | None:
