@@ -200,3 +200,30 @@ def test_stacked_weights_in_a_python_loop(apart):
     assert plan.in_order and plan.placement == (0, 1, 0, 1)
     assert not [e for e in compiled.program.edges if e.loop == 0 and e.nbytes == WEIGHT]
     assert_same(compiled(ws, batch(32)), reference(jitted, ws, batch(32)))
+
+
+@pytest.mark.parametrize("loop", ["fori", "counted", "switched"])
+def test_layers_by_the_number_of_an_iteration(loop):
+    """Which layer an iteration reads, and which branch it takes, follows from its number; the layers stay where they are."""
+    where = meshes(2)
+    layer = mm.task(dense, "layer", mesh=where)
+    first, second = (mm.task(dense, name, mesh=m) for name, m in zip(("first", "second"), where, strict=True))
+
+    def loss(ws, x):
+        if loop == "fori":
+            x = jax.lax.fori_loop(0, 4, lambda k, x: layer(ws[k], x), x)
+        elif loop == "counted":
+            x, _ = jax.lax.scan(
+                lambda x, k: (layer(ws.reshape(2, 2, WIDTH, WIDTH)[k // 2, k % 2], x), None), x, jnp.arange(4)
+            )
+        else:
+            x, _ = jax.lax.scan(
+                lambda x, k: (jax.lax.switch(k // 2, [first, second], ws[k], x), None), x, jnp.arange(4)
+            )
+        return jnp.mean(x**2)
+
+    jitted = mm.jit(microbatched(jax.value_and_grad(loss), schedule="1f1b"))
+    compiled = jitted.lower(stacked(4), batch(32)).compile()
+    assert compiled.program.loops[0].placement == (0, 1)
+    assert not [e for e in compiled.program.edges if e.nbytes >= WEIGHT]
+    assert_same(compiled(stacked(4), batch(32)), reference(jitted, stacked(4), batch(32)))

@@ -40,7 +40,7 @@ def constructs(program: Program) -> set[str]:
     if program.in_shardings:
         found.add("layout: in_shardings")
     if program.together is not None:
-        found.add(f"layout: parameters in one {program.together}")
+        found.add(f"layout: parameters in one {program.together}, read by {program.index}")
     if program.collected is not None:
         found.add("layout: results on a submesh by out_shardings")
     if program.again:

@@ -209,6 +209,7 @@ def of_functions(draw, small: bool) -> Program:
         again=draw(st.sampled_from([False] * 7 + [True])),
         order=draw(st.integers(0, 9)),
         together=together,
+        index=draw(st.sampled_from(["number", "computed", "dynamic_slice", "take"])) if together else "number",
         **(
             _carried(draw, count, schedules, state)
             if mode == "train" and not aux and order == "chain" and None not in schedules

@@ -96,6 +96,7 @@ class Program:
       order: which order a custom schedule writes down, as the seed of a random one; 0 is GPipe.
       together: how the parameters are kept: each for itself; in a ``stack`` for each kind, of all the layers, as for a
         scan; in a ``grid``, a stack of two columns; or in one ``vector``. A layer takes its own by index.
+      index: how that is written: as a number, as an array (``computed``), or by ``dynamic_slice`` or ``take``.
     """
 
     submeshes: tuple[tuple[int, int, int], ...]
@@ -123,6 +124,7 @@ class Program:
     order: int = 0
     framework: str | None = None
     together: str | None = None
+    index: str = "number"
 
     def to_json(self) -> str:
         """The program as text, to be kept when it breaks something."""
@@ -174,12 +176,25 @@ class Program:
         size, found = WIDTH * (WIDTH + 1), {}
         for i in range(1 + max(layer.parameter for layer in self.layers)):
             if self.together == "vector":
-                own = params["all"][i * size : (i + 1) * size]
+                own = self._part(params["all"], i * size, size)
                 found[f"w{i}"] = {"bias": own[:WIDTH], "kernel": own[WIDTH:].reshape(WIDTH, WIDTH)}
             else:
-                at = (i // 2, i % 2) if self.together == "grid" else i
-                found[f"w{i}"] = jax.tree.map(lambda x, at=at: x[at], params)
+                at = (i // 2, i % 2) if self.together == "grid" else (i,)
+                found[f"w{i}"] = jax.tree.map(lambda x, at=at: functools.reduce(self._layer, at, x), params)
         return found
+
+    def _part(self, x: jax.Array, start: int, size: int) -> jax.Array:
+        if self.index == "number":
+            return x[start : start + size]
+        if self.index == "dynamic_slice":
+            return jax.lax.dynamic_slice_in_dim(x, start, size)
+        places = start + jnp.arange(size)
+        return x[places] if self.index == "computed" else jnp.take(x, places, axis=0)
+
+    def _layer(self, x: jax.Array, i: int) -> jax.Array:
+        if self.index == "dynamic_slice":
+            return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+        return jnp.take(x, i, axis=0) if self.index == "take" else x[jnp.int32(i) if self.index == "computed" else i]
 
     def batch(self) -> dict[str, Any]:
         """Rows, token ids, and a leaf that is None."""

@@ -100,6 +100,11 @@ READS = {
     "an index of a multiple": lambda ws, i: (ws / 2 * -3.0)[i],
     "an index of another shape": lambda ws, i: ws.reshape(len(ws), 2, -1)[i].reshape(16, 16),
     "an iteration": lambda ws, i: list(ws)[i],
+    "a computed index": lambda ws, i: ws[jnp.int32(i)],
+    "an entry of an array": lambda ws, i: ws[jnp.arange(len(ws))[i]],
+    "an array": lambda ws, i: ws[np.array([i])][0],
+    "a dynamic index": lambda ws, i: jax.lax.dynamic_index_in_dim(ws, i, keepdims=False),
+    "a take": lambda ws, i: jnp.take(ws, i, axis=0),
 }
 
 

@@ -31,7 +31,7 @@ _READS_MEMORY = _words(
     "ffi_call pure_callback io_callback scan while cond shard_map ragged_dot ragged_dot_general reduce_window_sum"
 )
 # Views: XLA makes no buffer for them.
-_VIEWS = _words("reshape squeeze expand_dims optimization_barrier name sharding_constraint manymesh_constraint")
+_VIEWS = _words("reshape squeeze optimization_barrier name sharding_constraint manymesh_constraint")
 _EXPENSIVE = _words("exp log tanh logistic erf sin cos pow rsqrt sqrt div cbrt exp2 log1p expm1 erf_inv")
 
 

@@ -57,7 +57,6 @@ _NO_FLOPS = frozenset(
     [
         "reshape",
         "squeeze",
-        "expand_dims",
         "broadcast_in_dim",
         "transpose",
         "iota",

@@ -26,11 +26,12 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Carry, Loop, Node, Pieces, shape_and_dtype
 from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
 from .._task import Task
+from ._known import Known
 from ._pieces import Views, in_pieces
 from ._resolve import resolve_names
 from ._scopes import is_backward, matched_inside, tasks_inside
 
-_CHEAP = {"sharding_constraint", "convert_element_type", "transpose", "reshape", "squeeze", "copy", "expand_dims"}
+_CHEAP = {"sharding_constraint", "convert_element_type", "transpose", "reshape", "squeeze", "copy"}
 
 Env = dict[Var, Atom]  # variable of a nested jaxpr -> what stands for it in the flat program
 
@@ -69,22 +70,23 @@ def flatten(closed: AbstractJaxpr, record: Recording) -> FlatProgram:
     parts = _compat.open_jaxpr(closed)
     worker = _Flattener(record.tasks, record.loops, record.implicit)
     env: Env = {}
+    for v, c in zip(parts.constvars, parts.consts, strict=True):
+        worker.hold(v, c)
     worker.inline(parts.eqns, env, "", None, None)
     worker.check_split()
-    consts = {**dict(zip(parts.constvars, parts.consts, strict=True)), **worker.consts}
-    if (leak := _compat.escaped(list(consts.values()))) is not None:
+    if (leak := _compat.escaped(list(worker.consts.values()))) is not None:
         leak.add_note(
             "a function with a derivative of its own (jax.custom_vjp), inside a loop over microbatches or a jit that is "
             "differentiated, closes over this value; JAX cannot have that: pass it to the function as an argument"
         )
         raise leak
     return FlatProgram(
-        invars=(*consts, *parts.invars),
+        invars=(*worker.consts, *parts.invars),
         outvars=tuple(_lookup(env, v) for v in parts.outvars),
         nodes=tuple(worker.nodes),
         loops=tuple(worker.loops),
         tasks=worker.tasks,
-        consts=consts,
+        consts=worker.consts,
         stacked=worker.stacked,
         registered=record.implicit,
         findings=tuple({**dict.fromkeys(record.findings), **worker.findings}),
@@ -134,12 +136,13 @@ class _Flattener:
         self.tasks, self.specs, self.registered = dict(tasks), specs, registered
         self.nodes: list[Node] = []
         self.loops: list[Loop] = []
-        self.consts: dict[Var, object] = {}  # constants of nested jaxprs, which become inputs
+        self.consts: dict[Var, object] = {}  # of nested jaxprs, too; they become inputs
         self.stacked: dict[Var, tuple[Atom, ...]] = {}  # results of `_stack`, to take apart again without a copy
         self._marked: dict[int, bool] = {}
         self._bodies: dict[int, AbstractJaxpr] = {}
         self._keep: list[AbstractJaxpr] = []  # jaxprs whose ids are in _marked and _bodies
         self._views = Views()
+        self._known = Known()
         self.selected: dict[Var, Eqn] = {}  # what is selected from branches -> the selection
         self._varying: set[Var] = set()
         self._layers: dict[tuple[Atom, int, int | None], Atom] = {}  # (stacked value, index, loop) -> its slice
@@ -148,6 +151,11 @@ class _Flattener:
         self.guard: tuple[tuple[Atom, int], ...] = ()  # the branches around
         self.findings: dict[str, None] = {}
         self._wholes: dict[tuple[object, ...], str] = {}  # what control flow that stays whole holds -> its mark
+
+    def hold(self, v: Var, const: object) -> None:
+        """Takes a constant in."""
+        self.consts[v] = const
+        self._known.hold(v, const)
 
     def inline(self, eqns: Sequence[Eqn], env: Env, stack: str, loop: int | None, spec: LoopSpec | None) -> None:
         """Appends equations to the flat program; ``env`` maps their variables to flat ones.
@@ -192,12 +200,12 @@ class _Flattener:
         if eqn.primitive is border_p or (eqn.primitive.name == "reshard" and _is_empty_reshard(eqn)):
             env[eqn.outvars[0]] = _lookup(env, eqn.invars[0])
             return
-        backward, apart = is_backward(stack), in_pieces(eqn)
+        new, backward = substitute(eqn, env), is_backward(stack)
+        apart = in_pieces(new, self._known)
         if apart is None:
-            new = substitute(eqn, env)
             nodes, made = [Node(new, None, backward, loop, stack=stack, guard=self.guard)], new.outvars
         else:
-            nodes, made = trace_nodes(apart, [_lookup(env, eqn.invars[0])], loop=loop, backward=backward)
+            nodes, made = trace_nodes(apart.fun, [new.invars[apart.operand]], loop=loop, backward=backward)
             nodes = [replace(node, stack=stack, guard=self.guard) for node in nodes]
         seen: Env = {}
         for node in nodes:
@@ -211,6 +219,8 @@ class _Flattener:
 
     def _append(self, node: Node) -> None:
         self.nodes.append(node)
+        if node.task is None:
+            self._known.learn(node.eqn)
         if node.loop is not None:
             self._varying.update(node.outputs)
 
@@ -302,7 +312,7 @@ class _Flattener:
         sub: Env = dict(zip(inner.invars, operands, strict=True))
         for v, c in zip(inner.constvars, inner.consts, strict=True):
             sub[v] = fresh = _compat.new_var(v.aval)
-            self.consts[fresh] = c
+            self.hold(fresh, c)
         self.inline(inner.eqns, sub, stack, loop, spec)
         for outer, result in zip(outvars, inner.outvars, strict=True):
             if _compat.is_var(outer):
@@ -348,9 +358,9 @@ class _Flattener:
         of a branch that is not taken, it skips.
         """
         index, *operands = [_lookup(env, v) for v in eqn.invars]
-        if isinstance(index, _compat.Literal):
-            known = eqn.params["branches"]
-            taken = known[min(max(int(index.val), 0), len(known) - 1)]
+        if (known := self._known(index)) is not None:
+            possible = eqn.params["branches"]
+            taken = possible[min(max(int(known), 0), len(possible) - 1)]
             return self._inline_jaxpr(taken, operands, eqn.outvars, env, stack, loop)
         around = self.guard
         branches = []

@@ -21,14 +21,13 @@ from .._compat import Var
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nodes_where, shape_and_dtype
 from .._program._rewrite import making, of_one_operand, trace_nodes
+from ._pieces import SHAPES
 from ._sums import is_addition, terms_of_sum
 
-_EXPANDS = ("broadcast_in_dim", "reshape", "expand_dims")
-
-
-# What is zero where its operand is, and of a sum is the sum of what it is of the terms; to within rounding, where numbers change.
-_VIEWS = {"copy", "expand_dims", "neg", "reshape", "squeeze", "transpose"}
+_EXPANDS = ("broadcast_in_dim", "reshape")
+# What is zero where its operand is, and of a sum is the sum of what it is of the terms; scaled, to within rounding.
 _SCALES = {"convert_element_type", "div", "mul"}
+_LINEAR = {"copy", "neg"} | SHAPES | _SCALES
 
 
 class _Part(NamedTuple):
@@ -121,7 +120,7 @@ def _part(v: Var, reader: Node, producer: Mapping[Var, Node]) -> _Part | None:
 
 def _operand(n: Node) -> Var | None:
     """The variable that an equation only casts, scales by a number or brings into shape."""
-    if n.primitive not in _VIEWS | _SCALES or len(n.inputs) != 1 or len(_numbers(n)) != len(n.eqn.invars) - 1:
+    if n.primitive not in _LINEAR or len(n.inputs) != 1 or len(_numbers(n)) != len(n.eqn.invars) - 1:
         return None
     (operand,) = n.inputs
     return operand if n.primitive != "div" or n.eqn.invars[0] is operand else None

@@ -25,13 +25,13 @@ from .._program._rewrite import substitute, with_atoms
 
 # Elementwise, without a function that takes more than a few instructions; and what only moves or names elements.
 _CHEAP = {
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "eq", "expand_dims",
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "eq",
     "ge", "gt", "iota", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "reshape", "reshard",
     "select_n", "sharding_constraint", "sign", "square", "squeeze", "sub", "transpose", "xor", constraint_p.name,
 }  # fmt: skip
 # Those of them that only move or name elements.
 _MOVES = {
-    "broadcast_in_dim", "copy", "expand_dims", "reshape", "reshard", "sharding_constraint", "squeeze", constraint_p.name,
+    "broadcast_in_dim", "copy", "reshape", "reshard", "sharding_constraint", "squeeze", constraint_p.name,
 }  # fmt: skip
 _SMALL_POWER = 4
 

@@ -23,12 +23,11 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Carry, Node
 from .._program._rewrite import making, of_one_operand, trace_nodes
 from ._blocks._ties import put_together
+from ._pieces import SHAPES
 
 _ADDS = ("add", "add_any")
 # Of one operand and blind to shapes: their parameters are right for a slice as they are for the stack.
 _ELEMENTWISE = {"convert_element_type", "neg", "copy", "real", "mul", "div"}
-# Of one operand, and so of sums: what they say of shapes is right after the loop, for the whole.
-_SHAPES = {"reshape", "transpose", "squeeze", "expand_dims"}
 
 
 def accumulate_each_layer(flat: FlatProgram) -> FlatProgram:
@@ -58,7 +57,7 @@ def _split(flat: FlatProgram, edit: Editor, loop: int, carry: Carry) -> dict[Var
     if found is None:
         return {}
     column, dim, chain = found
-    shapes = [node for node in chain if node.primitive in _SHAPES]
+    shapes = [node for node in chain if node.primitive in SHAPES]  # right after the loop, for the whole
     spread = _spread(flat, carry)
     if shapes and spread is None:
         return {}
@@ -100,7 +99,7 @@ def _column(flat: FlatProgram, term: Var) -> tuple[tuple[Var, ...], int | None, 
     chain: list[Node] = []
     while (found := _pieces(flat, term)) is None:
         node = flat.index.producer.get(term)
-        if node is None or node.primitive not in _ELEMENTWISE | _SHAPES or len(node.inputs) != 1:
+        if node is None or node.primitive not in _ELEMENTWISE | SHAPES or len(node.inputs) != 1:
             return None
         if any(getattr(v.aval, "shape", ()) for v in node.eqn.invars if not _compat.is_var(v)):
             return None

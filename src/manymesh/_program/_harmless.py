@@ -17,7 +17,7 @@ _HARMLESS = frozenset(
         "tan", "tanh", "xor",
         # Shapes and pieces.
         "bitcast_convert_type", "broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice", "empty",
-        "expand_dims", "gather", "iota", "pad", "reshape", "rev", "slice", "split", "squeeze", "tile", "transpose",
+        "gather", "iota", "pad", "reshape", "rev", "slice", "split", "squeeze", "tile", "transpose",
         "unstack",
         # Along an axis.
         "argmax", "argmin", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "reduce_and", "reduce_max",

@@ -23,7 +23,7 @@ from .._program import Fragment
 MANY = 4  # pieces; fewer are not worth arguments
 
 # What a piece may be cut from: an input of the fragment in another form.
-_FORMS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "convert_element_type"})
+_FORMS = frozenset({"reshape", "squeeze", "transpose", "convert_element_type"})
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ TOGETHER: dict[str, tuple[int, ...] | None] = {
 # Linear in the first operand.
 FIRST = frozenset(
     (
-        "neg", "copy", "copy_p", "convert_element_type", "transpose", "reshape", "squeeze", "expand_dims",
+        "neg", "copy", "copy_p", "convert_element_type", "transpose", "reshape", "squeeze",
         "broadcast_in_dim", "reduce_sum", "slice", "rev", "cumsum", "real", "imag", "reduce_precision", "div",
         "dynamic_slice", "gather", "split", "sharding_constraint", "manymesh_constraint",
     )
