@@ -317,11 +317,11 @@ def test_an_unknown_reduction():
 def test_a_reduction_that_does_not_fit_the_result():
     """Prefix errors, scalars that cannot be concatenated, a count that is not there."""
     for run in (lambda f: f, mm.jit):
-        with raises(ValueError, "('mean', 'sum', 'sum')", "prefix", "prefix pytree reduce"):
+        with raises(ValueError, "microbatch(", "('mean', 'sum', 'sum')", "prefix", "prefix pytree reduce"):
             run(microbatched(reduce=("mean", "sum", "sum")))(parameters(), rows())
-        with raises(ValueError, "scalar", "concatenated", "'stack'"):
+        with raises(ValueError, "microbatch(", "scalar", "concatenated", "'stack'"):
             run(microbatched(reduce="concat"))(parameters(), rows())
-        with raises(ValueError, "WeightedMean('tokens')", "front", "has_aux"):
+        with raises(ValueError, "microbatch(", "WeightedMean('tokens')", "front", "has_aux"):
             run(microbatched(reduce=mm.WeightedMean("tokens")))(parameters(), rows())
     with raises(ValueError, "WeightedMean applies to the whole result"):
         microbatched(reduce=("mean", mm.WeightedMean("tokens")))
@@ -340,9 +340,14 @@ def test_a_count_that_is_no_scalar_leaf():
 
 
 def test_random_keys_that_are_no_argument():
-    """rng_argnum past the arguments."""
+    """rng_argnum past the arguments, or an argument of other things, with the place of the first."""
     with raises(ValueError, "rng_argnum 2", "2 positional arguments"):
         microbatched(rng_argnum=2)(parameters(), rows())
+    for run in (lambda f: f, mm.jit):
+        with raises(errors.MicrobatchError, "microbatch(", "args[0]['back'] is float32", "jax.random.key(0)"):
+            run(microbatched(rng_argnum=0))(parameters(), rows())
+        with raises(errors.MicrobatchError, "microbatch(", "args[0]['seed'] is int", "jax.random.key(0)"):
+            microbatched(rng_argnum=0)({"key": jax.random.key(0), "seed": 3}, rows())
 
 
 def test_stages_that_contradict_the_program():

@@ -67,7 +67,7 @@ def test_what_the_function_returns_is_checked() -> None:
     ):
         loop = mm.microbatch(wrong, argnum=1, num_microbatches=2, state_argnum=0)
         for run in (loop, mm.jit(loop)):
-            message = rf"has to return a pair \(result, next state\), .* in which it came, PyTreeDef\(\*\); it returned {found}"
+            message = rf"microbatch\(.*\): .* a pair \(result, next state\), .* in which it came, PyTreeDef\(\*\); it returned {found}"
             with pytest.raises(mm.errors.MicrobatchError, match=message):
                 run(jnp.zeros(()), X)
     far = mm.microbatch(lambda x: x, num_microbatches=2, state_argnum=3)

@@ -138,6 +138,8 @@ def microbatch(
         count = _count(name, args, argnums, dim, size, num_microbatches)
         _check_position(name, "rng_argnum", rng_argnum, "random keys", len(args))
         _check_position(name, "state_argnum", state_argnum, "state", len(args))
+        if rng_argnum is not None:
+            _check_keys(name, args[rng_argnum], rng_argnum)
         record = current_recording()
         call = _Call(fun, args, kwargs, argnums, dim, count, reduce, arg_shardings, rng_argnum, state_argnum)
         if record is None:
@@ -212,6 +214,18 @@ def _check_position(name: str, label: str, argnum: int | None, what: str, count:
         )
 
 
+def _check_keys(name: str, keys: PyTree, argnum: int) -> None:
+    """Refuses what `rng_argnum` names and is no random key, typed or raw."""
+    for path, key in jax.tree_util.tree_leaves_with_path(keys):
+        dtype = getattr(key, "dtype", None)
+        if dtype is None or not (dtype == np.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)):
+            what = type(key).__name__ if dtype is None else f"{dtype}[{','.join(map(str, key.shape))}]"
+            raise MicrobatchError(
+                f"microbatch({name}): args[{argnum}]{jax.tree_util.keystr(path)} is {what}, but rng_argnum names an argument of "
+                "random keys, such as jax.random.key(0): one for all microbatches, from which each gets its own"
+            )
+
+
 def _suspect_batch(name: str, fun: Any, argnums: tuple[int, ...], count: int, reduce: Any) -> list[str]:
     """Sentences about arguments that are cut and differentiated: often parameters, as argnum was forgotten."""
     both = _compat.differentiated(fun) or ()
@@ -250,7 +264,6 @@ def _fold_in(key: Any, i: int) -> Any:
 
 def _folded(key: Any, count: int) -> Any:
     """The keys of all microbatches, in one array."""
-    _check_key(key)
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     kind = str(jax.random.key_impl(key)) if typed else _compat.default_key_kind()
     numbers = jnp.arange(count)
@@ -258,14 +271,6 @@ def _folded(key: Any, count: int) -> Any:
         # In a call of its own: a scan beside that of the microbatches would be taken for a loop over them.
         return jax.jit(lambda key: jax.lax.map(functools.partial(jax.random.fold_in, key), numbers))(key)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
-
-
-def _check_key(key: Any) -> None:
-    """Refuses what `rng_argnum` names and is no random key, typed or raw."""
-    dtype = getattr(key, "dtype", None)
-    if dtype is None or not (dtype == np.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)):
-        what = type(key).__name__ if dtype is None else f"{dtype}[{','.join(map(str, key.shape))}]"
-        raise MicrobatchError(f"microbatch: rng_argnum names an argument of random keys, found {what}")
 
 
 def _check_reductions(name: str, reduce: Any) -> None:
@@ -360,6 +365,11 @@ class _Call:
     rng_argnum: int | None
     state_argnum: int | None
 
+    @property
+    def name(self) -> str:
+        """What the function is called in errors."""
+        return name_of(self.fun)
+
     def reference(self) -> PyTree:
         """The definition: a Python loop, reduced in microbatch order."""
         outs = []
@@ -378,7 +388,7 @@ class _Call:
             if self.state_argnum is not None:
                 out, state = self._state_of(out, structure)
             outs.append(out)
-        words = words_of(self.reduce, outs[0])
+        words = words_of(self.name, self.reduce, outs[0])
         leaves = [jax.tree.leaves(o) for o in outs]
         reduced = [reduce_reference(w, [row[j] for row in leaves]) for j, w in enumerate(words.per_leaf)]
         if words.count is not None:
@@ -400,7 +410,7 @@ class _Call:
         else:
             found = "no pair"
         raise MicrobatchError(
-            f"microbatch: with state_argnum={self.state_argnum}, the function has to return a pair (result, next state), "
+            f"microbatch({self.name}): with state_argnum={self.state_argnum}, the function has to return a pair (result, next state), "
             f"the state in the structure in which it came, {structure}; it returned {found}"
         )
 
@@ -505,7 +515,7 @@ class _Call:
         avals = jax.tree.leaves(shape)
         for i, new in changing.items():
             self._check_next(name, i, new)
-        words = words_of(self.reduce, shape)
+        words = words_of(self.name, self.reduce, shape)
         first_word = words.per_leaf[0] if words.per_leaf else None
         is_loss = first_word == "sum" and not avals[0].shape and _compat.differentiated(self.fun) is not None
         if is_loss and is_mean(jitted.trace(*first).jaxpr, 0):

@@ -118,11 +118,11 @@ class Words:
     count: int | None = None
 
 
-def words_of(reduce: Any, out: PyTree) -> Words:
-    """The reduction of each leaf of a result."""
+def words_of(name: str, reduce: Any, out: PyTree) -> Words:
+    """The reduction of each leaf of the result of a function that is called by ``name`` in errors."""
     leaves = jax.tree.leaves(out)
     if isinstance(reduce, WeightedMean):
-        index = _find_count(reduce.count, out)
+        index = _find_count(name, reduce.count, out)
         words = ["weighted" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "sum" for leaf in leaves]
         words = ["float0" if _dtype_of(x) == jax.dtypes.float0 else w for w, x in zip(words, leaves, strict=True)]
         words[index] = "sum"
@@ -132,7 +132,7 @@ def words_of(reduce: Any, out: PyTree) -> Words:
     except ValueError as error:
         text = str(error).replace("tree_map tree", "reduce")  # what JAX calls the first of the trees
         raise MicrobatchError(
-            f"reduce {reduce!r} is not a prefix of the result, whose structure is {jax.tree.structure(out)}: {text}"
+            f"microbatch({name}): reduce={reduce!r} is not a prefix of the result, whose structure is {jax.tree.structure(out)}: {text}"
         ) from None
     words = [
         "float0" if _dtype_of(x) == jax.dtypes.float0 else w
@@ -141,12 +141,12 @@ def words_of(reduce: Any, out: PyTree) -> Words:
     for (path, leaf), word in zip(jax.tree_util.tree_leaves_with_path(out), words, strict=True):
         if word == "max" and jnp.issubdtype(_dtype_of(leaf), jnp.complexfloating):
             raise MicrobatchError(
-                f"reduce: result{jax.tree_util.keystr(path)} is {_dtype_of(leaf).name}, and complex numbers have no greatest one; "
+                f"microbatch({name}): result{jax.tree_util.keystr(path)} is {_dtype_of(leaf).name}, and complex numbers have no greatest one; "
                 "reduce their absolute values, or use another word, such as 'stack'"
             )
         if word == "concat" and not leaf.shape:
             raise MicrobatchError(
-                f"reduce: result{jax.tree_util.keystr(path)} is a scalar in each microbatch and cannot be concatenated; use 'stack'"
+                f"microbatch({name}): result{jax.tree_util.keystr(path)} is a scalar in each microbatch and cannot be concatenated; reduce it by 'stack'"
             )
     return Words(words)
 
@@ -155,25 +155,27 @@ def _dtype_of(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
 
 
-def _find_count(count: Any, out: PyTree) -> int:
+def _find_count(name: str, count: Any, out: PyTree) -> int:
     with_path = jax.tree_util.tree_leaves_with_path(out)
     if callable(count):
         numbered = jax.tree.unflatten(jax.tree.structure(out), list(range(len(with_path))))
         index = count(numbered)
         if not isinstance(index, int):
-            raise MicrobatchError(f"WeightedMean: the function has to pick one leaf of the result, it gave {index!r}")
+            raise MicrobatchError(
+                f"microbatch({name}): WeightedMean: the function has to pick one leaf of the result, it gave {index!r}"
+            )
         found = [index]
     else:
         found = [i for i, (path, _) in enumerate(with_path) if path and _key_name(path[-1]) == str(count)]
     if len(found) != 1:
         names = sorted({_key_name(path[-1]) for path, _ in with_path if path})
         raise MicrobatchError(
-            f"WeightedMean({count!r}): {len(found)} leaves of the result are called that; it has leaves called {names}. "
+            f"microbatch({name}): WeightedMean({count!r}): {len(found)} leaves of the result are called that; it has leaves called {names}. "
             "Return the count beside the loss (has_aux=True), or pick it with a function"
         )
     if with_path[found[0]][1].shape:
         raise MicrobatchError(
-            f"WeightedMean({count!r}): the count has shape {with_path[found[0]][1].shape}; it has to be a scalar"
+            f"microbatch({name}): WeightedMean({count!r}): the count has shape {with_path[found[0]][1].shape}; it has to be a scalar"
         )
     return found[0]
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ._cost import _view
-from ._cost._clock import Durations, run_clock
+from ._cost._clock import Durations, device_groups, run_clock
 from ._cost._crossings import ValueLine, arriving_elsewhere, batches, crossings
 from ._cost._estimate import Estimate, durations, roofline
 from ._cost._idle import IdleAxis, idle_axes
-from ._cost._lines import EdgeLine, Figures, FragmentLine, LoopLine, Off, Prediction
+from ._cost._lines import EdgeLine, Figures, FragmentLine, LoopLine, Off, Prediction, SharedDevices
 from ._cost._memory import Memory as Memory
 from ._cost._memory import memory
 from ._cost._tasks import TaskLine, tasks_of
@@ -54,6 +54,7 @@ class Report(Shown):
         multiplies them by; tasks of which nothing is used; and the like.
       hardware: what times are predicted for.
       idle: the axes of submeshes that shard nothing, so that the devices along them all compute the same.
+      shared: devices that several submeshes have, so that what these run there takes turns; the clock knows that.
     """
 
     fragments: tuple[FragmentLine, ...]
@@ -72,6 +73,7 @@ class Report(Shown):
     findings: tuple[str, ...] = ()
     hardware: Hardware | None = None
     idle: tuple[IdleAxis, ...] = ()
+    shared: tuple[SharedDevices, ...] = ()
     _rows: Callable[[], list[Row]] = field(default=list, repr=False, compare=False)
 
     @property
@@ -136,6 +138,7 @@ class Report(Shown):
         yield from (f"finding: {finding}" for finding in self.findings)
         yield from _view.schedule(self.loops, self.prediction)
         yield from _view.sums(self.reductions)
+        yield from _view.shared(self.shared)
         yield from _view.idle(self.idle)
         yield _view.tasks(self.tasks)
         yield from _view.fragments(self.fragments)
@@ -214,6 +217,9 @@ def make_report(
         off = _off(lines, held, memory(program, plan, found.layout, found.kinds, [f.temporary_bytes for f in counted]))
     made, reused = compilations or (None, None)
     schedules = tuple((_schedule_name(x.schedule), x.placement, x.num_microbatches) for x in program.loops)
+    shared = tuple(
+        SharedDevices(at, tuple(map(str, devices))) for at, devices in device_groups(program).items() if len(at) > 1
+    )
     named = zip(program.loops, schedules, course.loop_bubbles, strict=True)
     return Report(
         tuple(lines), _edges(program, plan), made, reused, held, program.unmarked, schedules,
@@ -223,7 +229,7 @@ def make_report(
             by, None if by == "FLOPs" else course.seconds, course.bubble_fraction,
             tuple(b / course.seconds if course.seconds else 0.0 for b in course.busy), course,
         ),
-        off, found.findings, hardware, idle_axes(program, found.layout),
+        off, found.findings, hardware, idle_axes(program, found.layout), shared,
         functools.partial(rows, program, found.layout, plan, course.starts, course.ends),
     )  # fmt: skip
 

@@ -197,7 +197,7 @@ CASES = {
     "an argument that is static and donated": (
         lambda: mm.jit(lambda n, x: x * n, static_argnums=0, donate_argnames="n"), TypeError, "static and donated", "no buffer",
     ),
-    "keys that are none": (mistaken(num_microbatches=2, rng_argnum=0), ValueError, "rng_argnum", "float32"),
+    "keys that are none": (mistaken(num_microbatches=2, rng_argnum=0), ValueError, "microbatch(", "float32", "rng_argnum"),
     "a number for a name": (lambda: mm.task(lambda x: x, name=3, devices=[0]), TypeError, "name of the task", "found int 3"),
     "a custom schedule by name alone": (
         mistaken(num_microbatches=2, schedule="custom"), ValueError, "needs rows", "custom_schedule= beside it",

@@ -167,6 +167,22 @@ def test_axes_that_shard_nothing(name):
         assert f"nothing is sharded over axis {axis!r} of submesh 0: 2 devices compute the same" in str(report)
 
 
+def test_devices_that_submeshes_share():
+    """They take turns there, which the clock knows; a mistake in a list of devices is seen by it."""
+
+    def report(devices):
+        whole, part = (mm.task(lambda w, x: jnp.sin(x @ w), f"on {d}", devices=list(d)) for d in devices)
+        loss = mm.microbatch(lambda w, x: jnp.sum(part(w, whole(w, x))), argnum=1, num_microbatches=4)
+        return mm.jit(loss).lower(jnp.eye(8), jnp.ones((48, 8))).report()
+
+    apart, across = report([range(4), range(4, 7)]), report([range(4), range(2, 5)])
+    assert apart.shared == () and "take turns" not in str(apart)
+    (shared,) = across.shared
+    assert shared.submeshes == (0, 1) and len(shared.devices) == 2
+    assert f"submeshes (0, 1) share 2 devices, {shared.devices}".replace("'", "") in str(across).replace("'", "")
+    assert across.prediction.bubble_fraction > apart.prediction.bubble_fraction
+
+
 def test_the_time_of_a_step_is_for_a_hardware():
     """Twice the rates, half the time; nobody's rates, no seconds but a bubble."""
     made = planned(2, 4, width=1024)

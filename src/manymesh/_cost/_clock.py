@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .._plan._instructions import Instruction, Plan, Receive, Run, Send
 from .._program import Program
@@ -87,13 +88,21 @@ def _issued(plan: Plan, durations: Durations) -> list[float]:
     return issued
 
 
-def _queues(program: Program) -> list[list[int]]:
-    """For each submesh the groups of devices that it is on; devices that are in the same submeshes are a group."""
-    places: dict[object, list[int]] = defaultdict(list)
+def device_groups(program: Program) -> dict[tuple[int, ...], list[Any]]:
+    """The devices that are in the same submeshes, by these."""
+    places: dict[Any, list[int]] = defaultdict(list)
     for s, mesh in enumerate(program.submeshes):
         for d in mesh_devices(mesh):
             places[d].append(s)
-    groups = list(dict.fromkeys(map(tuple, places.values())))
+    groups: dict[tuple[int, ...], list[Any]] = defaultdict(list)
+    for d, at in places.items():
+        groups[tuple(at)].append(d)
+    return groups
+
+
+def _queues(program: Program) -> list[list[int]]:
+    """For each submesh the groups of devices that it is on."""
+    groups = device_groups(program)
     return [[g for g, at in enumerate(groups) if s in at] for s in range(len(program.submeshes))]
 
 

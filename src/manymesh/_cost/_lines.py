@@ -119,3 +119,16 @@ class Off:
     def by(self) -> float:
         """The difference as a part of XLA's figure: 0.1 where ours is a tenth too high."""
         return self.counted / self.found - 1 if self.found else float(self.counted > 0)
+
+
+@dataclass(frozen=True)
+class SharedDevices:
+    """Devices that several submeshes have, so that what these run there takes turns.
+
+    Attributes:
+      submeshes: the submeshes.
+      devices: the devices, in words.
+    """
+
+    submeshes: tuple[int, ...]
+    devices: tuple[str, ...]

@@ -10,7 +10,7 @@ from .._hardware import Hardware
 from .._program import Reduction
 from ._crossings import ValueLine
 from ._idle import IdleAxis
-from ._lines import EdgeLine, FragmentLine, LoopLine, Off, Prediction
+from ._lines import EdgeLine, FragmentLine, LoopLine, Off, Prediction, SharedDevices
 from ._memory import Memory
 from ._tasks import TaskLine
 
@@ -61,6 +61,12 @@ def idle(axes: Sequence[IdleAxis]) -> Iterator[str]:
     for (axis, size), submeshes in alike.items():
         where = f"submesh {submeshes[0]}" if len(submeshes) == 1 else f"submeshes {_some(submeshes)}"
         yield f"nothing is sharded over axis {axis!r} of {where}: {size} devices compute the same"
+
+
+def shared(groups: Sequence[SharedDevices]) -> Iterator[str]:
+    """The devices that several submeshes have."""
+    for g in groups:
+        yield f"submeshes {_some(g.submeshes)} share {len(g.devices)} devices, {_some(g.devices)}: what they run there takes turns"
 
 
 def tasks(lines: Sequence[TaskLine]) -> RenderableType:
