@@ -136,10 +136,8 @@ def microbatch(
     @functools.wraps(fun)
     def over_microbatches(*args: P.args, **kwargs: P.kwargs) -> PyTree:
         count = _count(name, args, argnums, dim, size, num_microbatches)
-        _check_position(name, "rng_argnum", rng_argnum, "random keys", len(args))
+        _check_keys(name, args, rng_argnum)
         _check_position(name, "state_argnum", state_argnum, "state", len(args))
-        if rng_argnum is not None:
-            _check_keys(name, args[rng_argnum], rng_argnum)
         record = current_recording()
         call = _Call(fun, args, kwargs, argnums, dim, count, reduce, arg_shardings, rng_argnum, state_argnum)
         if record is None:
@@ -214,9 +212,10 @@ def _check_position(name: str, label: str, argnum: int | None, what: str, count:
         )
 
 
-def _check_keys(name: str, keys: PyTree, argnum: int) -> None:
+def _check_keys(name: str, args: tuple[Any, ...], argnum: int | None) -> None:
     """Refuses what `rng_argnum` names and is no random key, typed or raw."""
-    for path, key in jax.tree_util.tree_leaves_with_path(keys):
+    _check_position(name, "rng_argnum", argnum, "random keys", len(args))
+    for path, key in [] if argnum is None else jax.tree_util.tree_leaves_with_path(args[argnum]):
         dtype = getattr(key, "dtype", None)
         if dtype is None or not (dtype == np.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)):
             what = type(key).__name__ if dtype is None else f"{dtype}[{','.join(map(str, key.shape))}]"
