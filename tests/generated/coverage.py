@@ -41,6 +41,8 @@ def constructs(program: Program) -> set[str]:
         found.add("layout: in_shardings")
     if program.together is not None:
         found.add(f"layout: parameters in one {program.together}, read by {program.index}")
+    if program.viewed is not None:
+        found.add(f"layout: parameters {program.viewed} before layers read them")
     if program.collected is not None:
         found.add("layout: results on a submesh by out_shardings")
     if program.again:

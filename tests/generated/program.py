@@ -96,6 +96,7 @@ class Program:
       order: which order a custom schedule writes down, as the seed of a random one; 0 is GPipe.
       together: how the parameters are kept: each for itself; in a ``stack`` for each kind, of all the layers, as for a
         scan; in a ``grid``, a stack of two columns; or in one ``vector``. A layer takes its own by index.
+      viewed: what becomes of parameters before layers read them, outside of tasks: they are ``scaled``, or ``reshaped``.
       index: how that is written: as a number, as an array (``computed``), or by ``dynamic_slice`` or ``take``.
     """
 
@@ -125,6 +126,7 @@ class Program:
     framework: str | None = None
     together: str | None = None
     index: str = "number"
+    viewed: str | None = None
 
     def to_json(self) -> str:
         """The program as text, to be kept when it breaks something."""
@@ -171,6 +173,10 @@ class Program:
 
     def each(self, params: Any) -> dict[str, Any]:
         """The parameters of each layer."""
+        if self.viewed == "scaled":
+            params = jax.tree.map(lambda x: x / 2 * -2.0, params)
+        elif self.viewed == "reshaped":
+            params = jax.tree.map(lambda x: x.T.reshape(x.T.shape[::-1]).reshape(x.shape), params)
         if self.together is None:
             return params
         size, found = WIDTH * (WIDTH + 1), {}

@@ -1,6 +1,14 @@
 """Sums over submeshes: added up on each first, then once across."""
 
-from flat import lines, placed, program, run, text
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import manymesh as mm
+from flat import lines, placed, program, run, switch_off, text
+from manymesh import meta
 
 
 def test_terms_are_added_up_where_they_are():
@@ -75,3 +83,116 @@ def test_a_sum_that_crosses_once_stays():
         """),
     )
     assert lines(run("regroup_sums", flat)) == lines(flat)
+
+
+def accumulated(*sums):
+    """A loop that adds up what becomes of two terms from two submeshes."""
+    return program(
+        """
+        tasks: one 0, two 1
+        inputs: x f32[512], y f32[512]
+        loop 0: 2 microbatches, gpipe
+        carry z f32[512] = zero, then t, at last total
+        zero = lax.full((512,), 0.0)
+        0: a = one: x + 1.0
+        0: b = two: y + 1.0
+        {}
+        results: total
+    """.format("\n        ".join(f"0: {line}" for line in sums))
+    )
+
+
+def test_sums_are_seen_through_what_is_linear():
+    """Each term is scaled where it is; those of one submesh are added up before."""
+    after = run("regroup_sums", accumulated("s = (a + b) + a", "c = s * 3.0", "d = -c", "t = z + d"))
+    assert [line for line in lines(after).splitlines() if line.startswith("0: ")] == text("""
+        0: l f32[512] = task one(a)
+        0: m f32[512] = task two(b)
+        0: n f32[512] = add(l, l)
+        0: o f32[512] = mul(n, 3.0)
+        0: p f32[512] = neg(o)
+        0: e f32[512] = add(c, p)
+        0: q f32[512] = mul(m, 3.0)
+        0: r f32[512] = neg(q)
+        0: i f32[512] = add(g, r)
+    """).splitlines()
+
+
+@pytest.mark.parametrize(
+    "sums",
+    [
+        ("s = a + b", "c = s * s", "t = z + c"),
+        ("s = a + b", "c = jnp.sin(s)", "t = z + c"),
+        ("s = a + b", "c = 3.0 / s", "t = z + c"),
+        ("s = a + b", "c = s * 3.0", "d = c * c", "e = z + c", "t = e + d"),  # read by another, too
+        ("s = a + a", "c = s * 3.0", "t = z + c"),  # of one submesh
+    ],
+)
+def test_sums_are_not_seen_through_anything_else(sums):
+    flat = accumulated(*sums)
+    after = run("regroup_sums", flat)
+    assert len(after.loops[0].carries) == 1
+    assert sorted(n.primitive for n in after.nodes) == sorted(n.primitive for n in run("place", flat).nodes)
+
+
+WIDTH, ROWS = 16, 48  # of a table that two stages read
+VIEWS = {
+    "as it is": lambda p: p,
+    "cast": lambda p: {**p, "table": p["table"].astype(jnp.bfloat16)},
+    "scaled": lambda p: {**p, "table": p["table"] / 4 * -1.0},
+    "constrained": lambda p: {**p, "table": mm.with_sharding_constraint(p["table"], ("rows", None))},
+    "constrained and cast": lambda p: {
+        **p, "table": mm.with_sharding_constraint(p["table"], ("rows", None)).astype(jnp.bfloat16)
+    },
+    "unboxed": lambda p: meta.unbox({**p, "table": meta.Partitioned(p["table"], ("rows", None))}),
+    "of a vector": lambda p: {**p, "table": jnp.ravel(p["table"])[: ROWS * WIDTH].reshape(ROWS, WIDTH)},
+    "turned": lambda p: {**p, "table": p["table"].reshape(WIDTH, ROWS).T},
+}  # fmt: skip
+
+
+def tied(view):
+    """A step of a model whose first and last stage read one table, and its arguments."""
+    meshes = [Mesh(np.array(jax.devices()[2 * i : 2 * i + 2]), ("model",)) for i in range(2)]
+    first, last = ({"mesh": mesh, "logical_axes": [("rows", "model")]} for mesh in meshes)
+    embed = mm.task(lambda table, x: table[x].astype(jnp.float32), "embed", **first)
+    block = mm.task(lambda w, x: jnp.tanh(x @ w), "block", **last)
+    head = mm.task(lambda table, x: jnp.mean(jax.nn.logsumexp(x @ table.T.astype(jnp.float32), -1)), "head", **last)
+
+    def loss(params, x):
+        p = view(params)
+        return head(p["table"], block(p["w"], embed(p["table"], x)))
+
+    def step(params, x):
+        grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4, schedule="1f1b", reduce="mean")
+        value, grads = grad(params, x)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    rng = np.random.default_rng(0)
+    params = {
+        "table": rng.normal(size=(ROWS, WIDTH)).astype("f4"),
+        "w": rng.normal(size=(WIDTH, WIDTH)).astype("f4") / 4,
+    }
+    return step, (params, rng.integers(0, ROWS, 16))
+
+
+def times(step, args):
+    """How often what is as large as the table crosses."""
+    edges = mm.jit(step).lower(*args).program.edges
+    return sum(1 if e.loop is None else 4 for e in edges if e.var.aval.size == ROWS * WIDTH)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_tied_table_crosses_once_and_so_does_its_gradient(view):
+    """However its readers get it. The other one has a copy of what lies on one submesh, and adds up its own gradient."""
+    step, args = tied(view)
+    value, params = mm.jit(step)(*args)
+    assert times(step, args) <= 2
+    with mm.ignore_transforms():
+        expected, after = step(*args)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-4), params, after)
+
+
+def test_without_the_pass_its_gradient_crosses_in_every_microbatch(monkeypatch):
+    switch_off(monkeypatch, "regroup_sums")
+    assert times(*tied(VIEWS["cast"])) >= 4

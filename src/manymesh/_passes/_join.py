@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,9 @@ from .._compat import Var
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nodes_where, shape_and_dtype
 from .._program._rewrite import making, of_one_operand, trace_nodes
-from ._pieces import SHAPES
-from ._sums import is_addition, terms_of_sum
+from ._sums import SCALES, is_addition, linear_operand, numbers_of, terms_of_sum
 
 _EXPANDS = ("broadcast_in_dim", "reshape")
-# What is zero where its operand is, and of a sum is the sum of what it is of the terms; scaled, to within rounding.
-_SCALES = {"convert_element_type", "div", "mul"}
-_LINEAR = {"copy", "neg"} | SHAPES | _SCALES
 
 
 class _Part(NamedTuple):
@@ -51,7 +47,7 @@ class _Part(NamedTuple):
     @property
     def kind(self) -> tuple[object, ...]:
         """What is equal for parts of one value."""
-        way = ((n.primitive, str(n.eqn.params), str(_numbers(n))) for n in self.way)
+        way = ((n.primitive, str(n.eqn.params), str(numbers_of(n))) for n in self.way)
         return str(self.padded.aval), self.dim, *way
 
 
@@ -102,7 +98,7 @@ def _part(v: Var, reader: Node, producer: Mapping[Var, Node]) -> _Part | None:
         maker = producer.get(v)
         if maker is None or maker.task is not None or (maker.loop, maker.guard) != (reader.loop, reader.guard):
             return None
-        if (operand := _operand(maker)) is None:
+        if (operand := linear_operand(maker)) is None:
             break
         way.append(maker)
         v = operand
@@ -118,25 +114,12 @@ def _part(v: Var, reader: Node, producer: Mapping[Var, Node]) -> _Part | None:
     return _Part(tuple(way), v, dim, low, low + _compat.shape(value)[dim], value)
 
 
-def _operand(n: Node) -> Var | None:
-    """The variable that an equation only casts, scales by a number or brings into shape."""
-    if n.primitive not in _LINEAR or len(n.inputs) != 1 or len(_numbers(n)) != len(n.eqn.invars) - 1:
-        return None
-    (operand,) = n.inputs
-    return operand if n.primitive != "div" or n.eqn.invars[0] is operand else None
-
-
-def _numbers(n: Node) -> list[Any]:
-    """The numbers that an equation says itself."""
-    return [v.val for v in n.eqn.invars if isinstance(v, _compat.Literal) and not _compat.shape(v)]
-
-
 def _in_a_row(parts: Sequence[_Part]) -> list[tuple[int, list[Var]]] | None:
     """The length of each stretch of a dimension and what is added up there, nothing in gaps; None where parts overlap."""
     at: dict[tuple[int, int], list[Var]] = defaultdict(list)
     for part in parts:
         at[part.start, part.end].append(part.made)
-    if len(at) < 2 or (len(at) < len(parts) and any(n.primitive in _SCALES for n in parts[0].way)):
+    if len(at) < 2 or (len(at) < len(parts) and any(n.primitive in SCALES for n in parts[0].way)):
         return None  # added up before they are cast or scaled, they would be rounded otherwise
     length = _compat.shape(parts[0].padded)[parts[0].dim]
     layers = all(b - a == 1 for a, b in at)

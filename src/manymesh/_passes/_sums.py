@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,13 @@ from jax import lax
 
 from .. import _compat
 from .._compat import Var
+from .._mark import box_constraint_p, constraint_p
 from .._program._edit import Editor
 from .._program._flat import FlatProgram
 from .._program._nodes import Carry, Node, nodes_where, shape_and_dtype
 from .._program._placement import Placement
-from .._program._rewrite import making, trace_nodes
+from .._program._rewrite import making, substitute, trace_nodes
+from ._pieces import SHAPES
 
 _ADDS = ("add", "add_any")
 
@@ -66,23 +68,95 @@ def terms_of_sum(
     return terms, nodes
 
 
+# What is zero where its operand is, and of a sum is the sum of what it is of the terms; scaled, to within rounding.
+SCALES = {"convert_element_type", "div", "mul"}
+_LINEAR = {"copy", "neg", constraint_p.name, box_constraint_p.name} | SHAPES | SCALES
+
+
+def linear_operand(n: Node) -> Var | None:
+    """The variable that an equation only casts, constrains, scales by a number or brings into shape."""
+    if n.task is not None or n.primitive not in _LINEAR or len(n.inputs) != 1:
+        return None
+    if len(numbers_of(n)) != len(n.eqn.invars) - 1:
+        return None
+    (operand,) = n.inputs
+    return operand if n.primitive != "div" or n.eqn.invars[0] is operand else None
+
+
+def numbers_of(n: Node) -> list[Any]:
+    """The numbers that an equation says itself."""
+    return [v.val for v in n.eqn.invars if isinstance(v, _compat.Literal) and not _compat.shape(v)]
+
+
+class _Term(NamedTuple):
+    """A term of a sum.
+
+    Attributes:
+      source: what it is made of.
+      way: the linear equations that make it of that, first to last.
+    """
+
+    source: Var
+    way: tuple[Node, ...]
+
+
+def _terms(v: Var, flat: FlatProgram, placement: Placement, loop: int) -> tuple[list[_Term], list[Node]]:
+    """The terms of a sum and the nodes that add it up, seen through what is linear where that lets each be where it is made.
+
+    The gradient of a tied embedding that is cast to bfloat16, say, is a cast of the sum of two. Added up in the dtype of the
+    accumulator, each where it is made, it is rounded less.
+    """
+    index = flat.index
+    found: list[_Term] = []
+    plain, nodes = terms_of_sum(v, index.producer, index.uses, loop)
+    for term in plain:
+        way: list[Node] = []
+        source = term
+        while index.uses[source] == 1 and (maker := index.producer.get(source)) is not None and maker.loop == loop:
+            operand = None if maker.guard else linear_operand(maker)
+            if operand is None:
+                break
+            way.insert(0, maker)
+            source = operand
+        inner, more = (
+            _terms(source, flat, placement, loop) if way and index.uses[source] == 1 else ([_Term(source, ())], [])
+        )
+        if {placement.home.get(t.source) for t in inner} == {placement.home.get(term)}:
+            found.append(_Term(term, ()))
+        else:
+            found += [_Term(t.source, (*t.way, *way)) for t in inner]
+            nodes += [*more, *way]
+    return found, nodes
+
+
 def _split_accumulators(flat: FlatProgram, edit: Editor, loop: int, placement: Placement) -> None:
     """Gives every submesh that adds to an accumulator one of its own; their sum is taken after the loop."""
     index = flat.index
     for carry in flat.loops[loop].carries:
         if index.uses[carry.inner] != 1 or index.uses[carry.out] != 1:
             continue
-        terms, nodes = terms_of_sum(carry.out, index.producer, index.uses, loop)
-        if carry.inner not in terms:
+        terms, nodes = _terms(carry.out, flat, placement, loop)
+        if _Term(carry.inner, ()) not in terms:
             continue
-        groups = _by_submesh([t for t in terms if t is not carry.inner], placement)
+        groups: dict[int, dict[tuple[Node, ...], list[Var]]] = defaultdict(lambda: defaultdict(list))
+        for term in terms:
+            if term.source is not carry.inner:
+                groups[placement.home.get(term.source, -1)][term.way].append(term.source)
         if len(groups) < 2:
             continue
         inside: list[Node] = []
         carries: list[Carry] = []
-        for i, group in enumerate(groups):
+        for i, (_, group) in enumerate(sorted(groups.items())):
             inner = carry.inner if i == 0 else _compat.new_var(carry.inner.aval)
-            made, (out,) = trace_nodes(lambda *xs: _sum(xs), [inner, *group], loop=loop, backward=nodes[0].backward)
+            parts = [inner, *group.pop((), ())]
+            for way, sources in group.items():
+                made, (part,) = trace_nodes(lambda *xs: _sum(xs), sources, loop=loop, backward=nodes[0].backward)
+                for n in way:
+                    made.append(replace(n, eqn=substitute(n.eqn, {n.inputs[0]: part})))
+                    (part,) = made[-1].outputs
+                inside += made
+                parts.append(part)
+            made, (out,) = trace_nodes(lambda *xs: _sum(xs), parts, loop=loop, backward=nodes[0].backward)
             inside += made
             init = carry.init if i == 0 else _zeros(edit, carry.inner)
             carries.append(Carry(inner, out, init, _compat.new_var(carry.final.aval)))
