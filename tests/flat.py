@@ -45,7 +45,7 @@ NAME = re.compile(r"[A-Za-z_]\w*")
 def switch_off(monkeypatch, name):
     """From here on to the end of the test, programs are built without one pass."""
     assert name in [p.name for p in _run.PASSES], f"no pass is called {name!r}"
-    monkeypatch.setattr(_build, "PASSES", tuple(p for p in _run.PASSES if p.name != name))
+    monkeypatch.setattr(_build, "PASSES", tuple(p for p in _build.PASSES if p.name != name))
 
 
 def find_pass(name):

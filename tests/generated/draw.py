@@ -209,7 +209,7 @@ def of_functions(draw, small: bool) -> Program:
         again=draw(st.sampled_from([False] * 7 + [True])),
         order=draw(st.integers(0, 9)),
         together=together,
-        viewed=draw(st.sampled_from([None, None, None, "scaled", "reshaped"])),
+        viewed=draw(st.sampled_from([None, None, None, "scaled", "reshaped", "normalized"])),
         index=draw(st.sampled_from(["number", "computed", "dynamic_slice", "take"])) if together else "number",
         **(
             _carried(draw, count, schedules, state)

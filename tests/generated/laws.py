@@ -342,7 +342,7 @@ def _layouts(program: Program, compiled: Any, state: Any) -> None:
 
 def _constrained_kernels(program: Program, compiled: Any) -> None:
     """A kernel that one task reads lies as the program says it does."""
-    if program.together is not None:  # what is read is a part of something that lies otherwise
+    if program.together is not None or program.viewed == "reshaped":  # what is read lies otherwise than what is kept
         return
     state = compiled.input_shardings[0][0]
     params = state["params"] if program.state == "dict" else state.params

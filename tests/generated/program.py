@@ -96,7 +96,8 @@ class Program:
       order: which order a custom schedule writes down, as the seed of a random one; 0 is GPipe.
       together: how the parameters are kept: each for itself; in a ``stack`` for each kind, of all the layers, as for a
         scan; in a ``grid``, a stack of two columns; or in one ``vector``. A layer takes its own by index.
-      viewed: what becomes of parameters before layers read them, outside of tasks: they are ``scaled``, or ``reshaped``.
+      viewed: what becomes of parameters before layers read them, outside of tasks: they are ``scaled``, ``reshaped`` or
+        ``normalized``.
       index: how that is written: as a number, as an array (``computed``), or by ``dynamic_slice`` or ``take``.
     """
 
@@ -177,6 +178,8 @@ class Program:
             params = jax.tree.map(lambda x: x / 2 * -2.0, params)
         elif self.viewed == "reshaped":
             params = jax.tree.map(lambda x: x.T.reshape(x.T.shape[::-1]).reshape(x.shape), params)
+        elif self.viewed == "normalized":
+            params = jax.tree.map(lambda x: x / (1 + jnp.mean(x * x)), params)
         if self.together is None:
             return params
         size, found = WIDTH * (WIDTH + 1), {}

@@ -82,6 +82,7 @@ def test_parameters_in_one_array(monkeypatch, shape):
     assert moved(step, args) == (activations, 1)
     with monkeypatch.context() as patch:
         switch_off(patch, "accumulate_each_layer")
+        switch_off(patch, "make_once")  # which would put them together after the loop
         crossing, _ = moved(step, args)
         assert crossing > activations
     switch_off(monkeypatch, "cross_once")

@@ -35,7 +35,7 @@ def _hoist(flat: FlatProgram, loop: int) -> dict[Node, Node]:
     invariant: set[Var] = set()
     candidates: list[Node] = []
     for n in index.bodies[loop]:
-        if _stays(n) or any(v in index.leaving for v in n.outputs):
+        if stays(n) or any(v in index.leaving for v in n.outputs):
             continue
         outside = all(index.scope.get(v) != loop or v in invariant for v in n.inputs)
         small = sum(nbytes(v.aval) for v in n.outputs) <= SMALL
@@ -59,7 +59,7 @@ def _hoist(flat: FlatProgram, loop: int) -> dict[Node, Node]:
     return changed
 
 
-def _stays(n: Node) -> bool:
+def stays(n: Node) -> bool:
     """Whether it counts how often a node runs."""
     return n.task is not None or bool(n.eqn.effects) or calls_back(n.eqn)
 
@@ -93,7 +93,7 @@ def _crossing(flat: FlatProgram, loop: int) -> set[Node]:
     found: set[Node] = set()
     views: dict[frozenset[Var], list[Node]] = defaultdict(list)
     for n in index.bodies[loop]:
-        if _stays(n) or n.guard or any(v in index.leaving for v in n.outputs):
+        if stays(n) or n.guard or any(v in index.leaving for v in n.outputs):
             continue
         if not all(index.scope.get(v) != loop or v in sources for v in n.inputs):
             continue

@@ -17,6 +17,7 @@ from ._copies import copy_results
 from ._dead import remove_dead
 from ._hoist import cross_once, hoist_loop_invariants
 from ._join import join_parts
+from ._late import make_once
 from ._mark_scopes import mark_scopes
 from ._numbers import hold_numbers
 from ._place import place
@@ -75,6 +76,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("hoist_loop_invariants", hoist_loop_invariants, needs=_DEAD, makes_stale=_PLACED),
     Pass("spread_conditionals", spread_conditionals, needs=ALL, makes_stale=ALL, repeats=True),
     Pass("cross_once", cross_once, needs=ALL, makes_stale=ALL),
+    Pass("make_once", make_once, needs=ALL, makes_stale=ALL),
     Pass("regroup_sums", regroup_sums, needs=ALL, makes_stale=ALL),
     Pass("leave_unreduced", leave_unreduced, needs=ALL, makes_stale=ALL),
     Pass("hold_numbers", hold_numbers, needs=_DEAD, makes_stale=_PLACED),

@@ -88,7 +88,7 @@ def numbers_of(n: Node) -> list[Any]:
     return [v.val for v in n.eqn.invars if isinstance(v, _compat.Literal) and not _compat.shape(v)]
 
 
-class _Term(NamedTuple):
+class Term(NamedTuple):
     """A term of a sum.
 
     Attributes:
@@ -100,14 +100,14 @@ class _Term(NamedTuple):
     way: tuple[Node, ...]
 
 
-def _terms(v: Var, flat: FlatProgram, placement: Placement, loop: int) -> tuple[list[_Term], list[Node]]:
+def seen_through(v: Var, flat: FlatProgram, placement: Placement, loop: int) -> tuple[list[Term], list[Node]]:
     """The terms of a sum and the nodes that add it up, seen through what is linear where that lets each be where it is made.
 
     The gradient of a tied embedding that is cast to bfloat16, say, is a cast of the sum of two. Added up in the dtype of the
     accumulator, each where it is made, it is rounded less.
     """
     index = flat.index
-    found: list[_Term] = []
+    found: list[Term] = []
     plain, nodes = terms_of_sum(v, index.producer, index.uses, loop)
     for term in plain:
         way: list[Node] = []
@@ -119,12 +119,12 @@ def _terms(v: Var, flat: FlatProgram, placement: Placement, loop: int) -> tuple[
             way.insert(0, maker)
             source = operand
         inner, more = (
-            _terms(source, flat, placement, loop) if way and index.uses[source] == 1 else ([_Term(source, ())], [])
+            seen_through(source, flat, placement, loop) if way and index.uses[source] == 1 else ([Term(source, ())], [])
         )
         if {placement.home.get(t.source) for t in inner} == {placement.home.get(term)}:
-            found.append(_Term(term, ()))
+            found.append(Term(term, ()))
         else:
-            found += [_Term(t.source, (*t.way, *way)) for t in inner]
+            found += [Term(t.source, (*t.way, *way)) for t in inner]
             nodes += [*more, *way]
     return found, nodes
 
@@ -135,30 +135,22 @@ def _split_accumulators(flat: FlatProgram, edit: Editor, loop: int, placement: P
     for carry in flat.loops[loop].carries:
         if index.uses[carry.inner] != 1 or index.uses[carry.out] != 1:
             continue
-        terms, nodes = _terms(carry.out, flat, placement, loop)
-        if _Term(carry.inner, ()) not in terms:
+        terms, nodes = seen_through(carry.out, flat, placement, loop)
+        if Term(carry.inner, ()) not in terms:
             continue
-        groups: dict[int, dict[tuple[Node, ...], list[Var]]] = defaultdict(lambda: defaultdict(list))
+        groups: dict[int, list[Term]] = defaultdict(list)
         for term in terms:
             if term.source is not carry.inner:
-                groups[placement.home.get(term.source, -1)][term.way].append(term.source)
+                groups[placement.home.get(term.source, -1)].append(term)
         if len(groups) < 2:
             continue
         inside: list[Node] = []
         carries: list[Carry] = []
         for i, (_, group) in enumerate(sorted(groups.items())):
             inner = carry.inner if i == 0 else _compat.new_var(carry.inner.aval)
-            parts = [inner, *group.pop((), ())]
-            for way, sources in group.items():
-                made, (part,) = trace_nodes(lambda *xs: _sum(xs), sources, loop=loop, backward=nodes[0].backward)
-                for n in way:
-                    made.append(replace(n, eqn=substitute(n.eqn, {n.inputs[0]: part})))
-                    (part,) = made[-1].outputs
-                inside += made
-                parts.append(part)
-            made, (out,) = trace_nodes(lambda *xs: _sum(xs), parts, loop=loop, backward=nodes[0].backward)
+            made, out = add_up(inner, group, loop, nodes[0].backward)
             inside += made
-            init = carry.init if i == 0 else _zeros(edit, carry.inner)
+            init = carry.init if i == 0 else zeros(edit, carry.inner)
             carries.append(Carry(inner, out, init, _compat.new_var(carry.final.aval)))
         edit.replace_carry(loop, carry, carries)
         for n in nodes:
@@ -169,7 +161,26 @@ def _split_accumulators(flat: FlatProgram, edit: Editor, loop: int, placement: P
         edit.after_loop(loop, total)
 
 
-def _zeros(edit: Editor, like: Var) -> Var:
+def add_up(inner: Var, terms: Sequence[Term], loop: int, backward: bool) -> tuple[list[Node], Var]:
+    """Adds terms to an accumulator; of those that go the same way their sum goes it."""
+    alike: dict[tuple[Node, ...], list[Var]] = defaultdict(list)
+    for term in terms:
+        alike[term.way].append(term.source)
+    nodes: list[Node] = []
+    parts = [inner, *alike.pop((), ())]
+    for way, sources in alike.items():
+        made, (part,) = trace_nodes(lambda *xs: _sum(xs), sources, loop=loop, backward=backward)
+        for n in way:
+            made.append(replace(n, eqn=substitute(n.eqn, {n.inputs[0]: part})))
+            (part,) = made[-1].outputs
+        nodes += made
+        parts.append(part)
+    made, (out,) = trace_nodes(lambda *xs: _sum(xs), parts, loop=loop, backward=backward)
+    return [*nodes, *made], out
+
+
+def zeros(edit: Editor, like: Var) -> Var:
+    """Zeros at the start of the program, for an accumulator to start from."""
     shape, dtype = shape_and_dtype(like)
     nodes, (out,) = trace_nodes(lambda: lax.optimization_barrier(jnp.zeros(shape, dtype)), [], layout_follows_loop=True)
     edit.at_start(nodes)

@@ -1,0 +1,176 @@
+"""What is linear in gradients that cross comes after the loop, of sums."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import manymesh as mm
+from flat import lines, program, run, switch_off, text
+
+BODY = """
+    tasks: one 0, two 1
+    inputs: x f32[512], y f32[512], m f32[512]
+    loop 0: 2 microbatches, gpipe
+    carry z f32[512] = {init}, then t, at last total
+    zero = lax.full((512,), 0.0)
+    start = y + y
+    0: a = one: x + 1.0
+    0: b = two: y + 1.0
+    {body}
+    results: {results}
+"""
+
+
+def body(*sums, init="zero", results="total"):
+    return program(BODY.format(body="\n    ".join(f"0: {line}" for line in sums), init=init, results=results))
+
+
+def test_each_term_is_added_up_where_it_is():
+    """And multiplied once, by what every microbatch would compute alike."""
+    after = run("remove_dead", run("make_once", body("k = jnp.exp(m)", "s = a + b", "g = s * k", "t = z + g")))
+    assert [line for line in lines(after).splitlines() if "broadcast" not in line and "barrier" not in line] == text("""
+        inputs: a f32[512], b f32[512], c f32[512]
+        loop 0 step: 2 microbatches
+          carry d f32[512] = e, then f, at last g
+          carry h f32[512] = i, then j, at last k
+        0: n f32[512] = task one(a)
+        0: o f32[512] = task two(b)
+        0: f f32[512] = add(d, n) [backward]
+        0: j f32[512] = add(h, o) [backward]
+        p f32[512] = exp(c)
+        q f32[512] = add(g, k)
+        r f32[512] = mul(q, p)
+        results: r
+    """).splitlines()
+
+
+def test_other_terms_and_what_is_there_before_stay():
+    """The loop adds up the rest; what the accumulator starts from is added to the sums."""
+    flat = body("s = a + b", "g = s * m", "h = z + g", "c = one: x * 2.0", "t = h + c", init="start")
+    after = run("remove_dead", run("make_once", flat))
+    assert len(after.loops[0].carries) == 3
+    tail = [n.primitive for n in after.nodes if n.loop is None][-3:]
+    assert tail == ["add", "mul", "add"]
+
+
+@pytest.mark.parametrize(
+    "sums",
+    {
+        "both vary": ("s = a + b", "g = s * a", "t = z + g"),
+        "not linear": ("s = a + b", "g = jnp.sin(s)", "t = z + g"),
+        "affine": ("s = a + b", "g = (s + m) * m", "t = z + g"),
+        "a quotient": ("s = a + b", "g = m / s", "t = z + g"),
+        "of one submesh": ("s = a + a", "g = s * m", "t = z + g"),
+        "read by another": ("s = a + b", "g = s * m", "h = one: jnp.sin(g)", "e = z + g", "t = e + h"),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_what_stays_in_the_loop(sums):
+    flat = run("place", body(*sums[1]))
+    assert lines(run("make_once", flat)) == lines(flat)
+
+
+def test_a_result_of_each_microbatch_keeps_it_in_the_loop():
+    """The loop needs it there anyway."""
+    flat = program("""
+        tasks: one 0, two 1
+        inputs: x f32[512], y f32[512], m f32[512]
+        loop 0: 2 microbatches, gpipe
+        carry z f32[512] = zero, then t, at last total
+        ys first f32[512], second f32[512] = g
+        zero = lax.full((512,), 0.0)
+        0: a = one: x + 1.0
+        0: b = two: y + 1.0
+        0: s = a + b
+        0: g = s * m
+        0: t = z + g
+        results: total, first, second
+    """)
+    assert len(run("make_once", flat).loops[0].carries) == 1
+
+
+WIDTH, VOCABULARY, LENGTH, STAGES = 16, 40, 6, 3
+embed = mm.task(lambda e, x: e[x].astype(jnp.float32), "embed", devices=[0])
+blocks = [mm.task(lambda w, h: h + jnp.tanh(h @ w.astype(jnp.float32)), f"b{i}", devices=[i]) for i in range(STAGES)]
+mixers = [
+    mm.task(lambda w, h, b: h + jax.nn.softmax(b.astype(jnp.float32)) @ (h @ w), f"m{i}", devices=[i])
+    for i in range(STAGES)
+]
+head = mm.task(lambda e, h: jnp.mean(jax.nn.logsumexp(h @ e.astype(jnp.float32).T, -1)), "head", devices=[STAGES - 1])
+
+
+def layers(p, x, e=None, ws=None):
+    e = p["e"] if e is None else e
+    h = embed(e, x)
+    for block, w in zip(blocks, ws or p["w"], strict=True):
+        h = block(w, h)
+    return head(e, h)
+
+
+def biased(p, x, bias):
+    h = embed(p["e"], x)
+    for mixer, w in zip(mixers, p["w"], strict=True):
+        h = mixer(w, h, bias)
+    return head(p["e"], h)
+
+
+def distances():
+    return jnp.abs(jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)[None])
+
+
+SHARED = {
+    "a bias by position": lambda p, x: biased(p, x, p["table"][distances()]),
+    "one in bfloat16": lambda p, x: biased(p, x, p["table"].astype(jnp.bfloat16)[distances()]),
+    "a slope": lambda p, x: biased(p, x, -jax.nn.softplus(p["slope"]) * distances()),
+    "a normalized embedding": lambda p, x: layers(p, x, p["e"] / jnp.linalg.norm(p["e"], axis=-1, keepdims=True)),
+    "factors": lambda p, x: layers(p, x, p["e"][:, :4] @ p["up"]),
+    "a masked embedding": lambda p, x: layers(p, x, jnp.where(p["e"] > -0.1, p["e"], 0.0)),
+    "a padded one": lambda p, x: layers(p, x, jnp.pad(p["e"], ((0, 8), (0, 0)))),
+    "one of two parts": lambda p, x: layers(p, x, jnp.concatenate([p["e"][:20], 2 * p["e"][20:]])),
+    "a centred one": lambda p, x: layers(p, x, p["e"] - p["e"].mean(0)),
+    "one layer, normalized": lambda p, x: layers(p, x, None, [p["w"][0] / jnp.linalg.norm(p["w"][0])] * STAGES),
+}  # fmt: skip
+
+
+def training(loss):
+    def step(p, x):
+        grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4, schedule="1f1b", reduce="mean")
+        value, grads = grad(p, x)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+
+    rng = np.random.default_rng(0)
+    shapes = {
+        "e": (VOCABULARY, WIDTH),
+        "w": [(WIDTH, WIDTH)] * STAGES,
+        "table": (LENGTH,),
+        "slope": (),
+        "up": (4, WIDTH),
+    }
+    params = jax.tree.map(
+        lambda s: np.asarray(rng.normal(size=s) / 4, "f4"), shapes, is_leaf=lambda s: isinstance(s, tuple)
+    )
+    return step, (params, rng.integers(0, VOCABULARY, (16, LENGTH)))
+
+
+def in_each_microbatch(step, args):
+    """The shapes of what crosses in each, besides activations and their gradients."""
+    edges = mm.jit(step).lower(*args).program.edges
+    return {e.var.aval.shape for e in edges if e.loop is not None} - {(4, LENGTH, WIDTH)}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_shared_value_has_its_gradient_made_once(name):
+    """Made of parameters outside of tasks, and read by several stages: nothing but activations crosses in a microbatch."""
+    step, args = training(SHARED[name])
+    assert in_each_microbatch(step, args) == set()
+    value, params = mm.jit(step)(*args)
+    with mm.ignore_transforms():
+        expected, after = step(*args)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), params, after)
+
+
+def test_without_the_pass_it_crosses_in_every_microbatch(monkeypatch):
+    switch_off(monkeypatch, "make_once")
+    assert in_each_microbatch(*training(SHARED["a bias by position"])) == {(LENGTH, LENGTH)}
