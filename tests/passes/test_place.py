@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import manymesh as mm
 from flat import node, placed, program, run
@@ -238,3 +239,24 @@ def test_metrics_of_several_stages_go_to_the_last(schedule):
     assert plan.placement == (0, 1) and plan.in_order
     for a, e in zip(jax.tree.leaves(mm.jit(step)(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-5)
+
+
+def test_a_state_that_is_another_result_too_stays_where_it_is():
+    """Where the other result is wanted, it is sent: the next step moves no state."""
+    meshes = [Mesh(np.array(jax.devices()[i : i + 1]), ("d",)) for i in range(2)]
+    first, second = (mm.task(jnp.tanh, f"on {i}", mesh=mesh) for i, mesh in enumerate(meshes))
+
+    def step(state, x):
+        def one(x, state):
+            y = second(first(x))
+            return y.sum(), (0.5 * state[0] + 0.1 * jnp.tanh(y).mean(), state[0])  # a mean, and what it was
+
+        total, state = mm.microbatch(one, argnum=0, num_microbatches=2, state_argnum=1)(x, state)
+        return state, (total, state)
+
+    shown, args = NamedSharding(meshes[0], PartitionSpec()), ((np.float32(1), np.float32(2)), np.ones((4, 8), "f4"))
+    compiled = mm.jit(step, out_shardings=(None, shown)).lower(*args).compile()
+    state, (_, again) = compiled(*args)
+    home = NamedSharding(meshes[1], PartitionSpec())
+    assert [x.sharding for x in state] == list(compiled.input_shardings[0][0]) == [home] * 2
+    assert [x.sharding for x in again] == [shown] * 2 and [*map(float, again)] == [*map(float, state)]

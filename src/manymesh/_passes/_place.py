@@ -102,9 +102,15 @@ class _Placer:
         self.updates: dict[Node, int] = {}  # of states -> where the state is
         self.pinned = {v: self._submesh(m) for v, m in flat.pins.inputs.items()}
         self.wanted: dict[Var, int] = {}
+        # A state stays where it is, though it is wanted elsewhere as another result, too: there it is sent.
+        states = {
+            flat.outvars[o]
+            for _, o in flat.pins.states
+            if o not in flat.pins.outputs and _compat.is_var(flat.outvars[o])
+        }
         for i, mesh in flat.pins.outputs.items():
             wanted, result = self._submesh(mesh), flat.outvars[i]
-            if _compat.is_var(result):
+            if _compat.is_var(result) and result not in states:
                 self.wanted[result] = wanted
         self.fed_back = self._find_fed_back()
         _check_submeshes(self.submeshes)
@@ -142,11 +148,11 @@ class _Placer:
         home = {**(late or {}), **self._input_homes()}
         self.wanted = {**(results or {}), **self.wanted}
         for v, o in self.flat.pins.states:
-            for out in self._leads_to(self.flat.outvars[o]) if v in home else ():
+            if v not in home:
+                continue
+            for out in self._leads_to(self.flat.outvars[o]):
                 self.wanted.setdefault(out, home[v])
-        for v, o in self.flat.pins.states:
-            update = self._update_of(v, self.flat.outvars[o]) if v in home else ()
-            self.updates.update({n: home[v] for n in update if not self._repeats(n)})
+            self.updates.update({n: home[v] for n in self._update_of(v, self.flat.outvars[o]) if not self._repeats(n)})
         open_nodes = [
             n for n in self.flat.nodes if n not in self.at and n not in self.small and not n.layout_follows_loop
         ]
