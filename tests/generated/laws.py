@@ -342,7 +342,7 @@ def _layouts(program: Program, compiled: Any, state: Any) -> None:
 
 def _constrained_kernels(program: Program, compiled: Any) -> None:
     """A kernel that one task reads lies as the program says it does."""
-    if program.together is not None or program.viewed == "reshaped":  # what is read lies otherwise than what is kept
+    if program.together is not None or program.viewed in ("reshaped", "normalized"):  # what is kept is not what is read
         return
     state = compiled.input_shardings[0][0]
     params = state["params"] if program.state == "dict" else state.params
