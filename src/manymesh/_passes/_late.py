@@ -75,27 +75,29 @@ class _Worker:
         self.fixed: dict[Var, Node] = {}
         self.linear: dict[Var, Node] = {}
         self.sums: dict[Var, Var] = {}
-        for n in self.index.bodies[loop]:
-            if stays(n) or n.guard or len(n.outputs) != 1:
-                continue
-            (out,) = n.outputs
-            varying = self._varying(n)
-            if not varying:
-                self.fixed[out] = n
-            elif self._is_linear(n) and any(self._crosses(v, n) for v in varying):
-                self.linear[out] = n
+        movable = [n for n in self.index.bodies[loop] if not stays(n) and not n.guard and len(n.outputs) == 1]
+        for n in movable:
+            if not self._varying(n):
+                self.fixed[n.outputs[0]] = n
+        for n in movable:
+            if self._is_linear(n) and any(self._crosses(v, n) for v in self._varying(n)):
+                self.linear[n.outputs[0]] = n
 
     def _varying(self, n: Node) -> list[Var]:
         """What a node reads that another microbatch has otherwise."""
         return [v for v in n.inputs if self.index.scope.get(v) == self.loop and v not in self.fixed]
 
     def _crosses(self, v: Var, reader: Node) -> bool:
-        return v in self.linear or self.placement.home.get(v) not in self.placement.node[reader]
+        """Whether a value crosses on its way to a reader, or before, and for no other one that stays, such as a task."""
+        at = set(self.placement.node[reader])
+        if v in self.linear or self.placement.home.get(v) in at:
+            return v in self.linear
+        return all(at.isdisjoint(self.placement.node[r]) or self._is_linear(r) for r in self.index.readers[v])
 
     def _is_linear(self, n: Node) -> bool:
         """Whether a node is linear in all that varies of what it reads."""
         eqn, varying = n.eqn, set(self._varying(n))
-        if not all(jnp.issubdtype(_compat.dtype(v), jnp.inexact) for v in (*varying, *n.outputs)):
+        if n.task is not None or not all(jnp.issubdtype(_compat.dtype(v), jnp.inexact) for v in (*varying, *n.outputs)):
             return False
         at = [k for k, v in enumerate(eqn.invars) if _compat.is_var(v) and v in varying]
         if together := linear_operands(eqn):
