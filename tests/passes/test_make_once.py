@@ -39,8 +39,8 @@ def test_each_term_is_added_up_where_it_is():
         0: f f32[512] = add(d, n) [backward]
         0: j f32[512] = add(h, o) [backward]
         p f32[512] = exp(c)
-        q f32[512] = add(g, k)
-        r f32[512] = mul(q, p)
+        q f32[512] = add(g, k) [on {'unnamed_0': 1}]
+        r f32[512] = mul(q, p) [on {'unnamed_0': 1}]
         results: r
     """).splitlines()
 

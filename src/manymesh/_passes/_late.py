@@ -200,7 +200,8 @@ class _Worker:
             needed.update(new)
             todo += new
         for n in sorted(needed, key=self.index.position.__getitem__):
-            made.append(_outside(n, env))
+            at = self.placement.submeshes[self.placement.node[n][0]]  # what it reads crosses, and not what it makes
+            made.append(replace(_outside(n, env), mesh=at if n in late.linear else n.mesh))
         parts: list[Atom] = []
         for term in late.terms:
             part = env[term.source]
