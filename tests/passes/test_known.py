@@ -16,6 +16,11 @@ M = np.array([2, 4, -5, 3, -2], np.int32)
 SAID = {
     "arithmetic": lambda n, m: (abs(n) + n * m - (-m), jnp.sign(n), lax.clamp(-1, n, 3)),
     "division": lambda n, m: (n // m, n % m, lax.div(n, m), lax.rem(n, m), jnp.divmod(m, 3)),
+    "the smallest integer": lambda n, m: (
+        lax.div(np.int8(-128), m.astype(np.int8)),
+        lax.rem(np.int8(-128), m.astype(np.int8)),
+    ),
+    "many cases": lambda n, m: lax.select_n(jnp.int32(67), *(jnp.int32(k) + n for k in range(70))),
     "overflow": lambda n, m: n * jnp.int32(2**30) + m.astype(jnp.int8) * jnp.int8(100),
     "bits": lambda n, m: (n & m, n | m, n ^ m, ~n),
     "comparisons": lambda n, m: (n < m, n <= m, n > m, n >= m, n == m, n != m, ~(n < m)),

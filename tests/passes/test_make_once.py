@@ -171,6 +171,24 @@ def test_a_shared_value_has_its_gradient_made_once(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), params, after)
 
 
+def test_a_sum_has_room_where_each_gradient_has():
+    """A gradient of 30000 in each of four microbatches is one in float16, whose largest number is 65504."""
+    first, second = (
+        mm.task(lambda v, x, s: 1.5e4 * (v.astype(jnp.float32) * x).sum() + s, f"t{i}", devices=[i]) for i in range(2)
+    )
+
+    def loss(a, x):
+        v = a.astype(jnp.float16)[jnp.array([1, 0, 3, 2])]
+        return second(v, x, first(v, x, 0.0))
+
+    grad = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=4, reduce="mean")
+    args = np.ones(4, np.float32), np.ones((4, 1), np.float32)
+    with mm.ignore_transforms():
+        expected = grad(*args)
+    assert np.all(expected == expected[0]) and 65504 / 4 < expected[0] < 65504
+    np.testing.assert_array_equal(mm.jit(grad)(*args), expected)
+
+
 def test_without_the_pass_it_crosses_in_every_microbatch(monkeypatch):
     switch_off(monkeypatch, "make_once")
     assert in_each_microbatch(*training(SHARED["a bias by position"])) == {(LENGTH, LENGTH)}

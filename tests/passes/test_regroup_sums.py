@@ -126,6 +126,12 @@ def test_sums_are_seen_through_what_is_linear():
         ("s = a + b", "c = 3.0 / s", "t = z + c"),
         ("s = a + b", "c = s * 3.0", "d = c * c", "e = z + c", "t = e + d"),  # read by another, too
         ("s = a + a", "c = s * 3.0", "t = z + c"),  # of one submesh
+        (
+            "s = a + b",
+            "c = s.astype(jnp.float16)",
+            "d = c.astype(jnp.float32)",
+            "t = z + d",
+        ),  # has no room for each term
     ],
 )
 def test_sums_are_not_seen_through_anything_else(sums):
@@ -133,6 +139,16 @@ def test_sums_are_not_seen_through_anything_else(sums):
     after = run("regroup_sums", flat)
     assert len(after.loops[0].carries) == 1
     assert sorted(n.primitive for n in after.nodes) == sorted(n.primitive for n in run("place", flat).nodes)
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda x: x.astype(int), lambda x: (10 * x).astype(int) // 4, lambda x: (x > 1).astype(int)]
+)
+def test_what_rounds_is_done_with_the_sum(cut):
+    first, second = (mm.task(lambda x: 0.6 * x, f"t{i}", devices=[i]) for i in range(2))
+    summed = mm.microbatch(lambda x: cut(first(x) + second(x)), argnum=0, num_microbatches=4, reduce="sum")
+    x = np.ones((4, 3), np.float32)
+    np.testing.assert_array_equal(mm.jit(summed)(x), summed(x))
 
 
 WIDTH, ROWS = 16, 48  # of a table that two stages read

@@ -93,7 +93,18 @@ def _dynamic_slice(params: Mapping[str, Any], x: Array, *at: Array) -> Array:
 
 def _div(_params: Mapping[str, Any], a: Array, b: Array) -> Array | None:
     """Towards zero."""
-    return np.sign(a) * np.sign(b) * (np.abs(a) // np.abs(b)) if np.all(b) else None
+    if not np.all(b):
+        return None
+    floor: Array = a // b
+    towards_zero: Array = floor + ((floor * b != a) & ((a < 0) != (b < 0)))
+    return towards_zero
+
+
+def _select(_params: Mapping[str, Any], which: Array, *cases: Array) -> Array:
+    stacked = np.stack(cases)
+    number = np.broadcast_to(np.clip(which.astype(np.intp), 0, len(cases) - 1), stacked.shape[1:])
+    chosen: Array = np.take_along_axis(stacked, number[None], 0)[0]
+    return chosen
 
 
 _ARITHMETIC = {
@@ -121,7 +132,7 @@ _RULES: dict[str, Callable[..., Array | None]] = {
     "rem": lambda _params, a, b: np.fmod(a, b) if np.all(b) else None,
     "reshape": lambda params, x: x.reshape(params["new_sizes"]),
     "rev": lambda params, x: np.flip(x, params["dimensions"]),
-    "select_n": lambda _params, which, *cases: np.choose(which.astype(np.intp), cases, mode="clip"),
+    "select_n": _select,
     "slice": _slice,
     "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
     "stack": lambda params, *xs: np.stack(xs, params["axis"]),

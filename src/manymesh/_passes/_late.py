@@ -25,9 +25,11 @@ from .._program._nodes import Carry, Node
 from .._program._placement import Placement
 from .._program._rewrite import making, substitute, trace_nodes
 from ._hoist import stays
-from ._sums import Term, add_up, is_addition, seen_through, zeros
+from ._sums import Term, add_up, exponents, is_addition, seen_through, zeros
 from ._unreduced._linear import EITHER, is_linear_in_first, linear_operands
 
+# The exponent of the largest float32, and bfloat16; of float16 and less, a sum over microbatches may be infinite.
+ROOM = 128
 Env = dict[Var, Atom]  # variable of a loop's body -> what stands for it after the loop
 
 
@@ -95,9 +97,13 @@ class _Worker:
         return all(at.isdisjoint(self.placement.node[r]) or self._is_linear(r) for r in self.index.readers[v])
 
     def _is_linear(self, n: Node) -> bool:
-        """Whether a node is linear in all that varies of what it reads."""
+        """Whether a node is linear in all that varies of what it reads, and has room for sums of them."""
         eqn, varying = n.eqn, set(self._varying(n))
-        if n.task is not None or not all(jnp.issubdtype(_compat.dtype(v), jnp.inexact) for v in (*varying, *n.outputs)):
+        if (
+            n.task is not None
+            or n.primitive == "reduce_precision"
+            or any(exponents(v) < ROOM for v in (*varying, *n.outputs))
+        ):
             return False
         at = [k for k, v in enumerate(eqn.invars) if _compat.is_var(v) and v in varying]
         if together := linear_operands(eqn):

@@ -93,7 +93,7 @@ class _Placer:
         self.next_read_as: dict[Var, list[Var]] = defaultdict(list)
         for c in (c for loop in flat.loops for c in loop.carries):
             self.next_read_as[c.out].append(c.inner)
-        for n in flat.nodes:
+        for n in sorted(flat.nodes, key=lambda n: n.task is None):  # submeshes are numbered as tasks follow each other
             mesh = flat.submesh_of(n)
             if mesh is not None:
                 self.at[n] = self._submesh(mesh)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from .._program._flat import FlatProgram
+from ._again import compute_where_read
 from ._blocks._spread_stacks import spread_stacks
 from ._copies import copy_results
 from ._dead import remove_dead
@@ -76,6 +77,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("hoist_loop_invariants", hoist_loop_invariants, needs=_DEAD, makes_stale=_PLACED),
     Pass("spread_conditionals", spread_conditionals, needs=ALL, makes_stale=ALL, repeats=True),
     Pass("cross_once", cross_once, needs=ALL, makes_stale=ALL),
+    Pass("compute_where_read", compute_where_read, needs=ALL, makes_stale=ALL),
     Pass("make_once", make_once, needs=ALL, makes_stale=ALL),
     Pass("regroup_sums", regroup_sums, needs=ALL, makes_stale=ALL),
     Pass("leave_unreduced", leave_unreduced, needs=ALL, makes_stale=ALL),

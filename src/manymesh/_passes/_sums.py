@@ -80,7 +80,17 @@ def linear_operand(n: Node) -> Var | None:
     if len(numbers_of(n)) != len(n.eqn.invars) - 1:
         return None
     (operand,) = n.inputs
-    return operand if n.primitive != "div" or n.eqn.invars[0] is operand else None
+    if n.primitive == "div" and n.eqn.invars[0] is not operand:
+        return None
+    # Of integers a quotient is cut off, and a cast wraps; a cast to what ends earlier makes infinities of large terms.
+    rounds = n.primitive in ("convert_element_type", "div")
+    return operand if not rounds or 0 < exponents(operand) <= exponents(n.outputs[0]) else None
+
+
+def exponents(v: Var) -> int:
+    """The exponent of the largest number of a value's dtype; 0 if that is of no floating-point numbers."""
+    dtype = _compat.dtype(v)
+    return int(jnp.finfo(dtype).maxexp) if jnp.issubdtype(dtype, jnp.inexact) else 0  # type: ignore[no-untyped-call]
 
 
 def numbers_of(n: Node) -> list[Any]:

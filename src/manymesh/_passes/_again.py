@@ -1,0 +1,104 @@
+"""Cheap values that are larger than what they are made of are made where they are read, and are not sent.
+
+An attention mask has a number for each pair of tokens; made of the tokens on each stage that reads it, only the tokens go
+there. The same for position encodings made of positions, for one-hot rows, and for whatever a step broadcasts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from .._compat import Atom, Var
+from .._program._flat import FlatProgram
+from .._program._nodes import Node, nbytes, nodes_where
+from .._program._placement import Placement
+from .._program._rewrite import reading, substitute
+from ._blocks._ties import ELEMENTWISE
+from ._hoist import SMALL, stays
+
+_CHEAP = {"broadcast_in_dim", "concatenate", "iota", "pad", "reshape", "rev", "slice", "squeeze", "transpose"} | {
+    name for name in ELEMENTWISE if not name.startswith("manymesh_")
+}
+DEPTH = 32  # equations one after the other that are looked through
+
+
+def compute_where_read(flat: FlatProgram) -> FlatProgram:
+    """Makes values of loops' bodies anew on the submeshes that read them, where less is sent then. Needs the placement."""
+    assert flat.placement is not None, "what crosses is told by where it is made and read"
+    worker = _Worker(flat, flat.placement)
+    for n in flat.nodes:
+        if n.loop is not None and worker.is_cheap(n):
+            worker.consider(n)
+    if not worker.reads:
+        return flat
+    changed = {
+        n: [reading(n, worker.reads.get(n, {})), *worker.after.get(n, ())] for n in (*worker.reads, *worker.after)
+    }
+    return replace(flat, nodes=nodes_where(flat.nodes, changed), placement=None)
+
+
+class _Worker:
+    """What is made anew.
+
+    Attributes:
+      reads: reader -> what it reads instead.
+      after: node -> those that make the same on other submeshes, right behind it.
+      there: (value, submesh) -> what it is called there, if it is made anew.
+      costs: (value, submesh) -> the bytes that have to be sent for the value to be there.
+      anew: (value, submesh) -> what makes the value, where these are those of what it is made of.
+    """
+
+    def __init__(self, flat: FlatProgram, placement: Placement) -> None:
+        self.index, self.placement = flat.index, placement
+        self.reads: dict[Node, dict[Var, Atom]] = defaultdict(dict)
+        self.after: dict[Node, list[Node]] = defaultdict(list)
+        self.there: dict[tuple[Var, int], Var] = {}
+        self.costs: dict[tuple[Var, int], int] = {}
+        self.anew: dict[tuple[Var, int], Node] = {}
+
+    def is_cheap(self, n: Node) -> bool:
+        """Whether a node may run on several submeshes, wherever it is read."""
+        free = n.task is None and n.colocated_with is None and n.mesh is None and not n.guard
+        return free and n.primitive in _CHEAP and not stays(n) and not n.layout_follows_loop
+
+    def consider(self, n: Node) -> None:
+        """Makes the result of a node anew on each submesh that reads it and where that saves bytes."""
+        (v,) = n.outputs
+        if nbytes(v.aval) <= SMALL:
+            return
+        for reader in self.index.readers.get(v, ()):
+            at, *others = self.placement.node[reader]
+            if not others and at not in self.placement.node[n] and self._cost_of_making(n, at) < nbytes(v.aval):
+                self.reads[reader][v] = self._made(v, n, at)
+
+    def _cost_of_making(self, n: Node, at: int, depth: int = 0) -> int:
+        return sum(self._cost(v, at, depth) for v in dict.fromkeys(n.inputs))
+
+    def _cost(self, v: Var, at: int, depth: int) -> int:
+        """What is there, or has to come for somebody else, costs nothing."""
+        if (v, at) not in self.costs:
+            there = self.placement.home.get(v) == at
+            if there or any(at in self.placement.node[r] for r in self.index.readers[v]):
+                self.costs[v, at] = 0
+            else:
+                self.costs[v, at] = nbytes(v.aval)
+                n = self.index.producer.get(v)
+                if n is not None and n.loop is not None and self.is_cheap(n) and depth < DEPTH:
+                    cost = self._cost_of_making(n, at, depth + 1)
+                    if cost < self.costs[v, at]:
+                        self.costs[v, at] = cost
+                        self.anew[v, at] = n
+        return self.costs[v, at]
+
+    def _made(self, v: Var, n: Node, at: int) -> Var:
+        """A value on a submesh, made of what is there or sent."""
+        if (v, at) not in self.there:
+            env: dict[Var, Atom] = {}
+            for x in dict.fromkeys(n.inputs):
+                if (x, at) in self.anew:
+                    env[x] = self._made(x, self.anew[x, at], at)
+            new = replace(n, eqn=substitute(n.eqn, env), mesh=self.placement.submeshes[at])
+            self.after[n].append(new)
+            (self.there[v, at],) = new.outputs
+        return self.there[v, at]
