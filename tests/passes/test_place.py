@@ -241,6 +241,29 @@ def test_metrics_of_several_stages_go_to_the_last(schedule):
         np.testing.assert_allclose(a, e, rtol=1e-5)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h1"])
+def test_noise_is_made_where_it_is_needed_first(schedule):
+    """Most read it where the loss is; made there, it would be one stage more, before the first one."""
+    early, late = (mm.task(lambda w, x: jnp.tanh(x @ w), devices=[i]) for i in range(2))
+
+    def loss(ws, x, key):
+        amount, noise = jax.random.uniform(key, (len(x), 1)), jax.random.normal(key, x.shape)
+        found = late(ws[1], early(ws[0], (1 - amount) * x + amount * noise)) @ ws[2]
+        return jnp.mean(amount * (found - noise) ** 2), jnp.mean((found - noise) ** 2)
+
+    grad = jax.value_and_grad(loss, has_aux=True)
+    step = mm.microbatch(grad, argnum=1, num_microbatches=4, schedule=schedule, reduce="mean", rng_argnum=2)
+    rng = np.random.default_rng(0)
+    args = [rng.normal(size=(32, 32)).astype("f4") for _ in range(3)], rng.normal(size=(64, 32)).astype("f4")
+    program = mm.jit(step).lower(*args, jax.random.key(0)).program
+    assert program.loops[0].placement == (0, 1)
+    assert sorted((e.source, e.target) for e in program.edges if e.loop is not None) == [(0, 1), (0, 1), (1, 0)]
+    with mm.ignore_transforms():
+        expected = step(*args, jax.random.key(0))
+    for a, e in zip(jax.tree.leaves(mm.jit(step)(*args, jax.random.key(0))), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-6)
+
+
 def test_a_state_that_is_another_result_too_stays_where_it_is():
     """Where the other result is wanted, it is sent: the next step moves no state."""
     meshes = [Mesh(np.array(jax.devices()[i : i + 1]), ("d",)) for i in range(2)]

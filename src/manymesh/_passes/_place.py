@@ -93,6 +93,7 @@ class _Placer:
         self.next_read_as: dict[Var, list[Var]] = defaultdict(list)
         for c in (c for loop in flat.loops for c in loop.carries):
             self.next_read_as[c.out].append(c.inner)
+        self.carried = set(self.next_read_as)
         for n in sorted(flat.nodes, key=lambda n: n.task is None):  # submeshes are numbered as tasks follow each other
             mesh = flat.submesh_of(n)
             if mesh is not None:
@@ -157,6 +158,7 @@ class _Placer:
             n for n in self.flat.nodes if n not in self.at and n not in self.small and not n.layout_follows_loop
         ]
         self._vote(open_nodes, home)
+        self._start_early()
         self._go_on()
         self._draw_together(home)
         self._turn_back()
@@ -182,8 +184,7 @@ class _Placer:
         """Moves unmarked equations between tasks to where least crosses, and what becomes of gradients after them."""
         ours = [n for n in self.flat.nodes if self.reason.get(n) in VOTED]
         updates = _after_gradients(self.flat).intersection(ours)
-        carried = {c.out for loop in self.flat.loops for c in loop.carries}
-        held = (self.index.leaving - carried) | self.wanted.keys()
+        held = (self.index.leaving - self.carried) | self.wanted.keys()
         free = [
             n
             for n in ours
@@ -224,6 +225,27 @@ class _Placer:
             if at != self.at[n] and not any(v in self.wanted for v in n.outputs):
                 self.at[n], self.reason[n] = at, "reads"
 
+    def _start_early(self) -> None:
+        """Lets forward passes start at the first stage that needs what comes of them.
+
+        Noise that the loss reads, too, would be made with the loss, a stage before the first one.
+        """
+        stages = self._stages_of_tasks()
+        order = {k: i for i, k in enumerate(stages)}
+        forward = [n for n in self.flat.nodes if n.loop is not None and not n.backward] if stages else []
+        nodes = [n for n in forward if self.at.get(n) in order]
+        latest: dict[Node, int] = {}  # of the tasks that it reads from
+        for n in nodes:
+            made = [latest.get(p, 0) for p in self._makers(n)]
+            latest[n] = max(made, default=0) if self.reason[n] in VOTED else order[self.at[n]]
+        first: dict[Node, int] = {}
+        for n in reversed(nodes):
+            read = [first[r] for v in n.outputs for r in self.consumers.get(v, ()) if r in first and r.loop == n.loop]
+            first[n] = order[self.at[n]]
+            start = max(latest[n], min(read, default=first[n]))
+            if start < first[n] and self.reason[n] in VOTED and not self._is_held(n):
+                first[n], self.at[n], self.reason[n] = start, stages[start], "read by"
+
     def _go_on(self) -> None:
         """Lets forward passes go from each stage to later ones only, as far as nobody says where something is.
 
@@ -232,14 +254,17 @@ class _Placer:
         """
         stages = self._stages_of_tasks()
         order = {k: i for i, k in enumerate(stages)}
-        carried = {c.out for loop in self.flat.loops for c in loop.carries}
         for n in self.flat.nodes if stages else ():
             if n.backward or n.loop is None or self.reason.get(n) not in VOTED or self.at[n] not in order:
                 continue
             made = [order.get(self.at[p], 0) for p in self._makers(n) if p in self.at]
             latest = max(made, default=0)
-            if latest > order[self.at[n]] and not any(v in self.wanted or v in carried for v in n.outputs):
+            if latest > order[self.at[n]] and not self._is_held(n):
                 self.at[n], self.reason[n] = stages[latest], "reads"
+
+    def _is_held(self, n: Node) -> bool:
+        """Whether what a node makes has its place from elsewhere."""
+        return any(v in self.wanted or v in self.carried for v in n.outputs)
 
     def _makers(self, n: Node) -> list[Node]:
         """What a node of a forward pass reads from in its loop."""
