@@ -333,3 +333,42 @@ def test_weight_gradients_of_several_stages_that_are_added_up(schedule):
 
     ws = jax.random.normal(jax.random.key(0), (2, 4, 4))
     assert_agrees(microbatched(jax.value_and_grad(tied), num_microbatches=3, schedule=schedule), ws, rows(12))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble-h1"])
+def test_two_answers_of_two_models_are_compared(schedule):
+    """As in direct preference optimization: the stages of the frozen model come before the last one of the trained model."""
+
+    def stage(w, h):
+        return h + jnp.tanh(h @ w)
+
+    trained, frozen = (
+        [mm.task(stage, f"{name}_{i}", devices=[d]) for i, d in enumerate(at)]
+        for name, at in (("policy", (0, 1)), ("reference", (2, 3)))
+    )
+
+    def likelihood(tasks, params, tokens):
+        h = params["embedding"][tokens]
+        for task, w in zip(tasks, params["layers"], strict=True):
+            h = task(w, h)
+        logits = jax.nn.log_softmax(h[:, :-1] @ params["head"])
+        return jnp.take_along_axis(logits, tokens[:, 1:, None], -1).sum((1, 2))
+
+    def loss(params, reference, better, worse):
+        margins = [likelihood(trained, params, x) - likelihood(frozen, reference, x) for x in (better, worse)]
+        return -jax.nn.log_sigmoid(margins[0] - margins[1]).mean()
+
+    step = mm.microbatch(jax.value_and_grad(loss), argnum=(2, 3), num_microbatches=4, schedule=schedule, reduce="mean")
+    rng = np.random.default_rng(0)
+
+    def weights():
+        return {
+            "embedding": rng.normal(size=(20, 16)).astype("f4"),
+            "layers": [(rng.normal(size=(16, 16)) / 4).astype("f4") for _ in range(2)],
+            "head": rng.normal(size=(16, 20)).astype("f4") / 4,
+        }
+
+    args = weights(), weights(), *(rng.integers(0, 20, (16, 9)) for _ in range(2))
+    (plan,) = mm.jit(step).lower(*args).program.loops
+    assert plan.placement == (0, 2, 3, 1) and plan.in_order
+    assert_agrees(step, *args)

@@ -81,6 +81,39 @@ results: total
     assert [placement[number[c]] for c in order] == [c.submesh for c in order]
 
 
+@pytest.mark.parametrize(
+    "body, apart, joined",
+    [
+        # the second submesh looks something up that it needs with what comes from the first
+        ("a = one: x * 2.0; b = two: y * 2.0; c = two: a + b", (0, 1, 1), (0, 1)),
+        # the first submesh is needed before it comes again, so that it cannot wait
+        ("a = one: x * 2.0; b = two: a + 1.0; c = one: a + b", (0, 1, 0), (0, 1, 0)),
+        # another model, the result of which a stage compares with its own
+        ("a = one: x * 2.0; b = two: a * 2.0; d = three: y * 2.0; c = two: b + d; e = two: c * d", (0, 2, 1), (0, 2, 1)),
+        ("a = one: x * 2.0; b = two: a * 2.0; d = three: y * 2.0; f = four: d + 1.0; c = two: f * 2.0; e = two: b + c",
+         (0, 2, 1, 3, 1), (0, 2, 3, 1)),
+        # both wait
+        ("a = one: x * 2.0; b = two: a + 1.0; d = two: y * 2.0; e = two: d * y; f = two: b + e", (0, 1, 1), (0, 1)),
+    ],
+)  # fmt: skip
+def test_a_stage_that_can_wait_is_one_with_a_later_one_of_its_submesh(body, apart, joined):
+    lines = body.split("; ")
+    flat = program(f"""
+tasks: one 0, two 1, three 2, four 3
+inputs: x f32[512], y f32[512]
+loop 0: 2 microbatches, gpipe
+carry h f32[512] = x, then t, at last total
+{chr(10).join(f"0: {line}" for line in lines)}
+0: t = {["one", "two", "three", "four"][apart[-1]]}: h + {lines[-1].split()[0]}
+results: total
+""")
+    order, preds = cluster(run("place", flat), 0)
+    assert number_stages(order, preds)[1] == apart
+    number, placement, against = number_stages(order, preds, joined=True)
+    assert (placement, against) == (joined, None)
+    assert [placement[number[c]] for c in order] == [c.submesh for c in order]
+
+
 def test_fragments_are_called_after_their_tasks():
     """With their phase, which is that of what they depend on if that is later."""
     built = cut(

@@ -41,8 +41,8 @@ def fit_schedule(
 ) -> Fit:
     """Numbers the stages of a loop so that its schedule can run them.
 
-    A stage is all that a submesh does between two crossings. Where the schedule, or ``num_stages``, needs more
-    stages than that, every task becomes a stage of its own.
+    A stage is all that a submesh does between two crossings, what can wait for a later stage of its submesh included.
+    Where the schedule, or ``num_stages``, needs more stages than that, every task becomes a stage of its own.
 
     Args:
       spec: what `microbatch` said.
@@ -57,16 +57,24 @@ def fit_schedule(
     """
     if not order:  # what the loop leaves is known without it
         return Fit({}, (0,), None, spec.schedule)
-    coarse = number_stages(order, preds)
-    fine = number_stages(order, preds, each_task=True)
     backward = any(c.backward for c in order) and any(not c.backward for c in order)
     custom = spec.custom_schedule
+
+    def late(stage: Mapping[Cluster, int]) -> tuple[Cluster, Cluster] | None:
+        return next(((maker, r) for maker, r in carried if not _comes_after(stage, r, maker, backward)), None)
+
+    coarse = number_stages(order, preds)
+    fine = number_stages(order, preds, each_task=True)
+    numberings = [coarse, fine]
+    if custom is None and not isinstance(spec.schedule, schedules.Custom):  # whose rows name stages, or say their order
+        joined = number_stages(order, preds, joined=True)
+        if len(joined[1]) < len(coarse[1]) and joined[2] is None and late(joined[0]) is None:
+            numberings.insert(0, joined)
     failed: ScheduleError | None = None
-    for stage, placement, against in (coarse, fine):
+    for stage, placement, against in numberings:
         if spec.num_stages is not None and len(placement) != spec.num_stages:
             continue
-        late = ((maker, reader) for maker, reader in carried if not _comes_after(stage, reader, maker, backward))
-        against = against or next(late, None)
+        against = against or late(stage)
         schedule = spec.schedule
         if custom is not None:
             rows = _translate(spec, custom, order, stage, name)
@@ -87,8 +95,8 @@ def fit_schedule(
     if failed is not None:
         raise ScheduleError(f"microbatch({spec.name}): {failed}")
     raise ScheduleError(
-        f"microbatch({spec.name}): num_stages={spec.num_stages}, but the program has {len(coarse[1])} stages on submeshes "
-        f"{coarse[1]} ({len(fine[1])} if every task counts); correct num_stages or leave it out"
+        f"microbatch({spec.name}): num_stages={spec.num_stages}, but the program has {len(numberings[0][1])} stages on "
+        f"submeshes {numberings[0][1]} ({len(fine[1])} if every task counts); correct num_stages or leave it out"
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 from ._cluster import Cluster
 
 
 def number_stages(
-    order: list[Cluster], preds: dict[Cluster, set[Cluster]], *, each_task: bool = False
+    order: list[Cluster], preds: dict[Cluster, set[Cluster]], *, each_task: bool = False, joined: bool = False
 ) -> tuple[dict[Cluster, int], tuple[int, ...], tuple[Cluster, Cluster] | None]:
     """Stage of each cluster of a loop's body.
 
@@ -20,6 +21,7 @@ def number_stages(
       order: clusters of the body, topological.
       preds: what each depends on.
       each_task: whether every task is a stage of its own, also where the next one runs on the same submesh.
+      joined: whether a stage that can wait is put off to be one with a later stage of its submesh.
 
     Returns:
       The stage of each cluster, the submesh of each stage, and the first (maker, reader) that does not go up the stages
@@ -39,6 +41,8 @@ def number_stages(
     for c in reversed(main):  # what only prepares arguments, as a state's layers, is of the stage that takes them
         if c.task is None and readers[c]:
             hops[c] = max(hops[c], min(hops[r] - (r.submesh != c.submesh) for r in readers[c]))
+    if joined:
+        _join(main, readers, hops)
     keys = sorted({(hops[c], c.submesh or 0) for c in main})
     number = {k: i for i, k in enumerate(keys)}
     stage = {c: number[hops[c], c.submesh or 0] for c in main}
@@ -76,6 +80,26 @@ def number_stages(
         None,
     )
     return stage, placement, against
+
+
+def _join(main: list[Cluster], readers: Mapping[Cluster, list[Cluster]], hops: dict[Cluster, int]) -> None:
+    """Puts off what nobody reads before its submesh has a later stage: the two are one.
+
+    A model that another one has to be compared with, or a task that looks up what a later stage reads, too, would be a
+    stage at the start of the pipeline, and its submesh would have two.
+    """
+    stages: dict[tuple[int, int | None], list[Cluster]] = defaultdict(list)
+    for c in main:
+        stages[hops[c], c.submesh].append(c)
+    for h, s in sorted(stages, key=lambda key: -key[0]):
+        members = stages[h, s]
+        others = {r for c in members for r in readers.get(c, ())}.difference(members)
+        latest = min((hops[r] - (r.submesh != s) for r in others), default=math.inf)
+        later = [k for k, at in stages if at == s and h < k <= latest and stages[k, at]]
+        if later:
+            stages[min(later), s] += members
+            hops.update(dict.fromkeys(members, min(later)))
+            stages[h, s] = []
 
 
 def _stages_of_forward(order: list[Cluster], stage: dict[Cluster, int]) -> dict[Cluster, int]:
