@@ -27,6 +27,7 @@ class Cluster:
       submesh: where it runs; None for a loop seen from outside.
       phase: 0 forward, 1 backward, 2 weight gradients.
       task: mark of the task it was seeded by, or None.
+      position: of the equation that seeded it, in the program.
       layout_follows_loop: only prepares what a loop takes in, in the layout that the loop wants.
       unstacks: only takes stacked values apart.
       nodes: its equations, unordered until the fragment is made.
@@ -36,6 +37,7 @@ class Cluster:
     submesh: int | None
     phase: int = 0
     task: str | None = None
+    position: int = -1
     layout_follows_loop: bool = False
     unstacks: bool = False
     nodes: list[Node] = field(default_factory=list)
@@ -103,7 +105,9 @@ class _Clusterer:
                     key = (s, next(iter(goes_to)) or 0)
                     c = starts.setdefault(key, Cluster(s, layout_follows_loop=True))
                 else:
-                    c = Cluster(s, phases[n], n.task, unstacks=n.unstacks and not n.layout_follows_loop)
+                    c = Cluster(
+                        s, phases[n], n.task, self.position[n], unstacks=n.unstacks and not n.layout_follows_loop
+                    )
                 c.nodes.append(n)
                 self.of[n, s] = c
 

@@ -26,6 +26,7 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Carry, Loop, Node, Pieces, shape_and_dtype
 from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
 from .._task import Task
+from ._inner import is_inner
 from ._known import Known
 from ._pieces import Views, in_pieces
 from ._resolve import resolve_names
@@ -115,7 +116,8 @@ def open_conditional(flat: FlatProgram, node: Node) -> Opened:
     worker.guard = node.guard
     worker.selected.update((n.eqn.outvars[0], n.eqn) for n in flat.nodes if n.primitive == "select_n")
     worker.select(node.eqn, env, node.stack, node.loop)
-    return Opened(tuple(worker.nodes), env, worker.consts)
+    nodes = (n if node.backward or not is_inner(n) else replace(n, backward=False) for n in worker.nodes)
+    return Opened(tuple(nodes), env, worker.consts)
 
 
 def new_mark(tasks: Mapping[str, Task], name: str) -> str:

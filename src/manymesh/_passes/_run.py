@@ -17,6 +17,7 @@ from ._blocks._spread_stacks import spread_stacks
 from ._copies import copy_results
 from ._dead import remove_dead
 from ._hoist import cross_once, hoist_loop_invariants
+from ._inner import advance_inner_gradients
 from ._join import join_parts
 from ._late import make_once
 from ._mark_scopes import mark_scopes
@@ -68,6 +69,7 @@ PROVIDERS: Mapping[Fact, Pass] = {
 
 PASSES: tuple[Pass, ...] = (
     Pass("mark_scopes", mark_scopes, needs=_DEAD, makes_stale=ALL),
+    Pass("advance_inner_gradients", advance_inner_gradients, makes_stale=_PLACED),
     Pass("repeat_constraints", repeat_constraints, needs=_DEAD, makes_stale=_PLACED, repeats=True),
     Pass("join_parts", join_parts, needs=_DEAD, makes_stale=ALL, repeats=True),
     Pass("accumulate_each_layer", accumulate_each_layer, needs=_DEAD, makes_stale=ALL),

@@ -105,20 +105,27 @@ def _join(main: list[Cluster], readers: Mapping[Cluster, list[Cluster]], hops: d
 def _stages_of_forward(order: list[Cluster], stage: dict[Cluster, int]) -> dict[Cluster, int]:
     """The stage of the forward pass that each backward cluster of a task belongs to.
 
-    The calls of a task in a scan have one mark: of these the last one is the first that the backward pass comes to.
+    The calls of a task in a scan have one mark, and so has what an inner gradient transposes: of these the last one is the
+    first that the backward pass comes to.
     """
     forward: defaultdict[str, list[int]] = defaultdict(list)
     for c in order:
         if c.task is not None and c in stage:
             forward[c.task].append(stage[c])
     passes = [c for c in order if c.task in forward and c not in stage]
-    count = Counter((c.task, c.phase) for c in passes)
-    seen: Counter[tuple[str | None, int]] = Counter()
+    count = Counter(c.task for c in passes if c.phase == 1)
+    seen: Counter[str | None] = Counter()
     found: dict[Cluster, int] = {}
     for c in passes:
         assert c.task is not None, "it has the mark of a forward pass"
-        calls, key = forward[c.task], (c.task, c.phase)
-        each = math.ceil(count[key] / len(calls))  # more than one where jax.checkpoint computes the forward pass again
-        found[c] = calls[-1 - seen[key] // each]
-        seen[key] += 1
+        if c.phase == 1:
+            calls = forward[c.task]
+            each = math.ceil(count[c.task] / len(calls))  # several where jax.checkpoint computes the forward pass again
+            found[c] = calls[-1 - seen[c.task] // each]
+            seen[c.task] += 1
+    for c in passes:
+        if c.phase == 2:  # of the backward pass that it was split off from, the one right before it in the program
+            before = [b for b in found if b.task == c.task and b.phase == 1 and b.position < c.position]
+            last = max(before, key=lambda b: b.position, default=None)
+            found[c] = forward[str(c.task)][-1] if last is None else found[last]
     return found
