@@ -10,6 +10,7 @@ import manymesh as mm
 from flat import node, placed, program, run
 from manymesh._passes._beside import _Names
 from manymesh._passes._place import NothingPlacedError
+from stages import assert_agrees
 
 
 def test_equations_follow_the_bytes():
@@ -262,6 +263,31 @@ def test_noise_is_made_where_it_is_needed_first(schedule):
         expected = step(*args, jax.random.key(0))
     for a, e in zip(jax.tree.leaves(mm.jit(step)(*args, jax.random.key(0))), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_distances_are_made_where_they_are_needed_first(stages):
+    """And their gradient, with what adds it up, is where they are: it is made for all stages outside of tasks."""
+
+    def attend(w, x, bias):
+        scores = jnp.einsum("bnd,bmd->bnm", x @ w, x)[:, None] + bias
+        return x + jnp.mean(jax.nn.softmax(scores), 1) @ x
+
+    tasks = [mm.task(attend, f"attend_{i}", devices=[i]) for i in range(stages)]
+
+    def loss(params, x, points):
+        apart = -jnp.sum(jnp.abs(points[:, :, None] - points[:, None]), -1)[:, None]
+        for task, w in zip(tasks, params["w"], strict=True):
+            x = task(w, x, apart * params["slope"][:, None, None])
+        return jnp.mean(x**2)
+
+    step = mm.microbatch(jax.value_and_grad(loss), argnum=(1, 2), num_microbatches=4, schedule="1f1b", reduce="mean")
+    rng = np.random.default_rng(0)
+    params = {"w": [rng.normal(size=(4, 4)).astype("f4") for _ in tasks], "slope": np.float32([1, 2, 3])}
+    args = params, rng.normal(size=(8, 16, 4)).astype("f4"), rng.normal(size=(8, 16, 4)).astype("f4")
+    (plan,) = mm.jit(step).lower(*args).program.loops
+    assert plan.placement == tuple(range(stages)) and plan.in_order
+    assert_agrees(step, *args, tolerance=1e-4)
 
 
 def test_a_state_that_is_another_result_too_stays_where_it_is():

@@ -53,14 +53,14 @@ class _Late:
       terms: these terms.
       rest: the others, added up in the loop as before.
       additions: the nodes that add them all up.
-      linear: the nodes that make the terms, from what is linear in something that crosses on.
+      linear: the nodes that make the terms, from what is linear in something that crosses on, in order.
     """
 
     carry: Carry
     terms: Sequence[Term]
     rest: Sequence[Term]
     additions: Sequence[Node]
-    linear: frozenset[Node]
+    linear: tuple[Node, ...]
 
 
 class _Worker:
@@ -152,7 +152,8 @@ class _Worker:
                 linear.add(n)
                 todo += self._varying(n)
         rest = [t for t in terms if t not in late]
-        return _Late(carry, late, rest, additions, frozenset(linear)) if late else None
+        in_order = sorted(linear, key=self.index.position.__getitem__)
+        return _Late(carry, late, rest, additions, tuple(in_order)) if late else None
 
     # --- after the loop -------------------------------------------------------------------------------
 

@@ -158,11 +158,30 @@ class _Placer:
             n for n in self.flat.nodes if n not in self.at and n not in self.small and not n.layout_follows_loop
         ]
         self._vote(open_nodes, home)
-        self._start_early()
+        forward = self._forward()
+        if self._start_early():
+            self._vote_again([n for n in open_nodes if n not in forward], home)
         self._go_on()
         self._draw_together(home)
-        self._turn_back()
+        if self._turn_back():
+            self._vote_again([n for n in open_nodes if n not in forward and not n.backward], home)
         return self._finish(home)
+
+    def _forward(self) -> set[Node]:
+        """What loops compute without gradients. An accumulator adds them up."""
+        found: set[Node] = set()
+        for n in self.flat.nodes:
+            made = (self.producer[v] for v in n.inputs if v in self.producer)
+            if n.loop is not None and not n.backward and all(p in found for p in made if p.loop == n.loop):
+                found.add(n)
+        return found
+
+    def _vote_again(self, nodes: Sequence[Node], home: dict[Var, int]) -> None:
+        """Places what follows others that were moved after it was placed."""
+        again = [n for n in nodes if self.reason[n] in VOTED]
+        for n in again:
+            del self.at[n]
+        self._vote(again, home)
 
     def _vote(self, open_nodes: list[Node], home: dict[Var, int]) -> None:
         """Places nodes: results that the caller wants somewhere decide first, then what is already placed, then readers."""
@@ -201,8 +220,8 @@ class _Placer:
         self.reason.update(dict.fromkeys(moved, "least crosses"))
         self._vote([n for n in self.flat.nodes if n in updates], home)
 
-    def _turn_back(self) -> None:
-        """Lets backward passes go from each stage to earlier ones only.
+    def _turn_back(self) -> bool:
+        """Lets backward passes go from each stage to earlier ones only; whether something was moved.
 
         Around a skip connection a gradient may have been drawn to a later stage, by as many bytes as there are on its own:
         what an earlier one made would go there and come back, and no schedule has an order for that. A node is not after
@@ -216,6 +235,7 @@ class _Placer:
             readers = [r for v in n.outputs for r in self.consumers.get(v, ()) if r.backward and r.loop == n.loop]
             tasks = [order.get(self.at[r], 0) for r in readers if r.task is not None]
             needed[n] = max([*tasks, *(needed.get(r, 0) for r in readers if r.task is None)], default=0)
+        moved = False
         for n in nodes:
             if self.flat.submesh_of(n) is not None or self.at.get(n) not in order:
                 continue
@@ -224,9 +244,11 @@ class _Placer:
             at = stages[max(min(order[self.at[n]], latest), needed[n])]
             if at != self.at[n] and not any(v in self.wanted for v in n.outputs):
                 self.at[n], self.reason[n] = at, "reads"
+                moved = True
+        return moved
 
-    def _start_early(self) -> None:
-        """Lets forward passes start at the first stage that needs what comes of them.
+    def _start_early(self) -> bool:
+        """Lets forward passes start at the first stage that needs what comes of them; whether something was moved.
 
         Noise that the loss reads, too, would be made with the loss, a stage before the first one.
         """
@@ -239,12 +261,15 @@ class _Placer:
             made = [latest.get(p, 0) for p in self._makers(n)]
             latest[n] = max(made, default=0) if self.reason[n] in VOTED else order[self.at[n]]
         first: dict[Node, int] = {}
+        moved = False
         for n in reversed(nodes):
             read = [first[r] for v in n.outputs for r in self.consumers.get(v, ()) if r in first and r.loop == n.loop]
             first[n] = order[self.at[n]]
             start = max(latest[n], min(read, default=first[n]))
             if start < first[n] and self.reason[n] in VOTED and not self._is_held(n):
                 first[n], self.at[n], self.reason[n] = start, stages[start], "read by"
+                moved = True
+        return moved
 
     def _go_on(self) -> None:
         """Lets forward passes go from each stage to later ones only, as far as nobody says where something is.
