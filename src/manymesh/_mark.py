@@ -554,16 +554,22 @@ def constrain(caller: str, x: PyTree, spec: Any) -> PyTree:
         )
     if current_recording() is None:
         return x
-    is_leaf = lambda s: s is None or isinstance(s, (PartitionSpec, NamedSharding)) or _is_names(s)  # noqa: E731
     try:
-        specs = jax.tree.broadcast(spec, x, is_leaf=is_leaf)
+        specs = jax.tree.broadcast(spec, x, is_leaf=is_spec)
     except ValueError:
         shapes = jax.tree.map(lambda v: getattr(v, "shape", v), x)
         raise ArgumentError(
             f"{caller}: expected a tuple with one entry for each dimension, such as ('batch', None), or a pytree prefix of the "
             f"value with such leaves; found {type(spec).__name__} {spec!r:.80} for a value of shape {shapes!s:.80}"
         ) from None
-    return jax.tree.map(lambda v, s: v if s is None else _constrain(caller, v, s), x, specs)
+    values, structure = jax.tree.flatten(x)
+    each = zip(values, jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
+    return jax.tree.unflatten(structure, [v if s is None else _constrain(caller, v, s) for v, s in each])
+
+
+def is_spec(spec: Any) -> bool:
+    """Whether something says how one array, or all below, lies: a spec, a tuple of names, or None for nothing."""
+    return spec is None or isinstance(spec, (PartitionSpec, NamedSharding)) or _is_names(spec)
 
 
 def _is_names(spec: Any) -> bool:

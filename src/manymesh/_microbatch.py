@@ -19,7 +19,7 @@ import numpy as np
 
 from . import _compat, schedules
 from ._errors import AxisError, MicrobatchError, ScheduleError
-from ._mark import Recording, constrain, current_recording
+from ._mark import Recording, constrain, current_recording, is_spec
 from ._means import is_mean
 from ._reductions import (
     ACCUMULATE,
@@ -104,7 +104,8 @@ def microbatch(
       interleave: stages per submesh that the program has to have.
       num_stages: stages that the program has to have.
       unrolling: accepted for programs written for other systems; it changes nothing, as a plan is laid out whole.
-      arg_shardings: pytree prefix of the batch (of each, for several ``argnum``) with the sharding of a piece.
+      arg_shardings: pytree prefix of the batch with the sharding of a piece; for several ``argnum`` one for all, or a
+        tuple with one for each.
       custom_schedule: rows for the schedule ``"custom"``, one a submesh, of task names or (microbatch, task name). What
         is in no task runs right before what needs it.
       rng_argnum: argument whose random keys become ``jax.random.fold_in(key, i)`` for microbatch ``i``.
@@ -130,6 +131,9 @@ def microbatch(
     argnums = _positions(name, argnum)
     num_microbatches, size = _sizes(name, num_microbatches, size)
     _check_reductions(name, reduce)
+    shardings = _of_each(name, arg_shardings, argnums)
+    if not isinstance(dim, (int, np.integer)):
+        raise MicrobatchError(f"microbatch({name}): dim has to be the number of a dimension, found {dim!r}")
     chosen = _chosen_schedule(name, schedule, custom_schedule)
 
     @_compat.boundary
@@ -138,8 +142,9 @@ def microbatch(
         count = _count(name, args, argnums, dim, size, num_microbatches)
         _check_keys(name, args, rng_argnum)
         _check_position(name, "state_argnum", state_argnum, "state", len(args))
+        _check_apart(name, len(args), argnums, rng_argnum, state_argnum)
         record = current_recording()
-        call = _Call(fun, args, kwargs, argnums, dim, count, reduce, arg_shardings, rng_argnum, state_argnum)
+        call = _Call(fun, args, kwargs, argnums, dim, count, reduce, shardings, rng_argnum, state_argnum)
         if record is None:
             return call.reference()
         if count == 1:
@@ -210,6 +215,42 @@ def _check_position(name: str, label: str, argnum: int | None, what: str, count:
             f"microbatch({name}): {label} {argnum} names the {what}, but the call has {count} positional arguments; "
             f"pass the {what} by position"
         )
+
+
+def _check_apart(
+    name: str, count: int, argnums: Sequence[int], rng_argnum: int | None, state_argnum: int | None
+) -> None:
+    """Refuses an argument that is named twice: it cannot be both."""
+    named = [(k % count, "argnum") for k in argnums]
+    named += [
+        (k % count, label) for k, label in ((rng_argnum, "rng_argnum"), (state_argnum, "state_argnum")) if k is not None
+    ]
+    labels: dict[int, str] = {}
+    for k, label in named:
+        if k in labels:
+            both = (
+                f"{label} names args[{k}] twice"
+                if labels[k] == label
+                else f"{labels[k]} and {label} both name args[{k}]"
+            )
+            raise MicrobatchError(
+                f"microbatch({name}): {both}; an argument is cut into pieces, or is random keys, or goes from one microbatch to "
+                "the next"
+            )
+        labels[k] = label
+
+
+def _of_each(name: str, shardings: Any, argnums: tuple[int, ...]) -> tuple[Any, ...]:
+    """What ``arg_shardings`` says of each argument that is cut."""
+    if len(argnums) == 1 or is_spec(shardings):
+        return (shardings,) * len(argnums)
+    if not isinstance(shardings, (tuple, list)) or len(shardings) != len(argnums):
+        found = f"{len(shardings)} of them" if isinstance(shardings, (tuple, list)) else f"{shardings!r:.80}"
+        raise MicrobatchError(
+            f"microbatch({name}): argnum names {len(argnums)} arguments, so that arg_shardings has to be one spec for all of them, "
+            f"or a tuple with one for each; found {found}"
+        )
+    return tuple(shardings)
 
 
 def _check_keys(name: str, args: tuple[Any, ...], argnum: int | None) -> None:
@@ -360,7 +401,7 @@ class _Call:
     dim: int
     count: int
     reduce: Any
-    arg_shardings: Any
+    arg_shardings: tuple[Any, ...]  # of each argnum
     rng_argnum: int | None
     state_argnum: int | None
 
@@ -437,10 +478,8 @@ class _Call:
 
     def _constrained(self, n: int, piece: PyTree) -> PyTree:
         """A piece of the n-th batch argument with the sharding that the caller asked for."""
-        if self.arg_shardings is None:
-            return piece
-        wanted = self.arg_shardings if len(self.argnums) == 1 else self.arg_shardings[n]
-        return constrain("microbatch: arg_shardings", piece, wanted)
+        wanted = self.arg_shardings[n]
+        return piece if wanted is None else constrain("microbatch: arg_shardings", piece, wanted)
 
     def about_pieces(self, name: str) -> str:
         """A sentence about how long the pieces are, for what does not divide."""

@@ -213,6 +213,18 @@ CASES = {
     "a spec of too many axes for pieces": (
         mistaken(num_microbatches=2, arg_shardings=P("data", "model", "x")), ValueError, "microbatch: arg_shardings: 3 axis names",
     ),
+    "an argument that is cut twice": (mistaken(argnum=(1, 1), num_microbatches=2), ValueError, "argnum names args[1] twice"),
+    "a batch that is the state, too": (
+        mistaken(argnum=1, num_microbatches=2, state_argnum=-1), ValueError, "argnum and state_argnum both name args[1]",
+    ),
+    "a dimension by name": (mistaken(num_microbatches=2, dim="rows"), ValueError, "number of a dimension, found 'rows'"),
+    "one spec for two batches": (
+        lambda: mm.microbatch(lambda x, y: x + y, argnum=(0, 1), num_microbatches=2, arg_shardings=[P("data")]), ValueError,
+        "argnum names 2 arguments", "a tuple with one for each; found 1 of them",
+    ),
+    "a result that is not there": (
+        lambda: mm.jit(lambda x: (x, {"a": x}), out_shardings=(None, {"z": None}))(rows()), TypeError, "out_shardings[1]", "'z'",
+    ),
     "parameters for a batch": (mistaken(argnum=0, num_microbatches=3), ValueError, "does not divide", "write argnum=1, or whichever is"),
     "a batch and parameters of other lengths": (
         lambda: mm.microbatch(lambda p, x: p["w"].sum(), num_microbatches=2)({"w": rows(8), "b": rows(6)}, rows()),

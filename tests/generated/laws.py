@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import manymesh as mm
 from manymesh import _compat
+from manymesh._plan._digest import digest
 
 from . import modules
 from .coverage import primitives
@@ -135,6 +136,8 @@ def check(program: Program, shared: Path | None = None) -> Outcome:
             outcome.remarks.append(f"refused by {schedule}")
             continue
         _same_values(program, run, expected, outcome, schedule)
+        if shared is None and program.framework is None:
+            _one_plan(program, schedule)
         # Of several processes each runs the effects of its own submeshes.
         if run.notes - expected.notes or (run.notes != expected.notes and jax.process_count() == 1):
             raise LawBroken(f"effects ran {sorted(run.notes)}, in plain JAX {sorted(expected.notes)}")
@@ -237,6 +240,21 @@ def _run(program: Program, schedule: str | None, again: bool, fused: bool = True
             raise LawBroken(f"in one buffer: {shared}")
     jax.effects_barrier()
     return _Run(results, set(NOTES))
+
+
+def _one_plan(program: Program, schedule: str | None) -> None:
+    """The same step is lowered to the same program wherever its parts lie in memory, as in other processes."""
+    with program.registered():
+        traced = _compiled(program, False).trace(program.init(), *_arguments(program), program, schedule)
+        found = set()
+        for number in range(3):
+            elsewhere = [[object() for _ in range(1000 * number)], [{} for _ in range(300 * number)]]
+            lowered = traced.lower()
+            parts = getattr(lowered, "parts", {"": lowered})
+            found.add(str([digest(part.program, part.plan) for part in parts.values()]))
+            del elsewhere
+    if len(found) > 1:
+        raise LawBroken(f"lowered three times, it is {len(found)} programs")
 
 
 def _reference_of_modules(program: Program, noise: int | None, fused: bool) -> _Run:

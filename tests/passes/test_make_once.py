@@ -7,6 +7,7 @@ import pytest
 
 import manymesh as mm
 from flat import lines, program, run, switch_off, text
+from manymesh._plan._digest import digest
 
 BODY = """
     tasks: one 0, two 1
@@ -133,10 +134,13 @@ SHARED = {
 }  # fmt: skip
 
 
-def training(loss):
+def training(loss, reduce="mean"):
+    def counted(p, x):
+        return loss(p, x), {"count": (x > 1).sum()}
+
     def step(p, x):
-        grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4, schedule="1f1b", reduce="mean")
-        value, grads = grad(p, x)
+        grad = jax.value_and_grad(counted, has_aux=True)
+        (value, _), grads = mm.microbatch(grad, argnum=1, num_microbatches=4, schedule="1f1b", reduce=reduce)(p, x)
         return value, jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
 
     rng = np.random.default_rng(0)
@@ -162,8 +166,17 @@ def in_each_microbatch(step, args):
 @pytest.mark.parametrize("name", SHARED)
 def test_a_shared_value_has_its_gradient_made_once(name):
     """Made of parameters outside of tasks, and read by several stages: nothing but activations crosses in a microbatch."""
-    step, args = training(SHARED[name])
-    assert in_each_microbatch(step, args) == set()
+    made_once(*training(SHARED[name]), set())
+
+
+@pytest.mark.parametrize("name", ["a bias by position", "one in bfloat16", "a normalized embedding", "factors"])
+def test_with_the_weights_of_microbatches_too(name):
+    """Each term is scaled by the weight of its microbatch before it is added up; the weight is sent."""
+    made_once(*training(SHARED[name], mm.WeightedMean("count")), {()})
+
+
+def made_once(step, args, crosses):
+    assert in_each_microbatch(step, args) <= crosses
     value, params = mm.jit(step)(*args)
     with mm.ignore_transforms():
         expected, after = step(*args)
@@ -192,6 +205,29 @@ def test_a_sum_has_room_where_each_gradient_has():
 def test_without_the_pass_it_crosses_in_every_microbatch(monkeypatch):
     switch_off(monkeypatch, "make_once")
     assert in_each_microbatch(*training(SHARED["a bias by position"])) == {(LENGTH, LENGTH)}
+
+
+def test_the_order_does_not_depend_on_memory():
+    """Processes derive one program each, which have to be equal. Several values are added up for one accumulator here."""
+
+    def loss(edges, x):
+        near = jnp.zeros((LENGTH, LENGTH)).at[jnp.arange(LENGTH - 1), jnp.arange(1, LENGTH)].add(edges) + jnp.eye(
+            LENGTH
+        )
+        scale = jax.lax.rsqrt(near.sum(1))
+        for task in tasks:
+            x = task(x, scale[:, None] * near * scale[None])
+        return jnp.mean(x**2)
+
+    tasks = [mm.task(lambda x, near: jnp.tanh(near @ x), f"graph_{i}", devices=[i]) for i in range(4)]
+    step = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4, schedule="1f1b", reduce="mean")
+    traced = mm.jit(step).trace(np.ones(LENGTH - 1, "f4"), np.ones((8, LENGTH, WIDTH), "f4"))
+    found, kept = set(), []
+    for number in range(8):
+        kept.append([{} for _ in range(317 * number)])
+        lowered = traced.lower()
+        found.add(str(digest(lowered.program, lowered.plan)))
+    assert len(found) == 1
 
 
 def test_what_a_task_reads_anyway_is_not_added_up():

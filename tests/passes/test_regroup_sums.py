@@ -118,10 +118,18 @@ def test_sums_are_seen_through_what_is_linear():
     """).splitlines()
 
 
+def test_a_number_of_each_microbatch_scales_each_term():
+    """As the weight of a microbatch does."""
+    after = run("regroup_sums", accumulated("n = one: x.sum()", "s = a + b", "c = n * s", "t = z + c"))
+    assert len(after.loops[0].carries) == 2
+    assert sorted(where for name, *where in placed(run("place", after)) if name == "mul") == [[0], [1]]
+
+
 @pytest.mark.parametrize(
     "sums",
     [
         ("s = a + b", "c = s * s", "t = z + c"),
+        ("s = a + b", "n = s.sum()", "c = s * n", "t = z + c"),  # the number is made of the sum
         ("s = a + b", "c = jnp.sin(s)", "t = z + c"),
         ("s = a + b", "c = 3.0 / s", "t = z + c"),
         ("s = a + b", "c = s * 3.0", "d = c * c", "e = z + c", "t = e + d"),  # read by another, too
@@ -166,7 +174,7 @@ VIEWS = {
 }  # fmt: skip
 
 
-def tied(view):
+def tied(view, reduce="mean"):
     """A step of a model whose first and last stage read one table, and its arguments."""
     meshes = [Mesh(np.array(jax.devices()[2 * i : 2 * i + 2]), ("model",)) for i in range(2)]
     first, last = ({"mesh": mesh, "logical_axes": [("rows", "model")]} for mesh in meshes)
@@ -176,11 +184,11 @@ def tied(view):
 
     def loss(params, x):
         p = view(params)
-        return head(p["table"], block(p["w"], embed(p["table"], x)))
+        return head(p["table"], block(p["w"], embed(p["table"], x))), {"count": (x > 1).sum()}
 
     def step(params, x):
-        grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4, schedule="1f1b", reduce="mean")
-        value, grads = grad(params, x)
+        grad = jax.value_and_grad(loss, has_aux=True)
+        (value, _), grads = mm.microbatch(grad, argnum=1, num_microbatches=4, schedule="1f1b", reduce=reduce)(params, x)
         return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
     rng = np.random.default_rng(0)
@@ -197,10 +205,11 @@ def times(step, args):
     return sum(1 if e.loop is None else 4 for e in edges if e.var.aval.size == ROWS * WIDTH)
 
 
+@pytest.mark.parametrize("reduce", ["mean", mm.WeightedMean("count")], ids=["mean", "weighted"])
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_a_tied_table_crosses_once_and_so_does_its_gradient(view):
+def test_a_tied_table_crosses_once_and_so_does_its_gradient(view, reduce):
     """However its readers get it. The other one has a copy of what lies on one submesh, and adds up its own gradient."""
-    step, args = tied(view)
+    step, args = tied(view, reduce)
     value, params = mm.jit(step)(*args)
     assert times(step, args) <= 2
     with mm.ignore_transforms():

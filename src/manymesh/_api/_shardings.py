@@ -93,16 +93,20 @@ def check_fit(
             raise AxisError(indivisible_text(f"{label} of {names[i]}", shape, d, spec[d], sharding.mesh))
 
 
+_NOTHING = object()
+
+
 def expand(label: str, prefix: Any, tree: PyTree) -> dict[int, Any]:
     """position of a leaf -> its sharding, from a pytree prefix."""
-    is_leaf = lambda s: s is None or isinstance(s, jax.sharding.Sharding)  # noqa: E731
+    # To JAX None is no leaf where it says what does not fit.
+    said = jax.tree.map(lambda s: _NOTHING if s is None else s, prefix, is_leaf=lambda s: s is None)
     try:
-        expanded = jax.tree.map(lambda s, part: [s] * len(jax.tree.leaves(part)), prefix, tree, is_leaf=is_leaf)
+        expanded = jax.tree.map(lambda s, part: [s] * len(jax.tree.leaves(part)), said, tree)
     except ValueError as error:
         whole = "result" if label.startswith("out") else "arguments"
         text = str(error).replace("tree_map tree", label)  # what JAX calls the first of the trees
         raise ArgumentError(f"{label}: its structure is no prefix of the {whole}: {text}") from None
-    flat = jax.tree.leaves(expanded, is_leaf=is_leaf)
+    flat = [None if s is _NOTHING else s for s in jax.tree.leaves(expanded)]
     for s in flat:
         if s is not None and not isinstance(s, NamedSharding):
             hint = "; say on which submesh: NamedSharding(submesh, spec)" if isinstance(s, PartitionSpec) else ""

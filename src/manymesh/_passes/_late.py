@@ -9,6 +9,7 @@ its own, they cross once, and the gradient of the parameters is made once, of th
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from .._program._nodes import Carry, Node
 from .._program._placement import Placement
 from .._program._rewrite import making, substitute, trace_nodes
 from ._hoist import stays
-from ._sums import Term, add_up, exponents, is_addition, seen_through, zeros
+from ._sums import Term, add_up, exponents, is_addition, scaled_by, seen_through, terms_of_sum, zeros
 from ._unreduced._linear import EITHER, is_linear_in_first, linear_operands
 
 # The exponent of the largest float32, and bfloat16; of float16 and less, a sum over microbatches may be infinite.
@@ -54,6 +55,7 @@ class _Late:
       rest: the others, added up in the loop as before.
       additions: the nodes that add them all up.
       linear: the nodes that make the terms, from what is linear in something that crosses on, in order.
+      scales: numbers of each microbatch that scale the terms, such as its weight.
     """
 
     carry: Carry
@@ -61,6 +63,7 @@ class _Late:
     rest: Sequence[Term]
     additions: Sequence[Node]
     linear: tuple[Node, ...]
+    scales: tuple[Var, ...]
 
 
 class _Worker:
@@ -69,14 +72,14 @@ class _Worker:
     Attributes:
       fixed: the nodes that compute the same in every microbatch.
       linear: value -> the node that makes it, for what is linear in values some of which cross on the way to it.
-      sums: what is added up in place -> the value of the accumulator after the loop.
+      sums: what is added up in place, and the numbers that scale it -> the value of the accumulator after the loop.
     """
 
     def __init__(self, flat: FlatProgram, placement: Placement, loop: int) -> None:
         self.flat, self.index, self.placement, self.loop = flat, flat.index, placement, loop
         self.fixed: dict[Var, Node] = {}
         self.linear: dict[Var, Node] = {}
-        self.sums: dict[Var, Var] = {}
+        self.sums: dict[tuple[Var, tuple[Var, ...]], Var] = {}
         movable = [n for n in self.index.bodies[loop] if not stays(n) and not n.guard and len(n.outputs) == 1]
         for n in movable:
             if not self._varying(n):
@@ -143,7 +146,9 @@ class _Worker:
         if (inner := Term(carry.inner, ())) not in terms:
             return None
         terms.remove(inner)
+        terms = [opened for t in terms for opened in self._unscaled(t, additions)]
         late = [t for t in terms if t.source in self.linear and not is_addition(self.linear[t.source])]
+        late = [t for t in late if _scales(t) == _scales(late[0])]
         linear: set[Node] = set()
         todo = [t.source for t in late]
         while todo:
@@ -153,7 +158,17 @@ class _Worker:
                 todo += self._varying(n)
         rest = [t for t in terms if t not in late]
         in_order = sorted(linear, key=self.index.position.__getitem__)
-        return _Late(carry, late, rest, additions, tuple(in_order)) if late else None
+        return _Late(carry, late, rest, additions, tuple(in_order), _scales(late[0])) if late else None
+
+    def _unscaled(self, term: Term, additions: list[Node]) -> list[Term]:
+        """The terms of what a number of each microbatch scales; what adds them up, and scales, goes to the additions."""
+        n, uses = self.index.producer.get(term.source), self.index.uses
+        found = None if n is None or n.guard or n.loop != self.loop or uses[term.source] != 1 else scaled_by(n)
+        if n is None or found is None or uses[found[0]] != 1:
+            return [term]
+        sources, more = terms_of_sum(found[0], self.index.producer, uses, self.loop)
+        additions += [n, *more]
+        return [Term(v, (n, *term.way)) for v in sources]
 
     # --- after the loop -------------------------------------------------------------------------------
 
@@ -164,9 +179,9 @@ class _Worker:
         carries: list[Carry] = []
         env: Env = {}
         for v in dict.fromkeys(v for n in late.linear for v in self._varying(n) if v not in self.linear):
-            if v not in self.sums:
-                self._accumulate(v, carry, edit, inside, carries)
-            env[v] = self.sums[v]
+            if (v, late.scales) not in self.sums:
+                self._accumulate(v, late.scales, carry, edit, inside, carries)
+            env[v] = self.sums[v, late.scales]
         after, parts = self._made_again(late, env)
         if late.rest:
             made, out = add_up(carry.inner, late.rest, self.loop, late.additions[0].backward)
@@ -183,14 +198,19 @@ class _Worker:
         edit.replace_node(max(late.additions, key=self.index.position.__getitem__), inside)
         edit.after_loop(self.loop, after)
 
-    def _accumulate(self, v: Var, like: Carry, edit: Editor, inside: list[Node], carries: list[Carry]) -> None:
-        """An accumulator for a value, in its dtype or that of the one that it is for, whichever is wider."""
+    def _accumulate(
+        self, v: Var, scales: Sequence[Var], like: Carry, edit: Editor, inside: list[Node], carries: list[Carry]
+    ) -> None:
+        """An accumulator for a scaled value, in its dtype or that of the one that it is for, whichever is wider."""
         dtype = jnp.promote_types(_compat.dtype(v), _compat.dtype(like.inner))
         inner = _compat.new_var(jax.core.ShapedArray(_compat.shape(v), dtype))
-        made, (out,) = trace_nodes(lambda a, x: a + x.astype(dtype), [inner, v], loop=self.loop, backward=True)
+        made, (out,) = trace_nodes(
+            lambda a, x, *by: a + math.prod((s.astype(dtype) for s in by), start=x.astype(dtype)), [inner, v, *scales],
+            loop=self.loop, backward=True,
+        )  # fmt: skip
         inside += made
         carries.append(Carry(inner, out, zeros(edit, inner), _compat.new_var(inner.aval)))
-        self.sums[v] = carries[-1].final
+        self.sums[v, tuple(scales)] = carries[-1].final
 
     def _made_again(self, late: _Late, env: Env) -> tuple[list[Node], list[Atom]]:
         """The nodes that make the terms of sums, outside of the loop, and the terms."""
@@ -213,10 +233,15 @@ class _Worker:
         for term in late.terms:
             part = env[term.source]
             for n in term.way:
-                made.append(_outside(n, {n.inputs[0]: part}))
-                (part,) = made[-1].outputs
+                if scaled_by(n) is None:  # what was added up is scaled
+                    made.append(_outside(n, {n.inputs[0]: part}))
+                    (part,) = made[-1].outputs
             parts.append(part)
         return made, parts
+
+
+def _scales(term: Term) -> tuple[Var, ...]:
+    return tuple(found[1] for n in term.way if (found := scaled_by(n)) is not None)
 
 
 def _ways(terms: Iterable[Term]) -> Iterable[Node]:

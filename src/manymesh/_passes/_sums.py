@@ -87,6 +87,18 @@ def linear_operand(n: Node) -> Var | None:
     return operand if not rounds or 0 < exponents(operand) <= exponents(n.outputs[0]) else None
 
 
+def scaled_by(n: Node) -> tuple[Var, Var] | None:
+    """The array that an equation scales, and the number by which it does: a variable, such as a microbatch's weight."""
+    if n.task is not None or n.primitive != "mul" or len(n.inputs) != 2 or exponents(n.outputs[0]) == 0:
+        return None
+    array, number = sorted(n.inputs, key=lambda v: not _compat.shape(v))
+    return (array, number) if _compat.shape(array) and not _compat.shape(number) else None
+
+
+def _seen_operand(n: Node) -> Var | None:
+    return found[0] if (found := scaled_by(n)) is not None else linear_operand(n)
+
+
 def exponents(v: Var) -> int:
     """The exponent of the largest number of a value's dtype; 0 if that is of no floating-point numbers."""
     dtype = _compat.dtype(v)
@@ -103,7 +115,7 @@ class Term(NamedTuple):
 
     Attributes:
       source: what it is made of.
-      way: the linear equations that make it of that, first to last.
+      way: the linear equations that make it of that, first to last; some scale by a variable, as `scaled_by` says.
     """
 
     source: Var
@@ -123,7 +135,7 @@ def seen_through(v: Var, flat: FlatProgram, placement: Placement, loop: int) -> 
         way: list[Node] = []
         source = term
         while index.uses[source] == 1 and (maker := index.producer.get(source)) is not None and maker.loop == loop:
-            operand = None if maker.guard else linear_operand(maker)
+            operand = None if maker.guard else _seen_operand(maker)
             if operand is None:
                 break
             way.insert(0, maker)
@@ -181,7 +193,9 @@ def add_up(inner: Var, terms: Sequence[Term], loop: int, backward: bool) -> tupl
     for way, sources in alike.items():
         made, (part,) = trace_nodes(lambda *xs: _sum(xs), sources, loop=loop, backward=backward)
         for n in way:
-            made.append(replace(n, eqn=substitute(n.eqn, {n.inputs[0]: part})))
+            operand = _seen_operand(n)
+            assert operand is not None, "a sum was seen through it"
+            made.append(replace(n, eqn=substitute(n.eqn, {operand: part})))
             (part,) = made[-1].outputs
         nodes += made
         parts.append(part)

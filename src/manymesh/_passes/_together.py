@@ -45,6 +45,7 @@ class Together:
         self.order = {k: i for i, k in enumerate(stages)}
         self.index = flat.index
         self.rank = self._first_tasks()
+        self.sums = self._sums()
         self.feeds, self.needs = self._tasks_around()
         self.on: defaultdict[int, set[Node]] = defaultdict(set)
         for n in self.free:
@@ -185,8 +186,14 @@ class Together:
         return found
 
     def _times(self, v: Var) -> int:
+        """How often a value is sent where it is read elsewhere: what an accumulator has become leaves its loop once."""
         loop = self.index.scope.get(v)
-        return 1 if loop is None else self.flat.loops[loop].spec.num_microbatches
+        return 1 if loop is None or v in self.sums else self.flat.loops[loop].spec.num_microbatches
+
+    def _sums(self) -> set[Var]:
+        """What leaves accumulators, of which a loop reads nothing but to add to them."""
+        carries = [c for loop in self.flat.loops for c in loop.carries if not self.index.readers.get(c.out)]
+        return {c.out for c in carries if {*self.index.readers.get(c.inner, ())} <= {self.index.producer.get(c.out)}}
 
     def _follows(
         self, region: list[Node], number: Mapping[Node, int], pair: tuple[int, int]
