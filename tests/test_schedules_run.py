@@ -372,3 +372,26 @@ def test_two_answers_of_two_models_are_compared(schedule):
     (plan,) = mm.jit(step).lower(*args).program.loops
     assert plan.placement == (0, 2, 3, 1) and plan.in_order
     assert_agrees(step, *args)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+@pytest.mark.parametrize(
+    "layers, ends", [((0, 1, 1, 0), True), ((0, 0, 1, 1, 1, 1, 0, 0), False), ((0, 1, 2, 2, 2, 1, 0), True)]
+)
+def test_a_v_has_several_tasks_in_a_stage(layers, ends, schedule):
+    """The stages in which it turns are next to each other on one submesh, with half of its tasks each."""
+    tasks = [mm.task(lambda w, x: x + jnp.tanh(x @ w), f"layer_{i}", devices=[d]) for i, d in enumerate(layers)]
+    tasks = [mm.task(lambda w, x: x @ w, name, devices=[0]) for name in ["first"] * ends] + tasks
+    tasks += [mm.task(lambda w, x: x @ w, name, devices=[0]) for name in ["last"] * ends]
+
+    def loss(ws, x):
+        for task, w in zip(tasks, ws, strict=True):
+            x = task(w, x)
+        return jnp.mean(x**2)
+
+    ws = [jax.random.normal(jax.random.key(i), (4, 4)) / 2 for i in range(len(tasks))]
+    step = microbatched(jax.value_and_grad(loss), num_microbatches=6, schedule=schedule)
+    (plan,) = mm.jit(step).lower(ws, rows(12)).program.loops
+    half = tuple(range(1 + max(layers)))
+    assert plan.placement == half + half[::-1] and plan.in_order
+    assert_agrees(step, ws, rows(12))

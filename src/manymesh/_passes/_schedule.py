@@ -42,7 +42,8 @@ def fit_schedule(
     """Numbers the stages of a loop so that its schedule can run them.
 
     A stage is all that a submesh does between two crossings, what can wait for a later stage of its submesh included.
-    Where the schedule, or ``num_stages``, needs more stages than that, every task becomes a stage of its own.
+    Where the schedule, or ``num_stages``, needs more stages than that, every task becomes a stage of its own, or the
+    stage in which a V turns becomes two.
 
     Args:
       spec: what `microbatch` said.
@@ -70,6 +71,8 @@ def fit_schedule(
         joined = number_stages(order, preds, joined=True)
         if len(joined[1]) < len(coarse[1]) and joined[2] is None and late(joined[0]) is None:
             numberings.insert(0, joined)
+        if len(coarse[1]) % 2 and len(coarse[1]) > 1 and coarse[1] == coarse[1][::-1]:
+            numberings.append(number_stages(order, preds, turned=True))
     failed: ScheduleError | None = None
     for stage, placement, against in numberings:
         if spec.num_stages is not None and len(placement) != spec.num_stages:

@@ -10,7 +10,12 @@ from ._cluster import Cluster
 
 
 def number_stages(
-    order: list[Cluster], preds: dict[Cluster, set[Cluster]], *, each_task: bool = False, joined: bool = False
+    order: list[Cluster],
+    preds: dict[Cluster, set[Cluster]],
+    *,
+    each_task: bool = False,
+    joined: bool = False,
+    turned: bool = False,
 ) -> tuple[dict[Cluster, int], tuple[int, ...], tuple[Cluster, Cluster] | None]:
     """Stage of each cluster of a loop's body.
 
@@ -22,6 +27,7 @@ def number_stages(
       preds: what each depends on.
       each_task: whether every task is a stage of its own, also where the next one runs on the same submesh.
       joined: whether a stage that can wait is put off to be one with a later stage of its submesh.
+      turned: whether the stage in the middle becomes two, with half of its tasks each, as where a V turns.
 
     Returns:
       The stage of each cluster, the submesh of each stage, and the first (maker, reader) that does not go up the stages
@@ -43,6 +49,8 @@ def number_stages(
             hops[c] = max(hops[c], min(hops[r] - (r.submesh != c.submesh) for r in readers[c]))
     if joined:
         _join(main, readers, hops)
+    if turned:
+        _turn(main, preds, hops)
     keys = sorted({(hops[c], c.submesh or 0) for c in main})
     number = {k: i for i, k in enumerate(keys)}
     stage = {c: number[hops[c], c.submesh or 0] for c in main}
@@ -100,6 +108,18 @@ def _join(main: list[Cluster], readers: Mapping[Cluster, list[Cluster]], hops: d
             stages[min(later), s] += members
             hops.update(dict.fromkeys(members, min(later)))
             stages[h, s] = []
+
+
+def _turn(main: list[Cluster], preds: Mapping[Cluster, set[Cluster]], hops: dict[Cluster, int]) -> None:
+    """Cuts the stage in the middle in two."""
+    middle = max(hops.values()) // 2
+    inside = [c for c in main if hops[c] == middle]
+    tasks = [c for c in inside if c.task is not None]
+    second = set(tasks[len(tasks) // 2 :])
+    for c in inside:
+        if not second.isdisjoint(preds[c]):
+            second.add(c)
+    hops.update({c: h + 1 for c, h in hops.items() if h > middle or c in second})
 
 
 def _stages_of_forward(order: list[Cluster], stage: dict[Cluster, int]) -> dict[Cluster, int]:
