@@ -455,6 +455,17 @@ def test_the_sharding_of_a_piece():
         assert_same(compiled(parameters()["front"], rows()), reference(f, parameters()["front"], rows()))
 
 
+@pytest.mark.parametrize("wanted", [P("d"), ("d",), [P("d"), P("d")], (P("d"), None)])
+def test_one_sharding_for_several_batches_or_one_for_each(wanted):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    layer = mm.task(lambda x, y: x * y, "layer", mesh=mesh)
+    f = mm.microbatch(layer, argnum=(0, 1), num_microbatches=2, reduce="concat", arg_shardings=wanted)
+    compiled = mm.jit(f).lower(rows(), rows()).compile()
+    fragment = next(i for i, f in enumerate(compiled.program.fragments) if "layer" in f.name)
+    assert P("d") in [s.spec for s in compiled._lowered.executables[fragment].input_shardings[0]]
+    assert_same(compiled(rows(), rows()), reference(f, rows(), rows()))
+
+
 def test_what_prepares_labels_is_part_of_the_stage_that_reads_them():
     """It makes no stage of its own, whose place in the schedule nobody asked for."""
     embed = mm.task(lambda w, t: w[t], "embed", devices=[0])

@@ -150,6 +150,7 @@ def task(
     device_axes: Any = None,
     logical_axes: Any = None,
 ) -> Callable[P, R]: ...
+@_compat.boundary
 def task(
     fun: Callable[..., Any] | None = None,
     name: str | None = None,
@@ -562,9 +563,10 @@ def constrain(caller: str, x: PyTree, spec: Any) -> PyTree:
             f"{caller}: expected a tuple with one entry for each dimension, such as ('batch', None), or a pytree prefix of the "
             f"value with such leaves; found {type(spec).__name__} {spec!r:.80} for a value of shape {shapes!s:.80}"
         ) from None
-    values, structure = jax.tree.flatten(x)
-    each = zip(values, jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
-    return jax.tree.unflatten(structure, [v if s is None else _constrain(caller, v, s) for v, s in each])
+    pairs: list[tuple[Any, Any]] = []  # errors are to end at the user's line, and not in jax.tree.map
+    jax.tree.map(lambda *pair: pairs.append(pair), x, specs)
+    new = [v if s is None else _constrain(caller, v, s) for v, s in pairs]
+    return jax.tree.unflatten(jax.tree.structure(x), new)
 
 
 def is_spec(spec: Any) -> bool:

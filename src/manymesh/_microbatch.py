@@ -72,6 +72,7 @@ class _Rows:
     name: str = "custom"
 
 
+@_compat.boundary
 def microbatch(
     fun: Callable[P, R],
     dim: int = 0,
@@ -104,8 +105,7 @@ def microbatch(
       interleave: stages per submesh that the program has to have.
       num_stages: stages that the program has to have.
       unrolling: accepted for programs written for other systems; it changes nothing, as a plan is laid out whole.
-      arg_shardings: pytree prefix of the batch with the sharding of a piece; for several ``argnum`` one for all, or a
-        tuple with one for each.
+      arg_shardings: pytree prefix of the batch with the sharding of a piece; of several one for all, or a tuple of one each.
       custom_schedule: rows for the schedule ``"custom"``, one a submesh, of task names or (microbatch, task name). What
         is in no task runs right before what needs it.
       rng_argnum: argument whose random keys become ``jax.random.fold_in(key, i)`` for microbatch ``i``.
@@ -129,20 +129,16 @@ def microbatch(
     """
     name = name_of(fun)
     argnums = _positions(name, argnum)
-    num_microbatches, size = _sizes(name, num_microbatches, size)
+    num_microbatches, size, dim = _sizes(name, num_microbatches, size, dim)
     _check_reductions(name, reduce)
     shardings = _of_each(name, arg_shardings, argnums)
-    if not isinstance(dim, (int, np.integer)):
-        raise MicrobatchError(f"microbatch({name}): dim has to be the number of a dimension, found {dim!r}")
     chosen = _chosen_schedule(name, schedule, custom_schedule)
 
     @_compat.boundary
     @functools.wraps(fun)
     def over_microbatches(*args: P.args, **kwargs: P.kwargs) -> PyTree:
         count = _count(name, args, argnums, dim, size, num_microbatches)
-        _check_keys(name, args, rng_argnum)
-        _check_position(name, "state_argnum", state_argnum, "state", len(args))
-        _check_apart(name, len(args), argnums, rng_argnum, state_argnum)
+        _check_arguments(name, args, argnums, rng_argnum, state_argnum)
         record = current_recording()
         call = _Call(fun, args, kwargs, argnums, dim, count, reduce, shardings, rng_argnum, state_argnum)
         if record is None:
@@ -168,11 +164,13 @@ def microbatch(
     return over_microbatches
 
 
-def _sizes(name: str, num_microbatches: object, size: object) -> tuple[int | None, int | None]:
-    """The two as Python's ints, whatever type of whole number they came in."""
+def _sizes(name: str, num_microbatches: object, size: object, dim: object) -> tuple[int | None, int | None, int]:
+    """The three as Python's ints, whatever type of whole number they came in."""
     if num_microbatches is None and size is None:
         raise MicrobatchError(f"microbatch({name}): give num_microbatches= or size=, the length of a piece")
-    return _positive(name, "num_microbatches", num_microbatches), _positive(name, "size", size)
+    if not isinstance(dim, (int, np.integer)):
+        raise MicrobatchError(f"microbatch({name}): dim has to be the number of a dimension, found {dim!r}")
+    return _positive(name, "num_microbatches", num_microbatches), _positive(name, "size", size), int(dim)
 
 
 def _positive(name: str, label: str, number: object) -> int | None:
@@ -217,16 +215,16 @@ def _check_position(name: str, label: str, argnum: int | None, what: str, count:
         )
 
 
-def _check_apart(
-    name: str, count: int, argnums: Sequence[int], rng_argnum: int | None, state_argnum: int | None
+def _check_arguments(
+    name: str, args: tuple[Any, ...], argnums: Sequence[int], rng_argnum: int | None, state_argnum: int | None
 ) -> None:
-    """Refuses an argument that is named twice: it cannot be both."""
-    named = [(k % count, "argnum") for k in argnums]
-    named += [
-        (k % count, label) for k, label in ((rng_argnum, "rng_argnum"), (state_argnum, "state_argnum")) if k is not None
-    ]
+    """Refuses arguments that are not there, keys that are none, and an argument that is named twice: it cannot be both."""
+    _check_keys(name, args, rng_argnum)
+    _check_position(name, "state_argnum", state_argnum, "state", len(args))
+    others = {"rng_argnum": rng_argnum, "state_argnum": state_argnum}
+    named = [(k, "argnum") for k in argnums] + [(k, label) for label, k in others.items() if k is not None]
     labels: dict[int, str] = {}
-    for k, label in named:
+    for k, label in ((k % len(args), label) for k, label in named):
         if k in labels:
             both = (
                 f"{label} names args[{k}] twice"

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from . import _compat
 from ._errors import ArgumentError, MeshError
 
 
@@ -104,6 +105,7 @@ def auto_mesh(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
+@_compat.boundary
 def submeshes(mesh: Mesh, axis: str) -> tuple[Mesh, ...]:
     """Cuts a mesh along one axis.
 

@@ -78,6 +78,7 @@ def jit(
 ) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
 
 
+@_compat.boundary
 def jit(
     fun: Any = _LEFT_OUT,
     *,

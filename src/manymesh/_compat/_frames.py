@@ -6,12 +6,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from jax._src import source_info_util, traceback_util
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 # JAX hides these files where it hides its own: in tracebacks, and as the origin of an equation.
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -19,9 +18,9 @@ traceback_util.register_exclusion(_HERE)
 source_info_util.register_exclusion(_HERE)
 
 
-def boundary(fun: Callable[P, R]) -> Callable[P, R]:
+def boundary(fun: F) -> F:
     """A public function whose errors end at the user's line: JAX's ``jax_traceback_filtering`` holds for it."""
-    wrapped: Callable[P, R] = traceback_util.api_boundary(fun)
+    wrapped: F = traceback_util.api_boundary(fun)
     return wrapped
 
 
