@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nodes_where
-from ._scopes import is_rematerialised
 
 # The outermost transformation of a name stack such as ``jvp(transpose(jvp(critic)))``.
 _OUTERMOST = re.compile(r"\b(jvp|transpose)\(")
@@ -31,5 +30,5 @@ def is_inner(n: Node) -> bool:
 
 
 def _outermost(n: Node) -> str:
-    found = None if is_rematerialised(n.stack) else _OUTERMOST.search(n.stack)
+    found = _OUTERMOST.search(n.stack)
     return found[1] if found else ""
