@@ -158,13 +158,12 @@ class _Placer:
             n for n in self.flat.nodes if n not in self.at and n not in self.small and not n.layout_follows_loop
         ]
         self._vote(open_nodes, home)
-        forward = self._forward()
         if self._start_early():
-            self._vote_again([n for n in open_nodes if n not in forward], home)
+            self._vote_again(open_nodes, home)
         self._go_on()
         self._draw_together(home)
         if self._turn_back():
-            self._vote_again([n for n in open_nodes if n not in forward and not n.backward], home)
+            self._vote_again([n for n in open_nodes if not n.backward], home)
         return self._finish(home)
 
     def _forward(self) -> set[Node]:
@@ -178,7 +177,8 @@ class _Placer:
 
     def _vote_again(self, nodes: Sequence[Node], home: dict[Var, int]) -> None:
         """Places what follows others that were moved after it was placed."""
-        again = [n for n in nodes if self.reason[n] in VOTED]
+        forward = self._forward()
+        again = [n for n in nodes if n not in forward and self.reason[n] in VOTED]
         for n in again:
             del self.at[n]
         self._vote(again, home)
