@@ -55,7 +55,7 @@ def number_stages(
     number = {k: i for i, k in enumerate(keys)}
     stage = {c: number[hops[c], c.submesh or 0] for c in main}
     placement = tuple(s for _, s in keys)
-    of_forward = _stages_of_forward(order, stage)
+    of_forward = _stages_of_forward(order, preds, stage)
     on_submesh: dict[int, list[int]] = defaultdict(list)
     for i, s in enumerate(placement):
         on_submesh[s].append(i)
@@ -122,11 +122,13 @@ def _turn(main: list[Cluster], preds: Mapping[Cluster, set[Cluster]], hops: dict
     hops.update({c: h + 1 for c, h in hops.items() if h > middle or c in second})
 
 
-def _stages_of_forward(order: list[Cluster], stage: dict[Cluster, int]) -> dict[Cluster, int]:
+def _stages_of_forward(
+    order: list[Cluster], preds: Mapping[Cluster, set[Cluster]], stage: dict[Cluster, int]
+) -> dict[Cluster, int]:
     """The stage of the forward pass that each backward cluster of a task belongs to.
 
     The calls of a task in a scan have one mark, and so has what an inner gradient transposes: of these the last one is the
-    first that the backward pass comes to.
+    first that the backward pass comes to. Where some have no backward pass, it is the last one that kept something for it.
     """
     forward: defaultdict[str, list[int]] = defaultdict(list)
     for c in order:
@@ -141,7 +143,9 @@ def _stages_of_forward(order: list[Cluster], stage: dict[Cluster, int]) -> dict[
         if c.phase == 1:
             calls = forward[c.task]
             each = math.ceil(count[c.task] / len(calls))  # several where jax.checkpoint computes the forward pass again
-            found[c] = calls[-1 - seen[c.task] // each]
+            keeps = [stage[p] for p in preds[c] if p.task == c.task and p in stage]
+            some = keeps and count[c.task] < len(calls)
+            found[c] = max(keeps) if some else calls[-1 - seen[c.task] // each]
             seen[c.task] += 1
     for c in passes:
         if c.phase == 2:  # of the backward pass that it was split off from, the one right before it in the program
