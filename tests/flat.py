@@ -86,6 +86,11 @@ def program(source, **given):
     return _Reader(given).read(text(source))
 
 
+def looped(source, *equations):
+    """The program of a text in which ``{}`` stands for equations of the body of loop 0."""
+    return program(source.format("\n".join(f"0: {line}" for line in equations)))
+
+
 class _Reader:
     def __init__(self, given):
         self.given = given

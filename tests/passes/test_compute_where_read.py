@@ -1,12 +1,14 @@
 """What is cheap and larger than what it is made of is made where it is read."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import manymesh as mm
-from flat import lines, placed, program, run, switch_off
+from flat import lines, looped, placed, run, switch_off
 
 BODY = """
     tasks: one 0, two 1
@@ -20,8 +22,7 @@ BODY = """
 """
 
 
-def body(*equations):
-    return program(BODY.format("\n    ".join(f"0: {line}" for line in equations)))
+body = functools.partial(looped, BODY)
 
 
 def test_what_is_larger_than_its_operands_is_made_on_both_submeshes():

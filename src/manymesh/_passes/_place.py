@@ -7,6 +7,7 @@ large are computed wherever they are needed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -252,7 +253,7 @@ class _Placer:
 
         Noise that the loss reads, too, would be made with the loss, a stage before the first one.
         """
-        stages = self._stages_of_tasks()
+        stages = self.stages_of_tasks
         order = {k: i for i, k in enumerate(stages)}
         forward = [n for n in self.flat.nodes if n.loop is not None and not n.backward] if stages else []
         nodes = [n for n in forward if self.at.get(n) in order]
@@ -277,7 +278,7 @@ class _Placer:
         Metrics of several stages in one array, say, have most of their numbers from early ones. There they would be a stage
         behind the last one.
         """
-        stages = self._stages_of_tasks()
+        stages = self.stages_of_tasks
         order = {k: i for i, k in enumerate(stages)}
         for n in self.flat.nodes if stages else ():
             if n.backward or n.loop is None or self.reason.get(n) not in VOTED or self.at[n] not in order:
@@ -296,7 +297,8 @@ class _Placer:
         made = (self.producer.get(v) for v in n.inputs)
         return [p for p in made if p is not None and p.loop == n.loop and not p.backward]
 
-    def _stages_of_tasks(self) -> list[int]:
+    @functools.cached_property
+    def stages_of_tasks(self) -> list[int]:
         """The submeshes in the order in which tasks of forward passes need each other; empty where there is none.
 
         Of two that do not need each other the frozen one is first, or the one that is first in the program.
@@ -322,7 +324,7 @@ class _Placer:
 
     def _stages(self) -> list[int]:
         """The same, of everything in loops: empty too where a forward pass comes to one of them again."""
-        stages = self._stages_of_tasks()
+        stages = self.stages_of_tasks
         order = {k: i for i, k in enumerate(stages)}
         for n in self.flat.nodes if stages else ():
             if n.loop is None or n.backward or n not in self.at:

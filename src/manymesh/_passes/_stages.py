@@ -147,9 +147,12 @@ def _stages_of_forward(
             some = keeps and count[c.task] < len(calls)
             found[c] = max(keeps) if some else calls[-1 - seen[c.task] // each]
             seen[c.task] += 1
-    for c in passes:
-        if c.phase == 2:  # of the backward pass that it was split off from, the one right before it in the program
-            before = [b for b in found if b.task == c.task and b.phase == 1 and b.position < c.position]
-            last = max(before, key=lambda b: b.position, default=None)
-            found[c] = forward[str(c.task)][-1] if last is None else found[last]
+    last: dict[
+        str | None, int
+    ] = {}  # task -> the stage of its latest backward pass, off which weight gradients are split
+    for c in sorted(passes, key=lambda c: c.position):
+        if c.phase == 1:
+            last[c.task] = found[c]
+        else:
+            found[c] = last.get(c.task, forward[str(c.task)][-1])
     return found
