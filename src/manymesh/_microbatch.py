@@ -168,7 +168,7 @@ def _sizes(name: str, num_microbatches: object, size: object, dim: object) -> tu
     """The three as Python's ints, whatever type of whole number they came in."""
     if num_microbatches is None and size is None:
         raise MicrobatchError(f"microbatch({name}): give num_microbatches= or size=, the length of a piece")
-    if not isinstance(dim, (int, np.integer)):
+    if not isinstance(dim, (int, np.integer)) or isinstance(dim, bool):
         raise MicrobatchError(f"microbatch({name}): dim has to be the number of a dimension, found {dim!r}")
     return _positive(name, "num_microbatches", num_microbatches), _positive(name, "size", size), int(dim)
 

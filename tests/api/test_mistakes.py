@@ -218,6 +218,7 @@ CASES = {
         mistaken(argnum=1, num_microbatches=2, state_argnum=-1), ValueError, "argnum and state_argnum both name args[1]",
     ),
     "a dimension by name": (mistaken(num_microbatches=2, dim="rows"), ValueError, "number of a dimension, found 'rows'"),
+    "a dimension that is none": (mistaken(num_microbatches=2, dim=True), ValueError, "number of a dimension, found True"),
     "one spec for two batches": (
         lambda: mm.microbatch(lambda x, y: x + y, argnum=(0, 1), num_microbatches=2, arg_shardings=[P("data")]), ValueError,
         "argnum names 2 arguments", "a tuple with one for each; found 1 of them",
