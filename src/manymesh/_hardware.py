@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -125,14 +126,15 @@ class Hardware:
         return next((cls.ready()[name] for word, name in words.items() if word in kind), None)
 
     @classmethod
-    def measure(cls, size: int = 1024) -> Hardware:
+    def measure(cls, size: int | None = None) -> Hardware:
         """Measures this machine, on the first devices of ``jax.devices()``: seconds of work, more on a slow machine.
 
         A product of square matrices in float32 and bfloat16, a sum of large vectors, copies to a second device (or to
-        the same one, where there is only one), and the shortest launch.
+        the same one, where there is only one), and the shortest launch; of each as many, one after the other, as take
+        a twentieth of a second.
 
         Args:
-          size: rows and columns of the matrices.
+          size: rows and columns of the matrices; 1024 on CPU and 8192 elsewhere by default.
         """
         return _measure(size)
 
@@ -146,32 +148,54 @@ def _tpu(bf16: float, int8: float) -> dict[str, float]:
     return {"bfloat16": bf16, "float16": bf16, "float32": bf16, "int8": int8}
 
 
-def _measure(size: int) -> Hardware:
+def _measure(size: int | None) -> Hardware:
     devices = jax.devices()
     here, there = devices[0], devices[min(1, len(devices) - 1)]
+    on_cpu = here.platform == "cpu"
+    size = size or (1024 if on_cpu else 8192)
+    add = jax.jit(lambda x: x + 1)
+    copy = functools.partial(_copy, here=here, there=there)
     with jax.default_device(here):
         rates = {}
         for dtype in (jnp.float32, jnp.bfloat16):
-            x = jnp.ones((size, size), dtype)
-            rates[jnp.dtype(dtype).name] = 2 * size**3 / _seconds(jax.jit(lambda x: x @ x), x)
-        vector = jnp.ones((16 * 2**20,), jnp.float32)
-        bandwidth = 2 * vector.nbytes / _seconds(jax.jit(lambda x: x + 1), vector)
-        launch = _seconds(jax.jit(lambda x: x + 1), jnp.ones(()), repeats=200)
-        latency = _seconds(lambda x: jax.device_put(x, there, may_alias=False), jnp.ones(()), repeats=200)
-        copied = _seconds(lambda x: jax.device_put(x, there, may_alias=False), vector)
-    shared = here.platform == "cpu" and len(devices) > 1
+            factor = jax.random.normal(jax.random.key(0), (size, size), dtype) / math.sqrt(
+                size
+            )  # products stay as large
+            multiply = jax.jit(lambda x, factor=factor: x @ factor)
+            rates[jnp.dtype(dtype).name] = 2 * size**3 / _seconds(multiply, factor)
+        vector = jnp.ones((16 if on_cpu else 256) * 2**20, jnp.float32)  # larger than a cache
+        bandwidth = 2 * vector.nbytes / _seconds(add, vector)
+        launch = _seconds(add, jnp.ones(()))
+        latency = _seconds(copy, jnp.ones(()))
+        copied = _seconds(copy, vector)
     return Hardware(
         f"this machine ({here.device_kind})", rates, bandwidth, vector.nbytes / max(copied - latency, 1e-9), latency,
-        launch, cores=float(os.cpu_count() or 1) if shared else None,
+        launch, cores=float(os.cpu_count() or 1) if on_cpu and len(devices) > 1 else None,
     )  # fmt: skip
 
 
-def _seconds(call: Callable[[Any], Any], x: Any, repeats: int = 7) -> float:
-    """The median time of a call, after one that compiles."""
-    jax.block_until_ready(call(x))
-    taken = []
-    for _ in range(repeats):
+def _copy(x: Any, here: Any, there: Any) -> Any:
+    """Copies to the other device, or back."""
+    return jax.device_put(x, there if x.devices() == {here} else here, may_alias=False)
+
+
+def _seconds(call: Callable[[Any], Any], x: Any, least: float = 0.05) -> float:
+    """The time of a call that takes the result of the one before, the median of five runs.
+
+    A run makes so many calls that it takes ``least`` seconds, and waits for the last one: what an accelerator does is
+    not told from the way to it and back otherwise.
+    """
+
+    def run(calls: int) -> float:
+        nonlocal x
         start = time.perf_counter()
-        jax.block_until_ready(call(x))
-        taken.append(time.perf_counter() - start)
-    return median(taken)
+        for _ in range(calls):
+            x = call(x)
+        jax.block_until_ready(x)
+        return time.perf_counter() - start
+
+    run(1)  # compiles
+    calls = 1
+    while run(calls) < least:
+        calls *= 2
+    return median(run(calls) for _ in range(5)) / calls

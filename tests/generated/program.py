@@ -141,7 +141,11 @@ class Program:
         return cls(layers=layers, **{k: _frozen(v) for k, v in fields.items()})
 
     def meshes(self) -> list[Mesh]:
+        """The submeshes. On a machine with one device each is that one, as a mesh with an axis more of a name of its own."""
         devices = jax.devices()
+        if len(devices) == 1:
+            one = np.array(devices).reshape(1, 1, 1)
+            return [Mesh(one, ("data", "model", f"submesh_{i}")) for i in range(len(self.submeshes))]
         return [Mesh(np.array(devices[s : s + a * b]).reshape(a, b), ("data", "model")) for s, a, b in self.submeshes]
 
     def stacked(self) -> dict[int, int]:

@@ -6,7 +6,7 @@ out; between two executables nobody does, and a pipeline holds it all for every 
 
 So each task keeps the smallest set of values from which the backward pass can have the rest by cheap arithmetic, which
 XLA fuses into whatever reads it. The set is a minimum cut: sources are what is expensive to compute (a matrix product,
-an exponential, a sum), the sink is what the backward pass reads, and to keep a value costs its bytes.
+a sum; on CPU an exponential, too), the sink is what the backward pass reads, and to keep a value costs its bytes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,22 @@ from .._program._calls import inlined
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
 from .._program._rewrite import substitute, with_atoms
+from .._task import mesh_devices
 
 # Elementwise, without a function that takes more than a few instructions; and what only moves or names elements.
-_CHEAP = {
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "eq",
+_CHEAP = frozenset({
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "dynamic_slice", "eq",
     "ge", "gt", "iota", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "reshape", "reshard",
-    "select_n", "sharding_constraint", "sign", "square", "squeeze", "sub", "transpose", "xor", constraint_p.name,
+    "rev", "select_n", "sharding_constraint", "sign", "slice", "split", "square", "squeeze", "sub", "transpose", "unstack", "xor",
+    constraint_p.name,
+})  # fmt: skip
+# On an accelerator the arithmetic of one element costs nothing beside reading it from memory, whatever the function.
+_FUNCTIONS = {
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos", "cosh", "div", "erf", "erf_inv", "erfc",
+    "exp", "exp2", "expm1", "floor", "integer_pow", "is_finite", "log", "log1p", "logistic", "pow", "rem", "round", "rsqrt",
+    "sin", "sinh", "sqrt", "tan", "tanh",
 }  # fmt: skip
-# Those of them that only move or name elements.
+# Those that only move or name elements.
 _MOVES = {
     "broadcast_in_dim", "copy", "reshape", "reshard", "sharding_constraint", "squeeze", constraint_p.name,
 }  # fmt: skip
@@ -88,6 +96,7 @@ class _Minimiser:
 
     def __init__(self, flat: FlatProgram) -> None:
         self.index = flat.index
+        self.tasks = flat.tasks
         self.now: dict[Node, Node] = {}
         self.readers = {v: list(nodes) for v, nodes in flat.index.readers.items()}  # the nodes as they were
         self.rewritten: dict[Hashable, _Rewrite] = {}
@@ -108,9 +117,10 @@ class _Minimiser:
         wiring = tuple(tuple(_positions(e.invars, outs, eqn.invars)) for e in eqns)
         jaxprs = (eqn.params["jaxpr"], *(e.params["jaxpr"] for e in eqns))
         dropped = tuple(not _compat.is_var(v) for v in outs)
-        key = (tuple(map(id, jaxprs)), tuple(kept), free_in, free_out, wiring, dropped)
+        cheap = self._cheap(n)
+        key = (tuple(map(id, jaxprs)), tuple(kept), free_in, free_out, wiring, dropped, cheap)
         if key not in self.rewritten:
-            self.rewritten[key] = _rewrite(eqn, kept, free_in, free_out, eqns, jaxprs)
+            self.rewritten[key] = _rewrite(eqn, kept, free_in, free_out, eqns, jaxprs, cheap)
         how = self.rewritten[key]
         if not how.consumers:
             return
@@ -120,6 +130,12 @@ class _Minimiser:
         for c, e, change in zip(consumers, eqns, how.consumers, strict=True):
             sources: dict[str, Sequence[Atom]] = {"own": e.invars, "kept": results, "read": eqn.invars}
             self._change(c, _with_body(e, change.jaxpr, [sources[kind][k] for kind, k in change.operands], e.outvars))
+
+    def _cheap(self, n: Node) -> frozenset[str]:
+        """The primitives that cost little where a task runs. Planned devices stand for accelerators."""
+        mesh = self.tasks[n.task].mesh if n.task is not None else None
+        on_cpu = mesh is None or all(d.platform == "cpu" for d in mesh_devices(mesh))
+        return _CHEAP if on_cpu else _CHEAP | _FUNCTIONS
 
     def _is_residual(self, v: Var, n: Node) -> bool:
         """Whether only the later phases of the task itself read one of its results."""
@@ -165,6 +181,7 @@ def _rewrite(
     free_out: tuple[bool, ...],
     consumers: list[Eqn],
     jaxprs: tuple[AbstractJaxpr, ...],
+    cheap: frozenset[str],
 ) -> _Rewrite:
     same = _Rewrite(jaxprs[0], [], [], [], [], jaxprs)
     parts = _compat.open_jaxpr(jaxprs[0])
@@ -176,17 +193,17 @@ def _rewrite(
     wanted = list(dict.fromkeys(v for k in kept if _compat.is_var(v := outs[k]) and v in producer))
     cost: dict[Var, float] = {v: 0 for v, free in zip(parts.invars, free_in, strict=True) if free}
     cost |= {v: 0 for v, free in zip(outs, free_out, strict=True) if free and _compat.is_var(v)}
-    saved = _cheapest(wanted, producer, cost)
+    saved = _cheapest(wanted, producer, cost, cheap)
     if saved.issuperset(wanted):
         return same
     return _Assembly(task, kept, consumers, parts, eqns, outs, producer, saved, jaxprs).result()
 
 
-def _is_cheap(eqn: Eqn) -> bool:
-    if eqn.primitive.name == "integer_pow":
-        return bool(abs(eqn.params["y"]) <= _SMALL_POWER and eqn.params["y"] > 0)
+def _is_cheap(eqn: Eqn, cheap: frozenset[str]) -> bool:
+    if eqn.primitive.name == "integer_pow" and 0 < eqn.params["y"] <= _SMALL_POWER:
+        return True
     constant = not any(_compat.is_var(v) for v in eqn.invars)
-    return (constant or eqn.primitive.name in _CHEAP) and not eqn.effects
+    return (constant or eqn.primitive.name in cheap) and not eqn.effects
 
 
 def _looks_for_extremum(eqn: Eqn, producer: Mapping[Var, Eqn]) -> bool:
@@ -206,7 +223,9 @@ def _looks_for_extremum(eqn: Eqn, producer: Mapping[Var, Eqn]) -> bool:
     return False
 
 
-def _cheapest(wanted: Sequence[Var], producer: Mapping[Var, Eqn], cost: Mapping[Var, float]) -> set[Var]:
+def _cheapest(
+    wanted: Sequence[Var], producer: Mapping[Var, Eqn], cost: Mapping[Var, float], cheap: frozenset[str]
+) -> set[Var]:
     """The values to keep: the minimum cut between what is expensive to compute and what is wanted.
 
     Among cuts of equal cost the one closest to what is wanted, which computes least again.
@@ -218,7 +237,7 @@ def _cheapest(wanted: Sequence[Var], producer: Mapping[Var, Eqn], cost: Mapping[
         v = stack.pop()
         network.add((v, "in"), (v, "out"), cost.get(v, nbytes(v.aval)))
         eqn = producer.get(v)
-        if eqn is None or not _is_cheap(eqn) or _looks_for_extremum(eqn, producer):
+        if eqn is None or not _is_cheap(eqn, cheap) or _looks_for_extremum(eqn, producer):
             network.add(source, (v, "in"), _BEYOND)
             continue
         for operand in eqn.invars:
