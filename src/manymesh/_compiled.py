@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from ._runtime._bind_processes import Results, bind_processes
 from ._runtime._exchange import copied
 from ._runtime._execute import Executor
 from ._runtime._lower import Lowered
+from ._runtime._memories import DEVICE, into, is_in_host_memory
 from ._runtime._observe import Observer
 from ._runtime._ownership import ownership
 from ._runtime._stacks import Stacks
@@ -63,6 +64,8 @@ class Compiled(Shown):
         moved: dict[int, NamedSharding],
         arriving: dict[int, Sharding],
         asked: frozenset[int] = frozenset(),
+        memory_in: Mapping[int, str] | None = None,
+        memory_out: Mapping[int, str] | None = None,
     ) -> None:
         self._lowered, self._in_tree, self._out_tree = lowered, in_tree, out_tree
         self._donated, self._compilations, self.name = donated, compilations, name
@@ -90,8 +93,16 @@ class Compiled(Shown):
             if len(at[i]) > 1:
                 stacks.prepare(at[i].start, sharding)
         self.homes: list[Any] = stacks.of_arguments(homes, lambda x: x.sharding)
+        for i, kind in (memory_in or {}).items():
+            self.homes[i] = self.homes[i].with_memory_kind(kind)
+        # Blocks of a stack, and what is in several processes, comes to its devices before a call begins.
+        self._comes_first = [i for i in memory_in or {} if processes is not None or len(at[i]) > 1]
         self._moved = tuple(moved.items())
         self._leaving: list[Any] = stacks.of_results(leaving, lambda x: x.sharding)
+        self._memory_out = tuple((memory_out or {}).items())
+        for o, kind in self._memory_out:
+            if self._leaving[o] is not None:
+                self._leaving[o] = self._leaving[o].with_memory_kind(kind)
         self._handover = hand_over(lowered.plan, frozenset(shift + k for i in donated for k in at[i]))
         self._dies = donated
         self._avals = stacks.of_arguments(
@@ -138,8 +149,9 @@ class Compiled(Shown):
         self._check_usable(leaves)
         if observer is None:
             observer = observer_of(self.name, self._lowered)
+        given = self._on_devices(leaves) if self._comes_first else leaves
         try:
-            results = self._executor(self._stacks.cut(leaves, observer), observer)
+            results = self._executor(self._stacks.cut(given, observer), observer)
         except _compat.InternalFloatingPointError as error:
             raise (
                 self.explain(error, leaves) if self.explain is not None else FloatingPointError(*error.args)
@@ -157,7 +169,18 @@ class Compiled(Shown):
             x = leaves[i]
             if isinstance(x, jax.Array) and not x.is_deleted():
                 x.delete()
-        return jax.tree.unflatten(self._out_tree, self._stacks.join(results))
+        results = self._stacks.join(results)
+        for o, kind in self._memory_out:
+            results[o] = into(results[o], kind)
+        return jax.tree.unflatten(self._out_tree, results)
+
+    def _on_devices(self, leaves: list[Any]) -> list[Any]:
+        """The leaves of a call, those that the executor cannot bring to their devices when they are read there already."""
+        given = list(leaves)
+        for i in self._comes_first:
+            if is_in_host_memory(given[i]):
+                given[i] = into(given[i], DEVICE)
+        return given
 
     def bring(self, x: Any, sharding: NamedSharding) -> jax.Array:
         """An array, or a host value, with a sharding of this step: asynchronously, from any devices."""

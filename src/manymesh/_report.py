@@ -211,10 +211,14 @@ def make_report(
                 seconds, bound,
             )
         )  # fmt: skip
-    held = memory(program, plan, found.layout, found.kinds, [f.temporary_bytes for f in figures])
+    held = memory(program, plan, found.layout, found.kinds, [f.temporary_bytes for f in figures], found.late)
     off: tuple[Off, ...] = ()
     if executables is not None:
-        off = _off(lines, held, memory(program, plan, found.layout, found.kinds, [f.temporary_bytes for f in counted]))
+        off = _off(
+            lines,
+            held,
+            memory(program, plan, found.layout, found.kinds, [f.temporary_bytes for f in counted], found.late),
+        )
     made, reused = compilations or (None, None)
     schedules = tuple((_schedule_name(x.schedule), x.placement, x.num_microbatches) for x in program.loops)
     shared = tuple(

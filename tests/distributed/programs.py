@@ -441,3 +441,37 @@ def counted_programs():
     (program,) = moved._compiled.values()
     sources = [key[2] for key in program._executor._relayouts._compiled]
     return repr(plain), float(state["count"]), [jax.process_index() in processes_of(s) for s in sources]
+
+
+def states_on_the_host():
+    """Memories of a state that comes in that of the host, on submeshes of both processes; its values, and those expected."""
+    meshes = [mesh(0, 1), mesh(4, 5), mesh(2, 6)]
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"stage{i}", mesh=m) for i, m in enumerate(meshes)]
+
+    def step(ws, moments, x):
+        def loss(ws, x):
+            for w, task in zip(ws, tasks, strict=True):
+                x = task(w, x)
+            return jnp.mean(x**2)
+
+        grad = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=2, schedule="1f1b", reduce="mean")
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grad(ws, x))
+        return jax.tree.map(lambda w, m: w - 0.1 * m, ws, moments), moments
+
+    rng = np.random.default_rng(0)
+    ws = [rng.normal(size=(WIDTH, WIDTH)).astype("f4") for _ in tasks]
+    zeros, x = np.zeros((WIDTH, WIDTH), "f4"), rng.normal(size=(8, WIDTH)).astype("f4")
+    host = [NamedSharding(m, P("x"), memory_kind="pinned_host") for m in meshes]
+    run = mm.jit(step, donate_argnums=(0, 1))
+    state = run(ws, [zeros] * 3, x)
+    moments = mm.jit(lambda m: m, out_shardings=host)(state[1])
+    kinds = []
+    state = (state[0], moments)
+    for _ in range(2):
+        state = run(*state, x)
+        kinds.append(sorted({m.sharding.memory_kind for m in state[1]}))
+    with mm.ignore_transforms():
+        expected = (ws, [zeros] * 3)
+        for _ in range(3):
+            expected = jax.jit(step)(*expected, x)
+    return kinds, mm.fetch(state), jax.tree.map(np.asarray, expected)

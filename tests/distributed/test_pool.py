@@ -181,3 +181,11 @@ def test_nothing_is_compiled_twice(pool):
         assert text.endswith("1 program compiled")
         assert count == 3
         assert changes == [True] * (1 - process)
+
+
+def test_states_stay_in_the_memory_of_the_host(pool):
+    """Each process keeps its own part there."""
+    for kinds, state, expected in pool.call("programs.states_on_the_host"):
+        assert kinds == [["pinned_host"]] * 2
+        for a, e in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-6)

@@ -17,6 +17,7 @@ from .._errors import ArgumentError
 from .._implicit import registered
 from .._runtime._exchange import everywhere
 from .._runtime._fetch import fetch
+from .._runtime._memories import host_kind
 from .._runtime._processes import committed_sharding
 from .._shown import name_of
 from .._types import PyTree
@@ -142,11 +143,11 @@ def signature(x: Any) -> Any:
     """What a trace sees of a leaf."""
     if type(x) is _compat.ConcreteArray:  # almost every leaf; its own properties ask the aval, one by one
         aval = x.aval
-        return (aval.shape, aval.dtype, aval.weak_type)
+        return (aval.shape, aval.dtype, aval.weak_type, host_kind(x.sharding))
     if isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
-        return (x.shape, x.dtype, getattr(x, "weak_type", False))
+        return (x.shape, x.dtype, getattr(x, "weak_type", False), host_kind(getattr(x, "sharding", None)))
     if type(x) in (bool, int, float, complex):  # as the array that a step makes of it, which comes back the next time
-        return ((), jax.dtypes.canonicalize_dtype(type(x)), type(x) is not bool)
+        return ((), jax.dtypes.canonicalize_dtype(type(x)), type(x) is not bool, None)
     return type(x)
 
 

@@ -26,11 +26,13 @@ from .._layout._stacked import Joints, stacked_inputs, stacked_outputs
 from .._plan._digest import digest, lines
 from .._plan._instructions import Plan
 from .._program import Program
+from .._program._stacked import positions
 from .._progress import compiling
 from .._report import Memory, Report, make_report
 from .._runtime._compile import Executables
 from .._runtime._exchange import everywhere, put
 from .._runtime._lower import compile_and_look, lower
+from .._runtime._memories import in_memories
 from .._runtime._ownership import ownership
 from .._runtime._stacks import collapsed
 from .._shown import Shown
@@ -69,6 +71,8 @@ class Lowered(Shown):
     follows_arguments: bool
     _committed: list[Sharding | None]
     _values: tuple[str, ...]  # of each host value what it is called, and in short what it is
+    _memory_in: dict[int, str]  # argument -> the kind of memory in which it lies between steps, if that is the host's
+    _memory_out: dict[int, str]  # the same of results
     findings: tuple[str, ...] = ()
 
     @property
@@ -93,12 +97,14 @@ class Lowered(Shown):
                 leaves.append(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding))
             elif o == within[o].positions.start:
                 leaves.append(within[o].aval)
-        return jax.tree.unflatten(self._out_tree, leaves)
+        return jax.tree.unflatten(self._out_tree, in_memories(leaves, self._memory_out))
 
     @functools.cached_property
     def _estimate(self) -> Estimate:
         """What the step costs by our own count; made when it is first asked for."""
-        return estimate(self.program, self.plan, self.layout, self._states, self.findings)
+        at, shift = positions(self._in_tree.num_leaves, self.program.stacked_inputs), len(self.program.consts)
+        late = frozenset(shift + at[i].start for i in self._memory_in if len(at[i]) == 1 and world() is None)
+        return estimate(self.program, self.plan, self.layout, self._states, self.findings, late)
 
     def report(self, hardware: Hardware | None = None, *, times: Durations | None = None) -> Report:
         """What the step will cost, without compiling and without devices: FLOPs, bytes, what crosses, memory, time.
@@ -162,7 +168,8 @@ class Lowered(Shown):
             weak = bool(getattr(v.aval, "weak_type", False))
             described.append(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding, weak_type=weak))
         stacked = stacked_inputs(program, layout, self._joints)
-        return jax.tree.unflatten(self._in_tree, collapsed(described, stacked, lambda x: x.aval))
+        leaves = collapsed(described, stacked, lambda x: x.aval)
+        return jax.tree.unflatten(self._in_tree, in_memories(leaves, self._memory_in))
 
     def _is_planned(self) -> bool:
         """Whether a submesh has devices that nobody has."""
@@ -205,7 +212,7 @@ class Lowered(Shown):
         compiled = Compiled(
             lowered, literals, self._in_tree, self._out_tree, tuple(sorted(self._donated)), made, step.name,
             stacked_inputs(self.program, layout, self._joints), stacked_outputs(self.program, layout, self._joints, moved),
-            moved, self._found, frozenset(self._wanted),
+            moved, self._found, frozenset(self._wanted), self._memory_in, self._memory_out,
         )  # fmt: skip
         if processes is not None:
             processes.is_ready()

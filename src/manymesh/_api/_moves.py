@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from .._mark import Recording, constraint_p
+from .._program._rewrite import with_atoms
+from .._runtime._memories import DEVICE, HOST, host_kind
+from ._shardings import on_devices
 
 
-def read_moves(closed: Any, record: Recording) -> tuple[Any, dict[int, NamedSharding]]:
+def read_moves(closed: Any, record: Recording) -> tuple[Any, dict[int, NamedSharding], dict[int, str]]:
     """Takes moves and constraints on meshes out of a step, as far as they are outside its tasks.
 
     Args:
@@ -25,10 +29,12 @@ def read_moves(closed: Any, record: Recording) -> tuple[Any, dict[int, NamedShar
       record: says which of its calls are tasks.
 
     Returns:
-      The jaxpr with travelling constraints in their place, and where results were put: position -> sharding.
+      The jaxpr with travelling constraints in their place; where results were put: position -> sharding; and into which
+      memory, where that was said: position -> kind of memory.
     """
+    closed, memories = _without_memories(closed)
     if not record.tasks and not record.implicit:
-        return closed, {}  # one program on one set of devices, where both are what they are in jax.jit
+        return closed, {}, memories  # one program on one set of devices, where both are what they are in jax.jit
     parts = _compat.open_jaxpr(closed)
     makers = {
         v: (eqn, i) for eqn in parts.eqns if eqn.primitive.name == "device_put" for i, v in enumerate(eqn.outvars)
@@ -39,7 +45,46 @@ def read_moves(closed: Any, record: Recording) -> tuple[Any, dict[int, NamedShar
         sharding = _named(eqn.params["devices"][i]) if eqn is not None else None
         if sharding is not None:
             wanted[o] = sharding
-    return _rewritten(closed, set(record.tasks)), wanted
+    return _rewritten(closed, set(record.tasks)), wanted, memories
+
+
+def _without_memories(closed: Any) -> tuple[Any, dict[int, str]]:
+    """The jaxpr whose values are all in the memory of devices, and where its results were put into another one.
+
+    What lies in the memory of the host comes to its devices when it is read, and results go there when they are made:
+    between the two a step has nothing there.
+    """
+    parts = _compat.open_jaxpr(closed)
+    env: dict[Any, Any] = {}
+    kinds: dict[Any, str] = {}
+    eqns: list[Any] = []
+    for eqn in parts.eqns:
+        if any(_compat.is_var(v) and v in env for v in eqn.invars):
+            eqn = with_atoms(eqn, env)
+        targets = eqn.params["devices"] if eqn.primitive.name == "device_put" else ()
+        put = {v: kind for v, t in zip(eqn.outvars, targets, strict=False) if (kind := _kind(t)) is not None}
+        kinds.update(put)
+        if targets and all(isinstance(t, jax.memory.Space) for t in targets):
+            env.update(zip(eqn.outvars, eqn.invars, strict=True))
+            continue
+        if HOST in put.values():
+            there = tuple(t if _kind(t) != HOST else on_devices(t) for t in targets)
+            outvars = [_compat.new_var(_compat.on_devices(v.aval)) for v in eqn.outvars]
+            env.update(zip(eqn.outvars, outvars, strict=True))
+            eqn = eqn.replace(params={**eqn.params, "devices": there}, outvars=outvars)
+        eqns.append(eqn)
+    if not kinds:
+        return closed, {}
+    results = [env.get(v, v) if _compat.is_var(v) else v for v in parts.outvars]
+    memories = {o: kinds[v] for o, v in enumerate(parts.outvars) if _compat.is_var(v) and v in kinds}
+    return _compat.with_body(closed, parts.invars, results, eqns), memories
+
+
+def _kind(target: Any) -> str | None:
+    """The kind of memory that a target of ``device_put`` names; of a sharding only that of the host."""
+    if isinstance(target, jax.memory.Space):
+        return HOST if target == jax.memory.Space.Host else DEVICE
+    return host_kind(target)
 
 
 def _rewritten(jaxpr: Any, tasks: set[str]) -> Any:

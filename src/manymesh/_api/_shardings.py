@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._errors import ArgumentError, AxisError, MeshError
 from .._program import Program
+from .._runtime._memories import host_kind
 from .._task import Task, mesh_devices
 from .._topology import auto_mesh
 from .._types import PyTree
@@ -33,7 +34,12 @@ def committed(x: Any) -> NamedSharding | None:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
-    return sharding if getattr(x, "committed", True) else None
+    return on_devices(sharding) if getattr(x, "committed", True) else None
+
+
+def on_devices(sharding: NamedSharding) -> NamedSharding:
+    """The same layout in the memory of the devices: what a program knows of an array in the memory of the host."""
+    return sharding if host_kind(sharding) is None else NamedSharding(sharding.mesh, sharding.spec)
 
 
 def arrival(x: Any, program: Program) -> NamedSharding | None:

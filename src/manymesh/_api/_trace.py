@@ -53,6 +53,6 @@ def trace(step: Step, given: Arguments) -> Traced:
         raise leak
     if any(map(_compat.is_ref, closed.consts)):
         raise ArgumentError(f"mm.jit({step.name}): the step closes over {REFERENCE}")
-    closed, moved = read_moves(_compat.without_refs(_compat.without_high(closed)), record)
+    closed, moved, memories = read_moves(_compat.without_refs(_compat.without_high(closed)), record)
     step.report(record, None)
-    return Traced(step, given, record, closed, shapes, out_tree[-1], flat_fun, moved)
+    return Traced(step, given, record, closed, shapes, out_tree[-1], flat_fun, moved, memories=memories)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from .._passes._build import build
 from .._passes._flatten import AcrossError, runs_across
 from .._plan._emit import emit
 from .._program import Program
+from .._runtime._memories import HOST, host_kind
 from .._runtime._processes import committed_sharding
 from .._shown import Shown, joined
 from .._topology import auto_mesh
@@ -32,7 +33,7 @@ from ._lowered import Lowered
 from ._names import names_of_arguments, names_of_results, paths_of_arguments, paths_of_results
 from ._outside import Outside
 from ._parts import split
-from ._shardings import check_fit, check_submeshes, committed, expand, mesh_of
+from ._shardings import check_fit, check_submeshes, committed, expand, mesh_of, on_devices
 from ._step import Step
 
 
@@ -54,6 +55,7 @@ class Traced(Shown):
     _moved: dict[int, Any]
     _pairs: list[tuple[int, int]] | None = None
     _constant: tuple[int, ...] = ()
+    memories: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def out_info(self) -> Any:
@@ -80,22 +82,16 @@ class Traced(Shown):
                 "mesh, and a step has several: export jax.jit of the same function, in which tasks are plain functions"
             )
         step, given = self._step, self._given
-        static = {k for k, _ in given.static}
-        dynamic = tuple(a for k, a in enumerate(given.dyn_args) if k not in static)
-        wanted_in = {} if step.in_shardings is None else expand("in_shardings", step.in_shardings, dynamic)
-        out = jax.tree.unflatten(self._out_tree, self._shapes)
-        wanted_out = {} if step.out_shardings is None else expand("out_shardings", step.out_shardings, out)
-        if wanted_in:
-            shapes = [tuple(np.shape(x)) for x in given.leaves]
-            check_fit("in_shardings", wanted_in, shapes, names_of_arguments(given.treedef))
-        if wanted_out:
-            check_fit("out_shardings", wanted_out, [x.shape for x in self._shapes], names_of_results(self._out_tree))
-        wanted_out = {**self._moved, **wanted_out}
+        wanted_in, asked_out = self._asked()
+        wanted_out = {**self._moved, **asked_out}
         pinned_out = {i: auto_mesh(s.mesh) for i, s in wanted_out.items()}
         given_away = (
             frozenset() if _compat.checks_floats() else donated_leaves(given, step.donate_argnums, step.donate_argnames)
         )
         pairs = self._states(given_away) if self._pairs is None else self._pairs
+        memory_in, memory_out = self._memories(wanted_in, asked_out, pairs)
+        wanted_in = {i: on_devices(s) for i, s in wanted_in.items()}
+        wanted_out = {o: on_devices(s) for o, s in wanted_out.items()}
         pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
         put = {i: s for i, x in enumerate(given.leaves) if (s := committed(x)) is not None}
         parts = None
@@ -153,8 +149,41 @@ class Traced(Shown):
             outside.shardings_in(arriving), found, outside.shardings_out(wanted_out), states,
             [k for i in self._constant for k in outside.inputs(i)], given_away,
             outside.joints({**arriving, **wanted_in}, wanted_out), self._plain, follows,
-            [committed_sharding(x) for x in given.leaves], self._host_values(), tuple(self._record.findings),
+            [committed_sharding(x) for x in given.leaves], self._host_values(), memory_in, memory_out,
+            tuple(self._record.findings),
         )  # fmt: skip
+
+    def _memories(
+        self, asked_in: Mapping[int, Any], asked_out: Mapping[int, Any], pairs: Iterable[tuple[int, int]]
+    ) -> tuple[dict[int, str], dict[int, str]]:
+        """Arguments and results that lie in the memory of the host between steps: position -> the kind of memory.
+
+        What the user says counts, and else a state stays in the memory in which it comes.
+        """
+        memory_in = {}
+        for i, x in enumerate(self._given.leaves):
+            kind = host_kind(asked_in.get(i, getattr(x, "sharding", None)))
+            if kind is not None:
+                memory_in[i] = kind
+        put = {**{o: s.memory_kind for o, s in self._moved.items()}, **self.memories}
+        said = {**put, **{o: s.memory_kind for o, s in asked_out.items()}}
+        kept = {o: memory_in[i] for i, o in pairs if i in memory_in}
+        return memory_in, {o: kind for o, kind in {**kept, **said}.items() if kind == HOST}
+
+    def _asked(self) -> tuple[dict[int, Any], dict[int, Any]]:
+        """What ``in_shardings`` and ``out_shardings`` say of each argument and result, where they say something."""
+        step, given = self._step, self._given
+        static = {k for k, _ in given.static}
+        dynamic = tuple(a for k, a in enumerate(given.dyn_args) if k not in static)
+        wanted_in = {} if step.in_shardings is None else expand("in_shardings", step.in_shardings, dynamic)
+        out = jax.tree.unflatten(self._out_tree, self._shapes)
+        wanted_out = {} if step.out_shardings is None else expand("out_shardings", step.out_shardings, out)
+        if wanted_in:
+            shapes = [tuple(np.shape(x)) for x in given.leaves]
+            check_fit("in_shardings", wanted_in, shapes, names_of_arguments(given.treedef))
+        if wanted_out:
+            check_fit("out_shardings", wanted_out, [x.shape for x in self._shapes], names_of_results(self._out_tree))
+        return wanted_in, wanted_out
 
     def _host_values(self) -> tuple[str, ...]:
         """What the host values among the arguments are, where other processes should have been given the same."""

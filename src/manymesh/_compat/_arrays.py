@@ -53,6 +53,11 @@ def device_order(sharding: Any) -> list[Any]:
     return list(sharding._device_assignment)
 
 
+def on_devices(aval: Any) -> Any:
+    """The abstract value in the memory of its devices."""
+    return aval.update(memory_space=jax.memory.Space.Device)
+
+
 def key_words(x: Any) -> Any:
     """The plain array of words that a typed random key consists of, without a computation; other arrays as they are."""
     return getattr(x, "_base_array", x)

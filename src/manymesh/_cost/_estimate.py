@@ -30,6 +30,7 @@ class Estimate:
       kinds: what its values are; those that are missing are activations.
       works: what one run of each fragment does on each of its devices.
       findings: what was found while the step was traced.
+      late: inputs that come from the memory of the host when they are first read.
     """
 
     program: Program
@@ -38,10 +39,16 @@ class Estimate:
     kinds: Mapping[Var, Kind]
     works: tuple[Work, ...]
     findings: tuple[str, ...] = ()
+    late: frozenset[int] = frozenset()
 
 
 def estimate(
-    program: Program, plan: Plan, layout: Layout, states: Iterable[tuple[int, int]], findings: Sequence[str] = ()
+    program: Program,
+    plan: Plan,
+    layout: Layout,
+    states: Iterable[tuple[int, int]],
+    findings: Sequence[str] = (),
+    late: frozenset[int] = frozenset(),
 ) -> Estimate:
     """Counts what a step costs; fragments that are alike are counted once.
 
@@ -49,6 +56,7 @@ def estimate(
       program, plan, layout: the step.
       states: (input, result) positions where the result is the next value of the input, or has its form.
       findings: what was found while it was traced.
+      late: inputs that come from the memory of the host when they are first read.
     """
     keys = Keys()
     known: dict[object, Work] = {}
@@ -63,7 +71,7 @@ def estimate(
         return known[key]
 
     works = tuple(of(f) for f in program.fragments)
-    return Estimate(program, plan, layout, kinds_of(program, layout, states), works, tuple(findings))
+    return Estimate(program, plan, layout, kinds_of(program, layout, states), works, tuple(findings), late)
 
 
 def _splits(layout: Layout, f: Fragment, variables: Sequence[Var], axes: Mapping[str, int]) -> tuple[Split, ...]:

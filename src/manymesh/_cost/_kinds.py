@@ -19,8 +19,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 def kinds_of(program: Program, layout: Layout, states: Iterable[tuple[int, int]]) -> dict[Var, Kind]:
     """The kind of each variable that has one other than ``activations``.
 
-    Parameters are the arguments that every microbatch reads as they are and, outside loops, those that a forward pass
-    reads and that the step gives back, or a gradient of their shape. Other arguments that it gives back are optimizer state.
+    Parameters are the arguments that every microbatch reads as they are, or as they were cast before the loop, and, outside
+    loops, those that a forward pass reads and that the step gives back, or a gradient of their shape. Other arguments that it gives back are optimizer state.
     Gradients are what a loop adds up over microbatches, and what a backward pass makes for the optimizer.
 
     Args:
@@ -37,7 +37,8 @@ def kinds_of(program: Program, layout: Layout, states: Iterable[tuple[int, int]]
     made_back = {v for f in program.fragments if f.kind != "F" and f.loop is None for v in f.outvars}
     results = {(_compat.shape(v), _compat.dtype(v)) for v, _ in program.outputs if _compat.is_var(v)}
     handed_out = results if any(f.kind != "F" for f in program.fragments) else set()
-    invariant = _behind(program, {v for f in program.fragments if f.loop is not None for v in f.invars}) - pieces
+    looped = {v for f in program.fragments if f.loop is not None for v in f.invars}
+    invariant = _behind(program, looped) - pieces
     for v in program.invars[count:]:
         if not jnp.issubdtype(_compat.dtype(v), jnp.inexact):
             kinds[v] = "optimizer state" if v in kept and v not in read else "arguments"
@@ -53,6 +54,9 @@ def kinds_of(program: Program, layout: Layout, states: Iterable[tuple[int, int]]
                     kinds.setdefault(v, "gradients")
     read_back = {v for f in program.fragments if f.kind != "F" and f.tasks for v in f.invars}
     shapes = {_compat.shape(v) for v, kind in kinds.items() if kind == "parameters"}
+    for v in looped.intersection(v for f in program.fragments if f.loop is None for v in f.outvars) - pieces:
+        if _compat.shape(v) in shapes:  # cast once for all microbatches
+            kinds.setdefault(v, "parameters")
     for v in made_back - read_back:
         if _compat.shape(v) in shapes:
             kinds.setdefault(v, "gradients")

@@ -81,7 +81,12 @@ class Memory:
 
 
 def memory(
-    program: Program, plan: Plan, layout: Layout, kinds: Mapping[Var, Kind], rooms: Sequence[int]
+    program: Program,
+    plan: Plan,
+    layout: Layout,
+    kinds: Mapping[Var, Kind],
+    rooms: Sequence[int],
+    late: frozenset[int] = frozenset(),
 ) -> dict[Any, Memory]:
     """Follows the plan and counts the bytes that are alive on each device.
 
@@ -89,6 +94,7 @@ def memory(
       program, plan, layout: the step.
       kinds: what its values are; those that are missing are activations.
       rooms: bytes that each fragment needs besides what it reads and makes.
+      late: inputs that come from the memory of the host when they are first read.
 
     Returns:
       device -> its memory, in the order of the submeshes.
@@ -97,7 +103,7 @@ def memory(
     for s, mesh in enumerate(program.submeshes):
         for d in mesh_devices(mesh):
             places[d].append(s)
-    slots = _Slots(program, plan, layout, kinds, rooms)
+    slots = _Slots(program, plan, layout, kinds, rooms, late)
     groups = {at: slots.memory(at) for at in dict.fromkeys(map(tuple, places.values()))}
     return {d: groups[tuple(at)] for d, at in places.items()}
 
@@ -106,9 +112,15 @@ class _Slots:
     """Every slot of a plan: how large it is, what it holds, and from where to where."""
 
     def __init__(
-        self, program: Program, plan: Plan, layout: Layout, kinds: Mapping[Var, Kind], rooms: Sequence[int]
+        self,
+        program: Program,
+        plan: Plan,
+        layout: Layout,
+        kinds: Mapping[Var, Kind],
+        rooms: Sequence[int],
+        late: frozenset[int],
     ) -> None:
-        self.program, self.plan, self.layout = program, plan, layout
+        self.program, self.plan, self.layout, self.late = program, plan, layout, late
         self.variables = variables_of(program)
         self.numbers = {v: k for k, v in enumerate(self.variables)}
         self.kind_of = [KINDS.index(kinds.get(v, "activations")) for v in self.variables]
@@ -176,7 +188,7 @@ class _Slots:
             freed += ins.free
             freed_counts.append(len(ins.free))
         order = np.arange(self.end)
-        filled_at = np.concatenate([np.full(len(places), -1), np.repeat(order, counts)])
+        filled_at = np.concatenate([self._arrivals(), np.repeat(order, counts)])
         on = np.concatenate([np.asarray(places, np.int64), np.repeat(self.submesh, counts)])
         found = [np.full(plan.num_slots, start, np.int64) for start in (0, 0, 0, self.end, self.end)]
         filled = (np.asarray(sizes, np.int64), np.asarray(numbers, np.int64), on, filled_at)
@@ -187,6 +199,17 @@ class _Slots:
         found[4][np.asarray(sorted(lent), np.int64)] = self.end
         size, number, at, fill, free = found
         return size, number, at, fill, free
+
+    def _arrivals(self) -> Numbers:
+        """For each place where an input arrives the instruction after which it is there; -1 for the beginning."""
+        found = np.full(len(self.plan.inputs), -1)
+        wanted = {slot: k for k, (i, _, slot) in enumerate(self.plan.inputs) if i in self.late}
+        before: dict[int, int] = {}  # submesh -> its last instruction so far
+        for k, ins in enumerate(self.plan.instructions if wanted else ()):
+            for slot in wanted.keys() & set(() if isinstance(ins, Receive) else ins.inputs):
+                found[wanted.pop(slot)] = before.get(ins.submesh, -1)
+            before[ins.submesh] = k
+        return found
 
     def _arriving(self, number: int, source: int, target: int) -> int:
         """What a value takes where it arrives: nothing where it was already."""

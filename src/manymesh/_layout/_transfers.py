@@ -36,6 +36,9 @@ def plan_transfer(shape: tuple[int, ...], source: Sharding, target: NamedShardin
     """
     if source == target or source.is_equivalent_to(target, len(shape)):
         return ()
+    if source.memory_kind != target.memory_kind:  # there is one step into the memory of its devices, or out of it
+        there: Any = source.with_memory_kind(target.memory_kind or "device")
+        return (Step("copy", there), *plan_transfer(shape, there, target))
     if source.device_set == target.device_set:
         return (Step("relayout", target),) if _same_order(source, target) else (Step("copy", target),)
     if shards_exist(shape, source, target):

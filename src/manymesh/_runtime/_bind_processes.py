@@ -17,7 +17,7 @@ from ._bind import Binder
 from ._carrier import Carrier
 from ._carriers import carrier
 from ._exchange import ProcessesTransport, assembled, processes_of, put, put_apart
-from ._execute import Executor
+from ._execute import Executor, Late
 from ._launches import Launches
 from ._lower import Lowered
 from ._observe import Observer
@@ -156,12 +156,12 @@ class ProcessesExecutor(Executor):
             self._launches.dispatching = False
             raise
 
-    def _filled(self, args: Sequence[Any], observer: Observer | None) -> list[Any]:
+    def _filled(self, args: Sequence[Any], observer: Observer | None) -> tuple[list[Any], Late]:
         slots: list[Any] = [None] * self._length
         for slot, value in self._consts:
             slots[slot] = value
         self._arrivals.fill(slots, args, self._begin, self._name)
-        return slots
+        return slots, {}
 
     def _begin(self) -> None:
         self._calls += 1

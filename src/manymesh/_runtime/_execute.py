@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -12,9 +13,13 @@ from jax.sharding import NamedSharding, Sharding
 
 from .._layout._transfers import plan_transfer
 from .._plan._instructions import Instruction, Receive, Send
+from ._memories import is_in_host_memory
 from ._observe import Observer
 from ._positions import Positions
 from ._relayout import Relayouts
+
+# Position of an issue -> arguments to be brought from the memory of the host before it: position in the list, sharding.
+Late = dict[int, list[tuple[int, NamedSharding]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +32,7 @@ class Issue:
       outputs: positions filled; a slice where they follow each other.
       free: runs of positions that nobody reads any more and nothing was put in, each with as many Nones.
       told: the instructions, each with its position in the plan; none where it belongs to other processes.
+      reads: the positions that ``read`` takes.
     """
 
     call: Callable[..., Sequence[jax.Array]]
@@ -34,6 +40,7 @@ class Issue:
     outputs: slice | tuple[int, ...]
     free: tuple[tuple[slice, tuple[None, ...]], ...]
     told: tuple[tuple[int, Instruction], ...]
+    reads: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -117,9 +124,11 @@ class Executor:
         Returns:
           The results; None for what another process has.
         """
-        slots = self._filled(args, observer)
+        slots, late = self._filled(args, observer)
         if observer is not None:
-            self._observed(slots, observer)
+            self._observed(slots, late, observer)
+        elif late:
+            self._with_late(slots, late)
         else:
             # The hot loop: a task of 300 arrays spends its time in `call`, not in Python statements for each array.
             for call, read, outputs, free in self._code:
@@ -147,12 +156,16 @@ class Executor:
         given = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=source)
         self._relayouts.prepare_steps(given, plan_transfer(aval.shape, source, target))
 
-    def _filled(self, args: Sequence[Any], observer: Observer | None) -> list[Any]:
-        """The slots with constants and arguments in them; whatever an argument needs is compiled here."""
+    def _filled(self, args: Sequence[Any], observer: Observer | None) -> tuple[list[Any], Late]:
+        """The slots with constants and arguments in them, and what is still in the memory of the host.
+
+        Whatever an argument needs is compiled here.
+        """
         slots: list[Any] = [None] * self._length
         for slot, value in self._consts:
             slots[slot] = value
         values, accepted = list(self._given(args)), self._accepted
+        late: Late = {}
         moved = [n for n, x in enumerate(values) if getattr(x, "sharding", None) is not accepted[n]]
         for n in moved:  # mostly none: all are where the last call found them
             x, sharding = values[n], self._inputs[n].sharding
@@ -161,16 +174,42 @@ class Executor:
                 accepted[n] = given
             elif isinstance(x, Kept):
                 values[n] = x.at(sharding, self._relayouts.bring)
+            elif is_in_host_memory(x) and (first := self._first_reader.get(self._inputs[n].at)) is not None:
+                late.setdefault(first, []).append((self._inputs[n].at, sharding))
             else:
                 if observer is not None:
                     observer.moves_argument(self._inputs[n].position, x, sharding)
                 values[n] = self._relayouts.bring(x, sharding)
         _put(slots, self._at, values)
-        return slots
+        return slots, late
 
-    def _observed(self, slots: list[Any], observer: Observer) -> None:
+    @functools.cached_property
+    def _first_reader(self) -> dict[int, int]:
+        """Position in the list of a call where an argument arrives -> the first issue that reads it."""
+        wanted, found = {x.at for x in self._inputs}, dict[int, int]()
+        for k, issue in enumerate(self._issues):
+            for at in wanted.intersection(issue.reads):
+                found[at] = k
+                wanted.discard(at)
+        return found
+
+    def _bring(self, slots: list[Any], due: Sequence[tuple[int, NamedSharding]]) -> None:
+        """Brings arguments from the memory of the host to the devices that are about to read them."""
+        for at, sharding in due:
+            slots[at] = self._relayouts.bring(slots[at], sharding)
+
+    def _with_late(self, slots: list[Any], late: Late) -> None:
+        """The loop of a call that has arguments in the memory of the host: no device holds them before it needs them."""
+        for k, (call, read, outputs, free) in enumerate(self._code):
+            self._bring(slots, late.get(k, ()))
+            _put(slots, outputs, call(*read(slots)))
+            for run, nothing in free:
+                slots[run] = nothing
+
+    def _observed(self, slots: list[Any], late: Late, observer: Observer) -> None:
         """The loop of a call, with somebody looking on."""
-        for issue in self._issues:
+        for number, issue in enumerate(self._issues):
+            self._bring(slots, late.get(number, ()))
             if not issue.told:
                 issue.call()
                 continue
@@ -203,13 +242,14 @@ def issue_of(call: Callable[..., Any], at: Positions, *told: tuple[int, Instruct
     free = [slot for _, instruction in told for slot in instruction.free]
     read, filled, empty = at.issue(reads, fills, free)
     return Issue(
-        call, _reader(read), _run_or_tuple(filled), tuple([(slice(r.start, r.stop), (None,) * len(r)) for r in empty]), told
+        call, _reader(read), _run_or_tuple(filled), tuple([(slice(r.start, r.stop), (None,) * len(r)) for r in empty]), told,
+        read,
     )  # fmt: skip
 
 
 def untold(call: Callable[[], Any]) -> Issue:
     """What this process does for an instruction of others, on no slots and told to nobody."""
-    return Issue(call, _reader(()), (), (), ())
+    return Issue(call, _reader(()), (), (), (), ())
 
 
 def _reader(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:

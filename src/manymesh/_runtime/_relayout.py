@@ -51,7 +51,10 @@ class Relayouts:
         for step in steps:
             if step.kind == "relayout":
                 self.prepare([(aval, step.sharding)])
-            elif aval.sharding.device_set == step.sharding.device_set:
+            elif (
+                aval.sharding.device_set == step.sharding.device_set
+                and aval.sharding.memory_kind == step.sharding.memory_kind
+            ):
                 _warm_up(aval, step.sharding)
             aval = with_sharding(aval, step.sharding)
 

@@ -1,0 +1,211 @@
+"""States in the memory of the host: where they lie between steps, when they come to their devices, what a report says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import manymesh as mm
+from manymesh._runtime._relayout import Relayouts
+from stages import assert_same, reference
+
+HOST, WIDTH = "pinned_host", 8
+MESHES = [Mesh(np.array(jax.devices()[k : k + 2]), ("model",)) for k in (0, 2)]
+TASKS = [mm.task(lambda w, x: jnp.tanh(x @ w), f"t{k}", mesh=m) for k, m in enumerate(MESHES)]
+
+
+def lying(k, kind):
+    return NamedSharding(MESHES[k], PartitionSpec(None, "model"), memory_kind=kind)
+
+
+def train(params, moments, x):
+    """Momentum: parameters and moments are lists, one matrix for each task."""
+
+    def loss(params, x):
+        for task, w in zip(TASKS, params, strict=True):
+            x = task(w, x)
+        return jnp.mean(x**2)
+
+    grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4, schedule="1f1b", reduce="mean")
+    value, grads = grad(params, x)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+    return jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments, value
+
+
+def with_spaces(params, moments, x):
+    """As one has to write it for `jax.jit`."""
+    moments = jax.tree.map(lambda m: jax.device_put(m, jax.memory.Space.Device), moments)
+    params, moments, value = train(params, moments, x)
+    return params, jax.tree.map(lambda m: jax.device_put(m, jax.memory.Space.Host), moments), value
+
+
+def with_shardings(params, moments, x):
+    moments = [jax.device_put(m, lying(k, "device")) for k, m in enumerate(moments)]
+    params, moments, value = train(params, moments, x)
+    return params, [jax.device_put(m, lying(k, HOST)) for k, m in enumerate(moments)], value
+
+
+def arguments(kind):
+    rng = np.random.default_rng(0)
+    params = [rng.normal(size=(WIDTH, WIDTH)).astype("f4") / 3 for _ in TASKS]
+    moments = [jax.device_put(np.zeros((WIDTH, WIDTH), "f4"), lying(k, kind)) for k in range(2)]
+    return params, moments, rng.normal(size=(8, WIDTH)).astype("f4")
+
+
+def kinds(tree):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
+
+
+def check_steps(step, given, expected_kind):
+    """Three steps, whose moments lie where they should, and whose values are those of the reference mode."""
+    params, moments, x = given
+    expected = jax.tree.map(np.asarray, (params, moments))
+    for _ in range(3):
+        params, moments, value = step(params, moments, x)
+        *expected, value_of_reference = reference(jax.jit(train), *expected, x)
+        assert kinds(moments) == {expected_kind} and kinds((params, value)) == {"device"}
+        assert_same(
+            [value, *map(jnp.asarray, jax.tree.leaves((params, moments)))],
+            jax.tree.leaves([value_of_reference, *expected]),
+        )
+
+
+@pytest.mark.parametrize("fun", [train, with_spaces, with_shardings])
+@pytest.mark.parametrize("donated", [(), (0, 1)])
+def test_a_state_stays_in_the_memory_in_which_it_comes(fun, donated):
+    """Step after step, and nothing is compiled for the second."""
+    step = mm.jit(fun, donate_argnums=donated)
+    check_steps(step, arguments(HOST), HOST)
+    assert len(set(map(id, step._compiled.values()))) <= 2  # parameters come as NumPy first
+
+
+def test_what_the_user_says_counts():
+    """Of arguments and of results, one without the other; a sharding without a kind means the devices, as everywhere."""
+    host, device = [[lying(k, kind) for k in range(2)] for kind in (HOST, "device")]
+    check_steps(mm.jit(train, in_shardings=(None, host, None)), arguments("device"), HOST)
+    check_steps(mm.jit(train, out_shardings=(None, host, None)), arguments("device"), HOST)
+    check_steps(mm.jit(train, out_shardings=(None, device, None)), arguments(HOST), "device")
+
+
+def test_one_function_for_both_memories():
+    """Two programs: each keeps the state where it is."""
+    step = mm.jit(train)
+    check_steps(step, arguments("device"), "device")
+    check_steps(step, arguments(HOST), HOST)
+
+
+def test_a_state_is_made_where_the_step_wants_it():
+    """The shardings of a compiled step say the memory, too."""
+    compiled = mm.jit(train).lower(*arguments(HOST)).compile()
+    shardings = compiled.input_shardings[0][1]
+    assert {s.memory_kind for s in shardings} == {s.memory_kind for s in compiled.output_shardings[1]} == {HOST}
+    made = mm.jit(lambda: [jnp.zeros((WIDTH, WIDTH))] * 2, out_shardings=shardings)()
+    assert kinds(made) == {HOST}
+    params, _, x = arguments("device")
+    check_steps(compiled, (params, made, x), HOST)
+    described = jax.tree.leaves(mm.jit(train).lower(*arguments(HOST)).out_info[1])
+    assert {x.sharding.memory_kind for x in described} == {HOST}
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_it_comes_to_its_devices_when_it_is_read(observed, monkeypatch):
+    """Not before the optimizer runs, which is when the last backward pass has been issued."""
+    step = mm.jit(train, donate_argnums=(0, 1))
+    compiled = step.lower(*arguments(HOST)).compile()
+    executor = compiled._executor
+    issued: list[int] = []
+    brought: list[int] = []
+    spied = lambda call: lambda *args: (issued.append(1), call(*args))[1]  # noqa: E731
+    executor._code = [(spied(call), *rest) for call, *rest in executor._code]
+    real = Relayouts.bring
+
+    def bring(self, x, sharding):
+        if isinstance(x, jax.Array) and x.sharding.memory_kind == HOST:
+            brought.append(len(issued))
+        return real(self, x, sharding)
+
+    monkeypatch.setattr(Relayouts, "bring", bring)
+    if observed:
+        with mm.inspect.record():
+            compiled(*arguments(HOST))
+        assert len(brought) == 2
+    else:
+        compiled(*arguments(HOST))
+        names = [f.name for f in compiled.program.fragments]
+        order = [names[i.fragment] for i in compiled._lowered.plan.instructions if hasattr(i, "fragment")]
+        first = min(k for k, name in enumerate(order) if name.startswith("after"))
+        assert len(brought) == 2 and min(brought) >= first
+
+
+def test_what_a_report_counts():
+    """The devices hold the moments while the optimizer runs, and not during the passes."""
+    at_home = mm.jit(train, donate_argnums=(0, 1)).lower(*arguments("device")).report().memory
+    away = mm.jit(train, donate_argnums=(0, 1)).lower(*arguments(HOST)).report().memory
+    moment = WIDTH * WIDTH * 4 // 2
+    for d in away:
+        assert at_home[d].argument_bytes - away[d].argument_bytes == moment
+        assert away[d].peak_bytes < at_home[d].peak_bytes
+
+
+def test_stacked_layers():
+    """A stack on the mesh of all its submeshes lies there in the memory of the host, too."""
+    devices = np.array(jax.devices()[:2])
+    host = NamedSharding(Mesh(devices, ("stage",)), PartitionSpec("stage"), memory_kind=HOST)
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"s{k}", mesh=Mesh(devices[k : k + 1], ("d",))) for k in range(2)]
+
+    def step(p, m, x):
+        def loss(p, x):
+            for k, task in enumerate(tasks):
+                x = task(p["w"][k], x)
+            return jnp.mean(x**2)
+
+        grad = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=2, schedule="1f1b", reduce="mean")
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, m, grad(p, x))
+        return jax.tree.map(lambda p, m: p - 0.1 * m, p, m), m
+
+    rng = np.random.default_rng(0)
+    p, x = {"w": rng.normal(size=(2, WIDTH, WIDTH)).astype("f4")}, rng.normal(size=(8, WIDTH)).astype("f4")
+    m = {"w": jax.device_put(np.zeros((2, WIDTH, WIDTH), "f4"), host)}
+    expected, jitted = (p, jax.tree.map(np.asarray, m)), mm.jit(step, donate_argnums=(0, 1))
+    for _ in range(3):
+        p, m = jitted(p, m, x)
+        expected = reference(jax.jit(step), *expected, x)
+        assert m["w"].sharding.is_equivalent_to(host, 3) and kinds(p) == {"device"}
+        assert_same((p, m), expected)
+
+
+def test_a_single_device():
+    """An array that was put on a device, on no mesh."""
+    step = mm.jit(lambda s, x: {"w": 0.9 * s["w"] + TASKS[0](x, x)})
+    given = jax.device_put(np.ones((8, 8), "f4"), SingleDeviceSharding(jax.devices()[0], memory_kind=HOST))
+    assert kinds(step({"w": given}, np.eye(8, dtype="f4"))) == {HOST}
+
+
+def test_a_key_and_numpy_values_are_what_they_were():
+    """Only arrays in the memory of the host are meant."""
+    step = mm.jit(train)
+    params, moments, x = arguments("device")
+    assert kinds(step(params, [np.asarray(m) for m in moments], x)[:2]) == {"device"}
+
+
+def test_steps_that_the_host_runs_in_parts():
+    """A loop whose length the data says, between the gradients and the optimizer."""
+
+    def step(s, x):
+        grads = jax.grad(lambda ws: jnp.mean(TASKS[1](ws[1], TASKS[0](ws[0], x)) ** 2))(s["w"])
+
+        def halve(gs):
+            return [TASKS[k](g, g) / 2 for k, g in enumerate(gs)]
+
+        grads = jax.lax.while_loop(lambda gs: jnp.max(jnp.abs(gs[0])) > 1e-3, halve, grads)
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, s["m"], grads)
+        return {"w": jax.tree.map(lambda w, m: w - 0.1 * m, s["w"], m), "m": m}
+
+    params, moments, x = arguments(HOST)
+    s, jitted = {"w": params, "m": moments}, mm.jit(step, donate_argnums=0)
+    expected = jax.tree.map(np.asarray, s)
+    for _ in range(2):
+        s, expected = jitted(s, x), reference(jax.jit(step), expected, x)
+        assert kinds(s["m"]) == {HOST} and kinds(s["w"]) == {"device"}
+        assert_same(s, expected)
