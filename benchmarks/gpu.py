@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _timing import alternate, ratio, row, write_rows
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 import manymesh as mm
 
@@ -176,7 +176,8 @@ class Step:
 
     Args:
       size: of the problem.
-      how: ``plain``, ``tasks`` on one submesh, or ``submeshes``, one for each task.
+      how: ``plain``, ``tasks`` on one submesh, ``hosted``, the same with its moments in the memory of the host, or
+        ``submeshes``, one for each task.
       microbatches: into how many the batch is cut; None cuts nothing.
     """
 
@@ -185,7 +186,7 @@ class Step:
         if how == "plain":
             grad = self._accumulated(jax.value_and_grad(functools.partial(plain_loss, size)), microbatches)
         else:
-            placement = [0] * size.tasks if how == "tasks" else range(size.tasks)
+            placement = range(size.tasks) if how == "submeshes" else [0] * size.tasks
             grad = jax.value_and_grad(loss_in_tasks(size, meshes_of_one_device(placement)))
             if microbatches is not None:
                 grad = mm.microbatch(grad, argnum=1, num_microbatches=microbatches, schedule="1f1b", reduce="mean")
@@ -197,9 +198,9 @@ class Step:
 
         device = jax.devices()[0]
         parameters = size.parameters()
-        self.state: Any = jax.device_put(
-            (parameters, jax.tree.map(np.asarray, self.optimizer.init(parameters))), device
-        )
+        moments = jax.tree.map(np.asarray, self.optimizer.init(parameters))
+        there = SingleDeviceSharding(device, memory_kind="pinned_host") if how == "hosted" else device
+        self.state: Any = (jax.device_put(parameters, device), jax.device_put(moments, there))
         self.batch = jax.device_put(size.batch(), device)
         jitted = (jax.jit if how == "plain" else mm.jit)(train, donate_argnums=0)
         begin = time.perf_counter()
@@ -265,9 +266,12 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def peak(size: Size, how: str, microbatches: int | None) -> dict[str, float]:
-    """Bytes of the state, of the predicted peak and of the measured one, after some steps in this process."""
+    """Bytes of the state, of the predicted peak and of the measured one, after some steps in this process; their time."""
     step = Step(size, how, microbatches)
     step()
+    begin = time.perf_counter()
+    step()
+    seconds = (time.perf_counter() - begin) / IN_FLIGHT
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     if how == "plain":
@@ -282,22 +286,25 @@ def peak(size: Size, how: str, microbatches: int | None) -> dict[str, float]:
         "predicted": predicted,
         "measured": stats.get("peak_bytes_in_use", float("nan")),
         "after": stats.get("bytes_in_use", float("nan")),
+        "seconds": seconds,
     }
 
 
 def memory(size: Size, options: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each step, which runs in a process of its own."""
     rows = []
-    for how, cut in (("plain", 0), ("tasks", 0), ("plain", 1), ("tasks", 1), ("submeshes", 1)):
+    for how, cut in (("plain", 0), ("tasks", 0), ("plain", 1), ("tasks", 1), ("hosted", 1), ("submeshes", 1)):
         command = [sys.executable, __file__, *options, "--peak", how, str(cut)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
         found = json.loads(done.stdout.splitlines()[-1])
+        seconds = found.pop("seconds")
         name = f"memory, {how}, {f'{size.microbatches} microbatches' if cut else 'one batch'}"
         off = found["predicted"] / found["measured"] - 1
         print(
-            f"{name}: " + ", ".join(f"{k} {v / 1e9:.3f} GB" for k, v in found.items()) + f"; off by {off:+.1%}",
+            f"{name}: " + ", ".join(f"{k} {v / 1e9:.3f} GB" for k, v in found.items()) + f"; off by {off:+.1%}; "
+            f"a step takes {1e3 * seconds:.1f} ms",
             flush=True,
         )
         rows.append(

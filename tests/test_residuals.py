@@ -155,6 +155,33 @@ def test_logits_in_half_precision_are_kept_and_their_exponentials_are_not():
     assert [(a.shape, a.dtype) for a in kept if a.size > 4 * WIDTH] == [((4, 64), jnp.bfloat16)]
 
 
+@pytest.mark.parametrize("name", ["attention", "perceptron"])
+def test_of_equal_sizes_what_is_in_memory_anyway_is_kept(name):
+    """On an accelerator: the product itself, not its softmax, and the product with its bias, which is read by the next one."""
+
+    def attention(w, x):
+        q, k, v = jnp.split(x @ w, 3, -1)
+        scores = jnp.where(jnp.tri(len(x), dtype=bool), (q @ k.T) / 2, -1e9)
+        return jnp.mean((jax.nn.softmax(scores) @ v) ** 2)
+
+    def perceptron(w, x):
+        return jnp.mean((jax.nn.gelu(x @ w + w[0]) @ w.T) ** 2)
+
+    (device,) = mm.planned_devices(1)
+    task = mm.task({"attention": attention, "perceptron": perceptron}[name], "task", devices=[device])
+    grad = mm.microbatch(jax.value_and_grad(task), argnum=1, num_microbatches=2, schedule="1f1b", reduce="mean")
+    program = mm.jit(grad).lower(jax.ShapeDtypeStruct((8, 48), "f4"), jax.ShapeDtypeStruct((512, 8), "f4")).program
+    forward, backward = program.body(0)
+    eqns, renamed = inlined(list(forward.jaxpr.eqns))
+    producer = {v: e for e in eqns for v in e.outvars}
+    kept = {outer: renamed.get(v, v) for outer, v in zip(forward.outvars, forward.jaxpr.outvars, strict=True)}
+    shape, primitive = {"attention": ((256, 256), "dot_general"), "perceptron": ((256, 48), "add")}[name]
+    made_by = [
+        producer[v].primitive.name for o, v in kept.items() if o in set(backward.invars) and o.aval.shape == shape
+    ]
+    assert made_by == [primitive]
+
+
 def expensive(program):
     """How often each operation that is not cheap appears in the fragments of a program."""
     found = Counter()

@@ -41,7 +41,14 @@ _FUNCTIONS = {
 _MOVES = {
     "broadcast_in_dim", "copy", "reshape", "reshard", "sharding_constraint", "squeeze", constraint_p.name,
 }  # fmt: skip
+_SUMS = {"add", "add_any"}
+# What is expensive and reads what is computed on the way.
+_FUSED = {
+    "argmax", "argmin", "concatenate", "cumsum", "gather", "pad", "reduce", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
+    "reduce_precision", "reduce_prod", "reduce_sum", "scatter", "scatter-add",
+}  # fmt: skip
 _SMALL_POWER = 4
+_LITTLE_MORE = 1.01
 
 _BEYOND = float("inf")
 
@@ -191,12 +198,36 @@ def _rewrite(
     outs = [env.get(v, v) if _compat.is_var(v) else v for v in parts.outvars]
     producer = {v: e for e in eqns for v in e.outvars if _compat.is_var(v)}
     wanted = list(dict.fromkeys(v for k in kept if _compat.is_var(v := outs[k]) and v in producer))
-    cost: dict[Var, float] = {v: 0 for v, free in zip(parts.invars, free_in, strict=True) if free}
+    cost: dict[Var, float] = {} if cheap is _CHEAP else _dearer(parts.invars, eqns, cheap)
+    cost |= {v: 0 for v, free in zip(parts.invars, free_in, strict=True) if free}
     cost |= {v: 0 for v, free in zip(outs, free_out, strict=True) if free and _compat.is_var(v)}
     saved = _cheapest(wanted, producer, cost, cheap)
     if saved.issuperset(wanted):
         return same
     return _Assembly(task, kept, consumers, parts, eqns, outs, producer, saved, jaxprs).result()
+
+
+def _dearer(invars: Sequence[Var], eqns: Sequence[Eqn], cheap: frozenset[str]) -> dict[Var, float]:
+    """What it costs to keep a value that is in memory only if it is kept: a little more than another one of its size.
+
+    XLA fuses arithmetic into what reads it. What it writes anyway are what is expensive, what that reads unless it is fused,
+    too, and sums of these: a product with its bias, what goes around a layer.
+    """
+    there, spread = set(invars), set[Var]()
+    found: dict[Var, float] = {}
+    for e in eqns:
+        made = [v for v in e.outvars if _compat.is_var(v)]
+        spread.update(made if e.primitive.name == "broadcast_in_dim" else ())
+        read = {v for v in e.invars if _compat.is_var(v)} - spread
+        is_sum = e.primitive.name in _SUMS | _MOVES and read <= there
+        if is_sum or not _is_cheap(e, cheap):
+            there.update(made)
+        else:
+            found.update((v, _LITTLE_MORE * nbytes(v.aval)) for v in made)
+        if not _is_cheap(e, cheap) and e.primitive.name not in _FUSED:
+            for v in filter(_compat.is_var, e.invars):
+                found.pop(v, None)
+    return found
 
 
 def _is_cheap(eqn: Eqn, cheap: frozenset[str]) -> bool:

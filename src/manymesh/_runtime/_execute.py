@@ -181,6 +181,8 @@ class Executor:
                     observer.moves_argument(self._inputs[n].position, x, sharding)
                 values[n] = self._relayouts.bring(x, sharding)
         _put(slots, self._at, values)
+        if late:  # what the last call made is still on its devices while it goes to the host
+            jax.block_until_ready([slots[at] for due in late.values() for at, _ in due])
         return slots, late
 
     @functools.cached_property
