@@ -49,7 +49,7 @@ def lower(devices, placement, microbatches, schedule):
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h1"])
 def test_a_plan_is_that_of_real_devices(schedule):
     """The same fragments, edges, instructions and donations."""
-    planned, real = (lower(d, (0, 1), 4, schedule) for d in (mm.planned_devices(8), jax.devices()[:8]))
+    planned, real = (lower(d, (0, 1), 4, schedule) for d in (mm.planned_devices(8, "cpu"), jax.devices()[:8]))
     assert planned.as_text() == real.as_text()
     assert planned.plan.donatable and planned.plan == real.plan
 
@@ -150,6 +150,16 @@ def test_the_number_of_planned_devices(count):
     """A positive int."""
     with pytest.raises(mm.errors.MeshError, match=f"planned_devices: count has to be a positive int, found {count!r}"):
         mm.planned_devices(count)
+
+
+def test_what_planned_devices_stand_for():
+    """CPU or accelerators; which of them, says the hardware of a report."""
+    (cpu,), (other,) = mm.planned_devices(1, "cpu"), mm.planned_devices(1)
+    assert cpu != other and repr(cpu) == "PlannedDevice(0, cpu)" and cpu.platform == "cpu"
+    with pytest.raises(
+        mm.errors.MeshError, match=r"platform has to be 'cpu', or None .* found 'h100'; .* report\(mm.inspect"
+    ):
+        mm.planned_devices(1, "h100")
 
 
 def test_planned_devices_are_values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -17,20 +17,21 @@ from ._errors import ArgumentError, MeshError
 
 @dataclass(frozen=True, order=True)
 class PlannedDevice:
-    """Stands for a device that is not at hand; equal to any other of its id.
+    """Stands for a device that is not at hand; equal to any other of its id and platform.
 
     Attributes:
       id: its number, from 0.
+      platform: ``"cpu"``, or ``"planned"`` for one of an accelerator.
     """
 
     # What `jax.sharding.Mesh` and `jax.make_mesh` ask of a device.
-    platform: ClassVar[str] = "planned"
     device_kind: ClassVar[str] = "planned"
     process_index: ClassVar[int] = 0
     id: int
+    platform: str = "planned"
 
     def __repr__(self) -> str:
-        return f"PlannedDevice({self.id})"
+        return f"PlannedDevice({self.id}{', cpu' if self.platform == 'cpu' else ''})"
 
     @property
     def client(self) -> Any:
@@ -45,7 +46,7 @@ class PlannedDevice:
         )
 
 
-def planned_devices(count: int) -> list[Any]:
+def planned_devices(count: int, platform: Literal["cpu"] | None = None) -> list[Any]:
     """Devices to plan with on a machine that does not have them.
 
     They go wherever ``jax.devices()`` go when a step is described: into ``jax.make_mesh(..., devices=)``,
@@ -55,12 +56,14 @@ def planned_devices(count: int) -> list[Any]:
 
     Args:
       count: how many.
+      platform: ``"cpu"`` where the plan shall be that of simulated devices on CPU; they stand for accelerators otherwise, on which
+        a task computes more again in its backward pass, and keeps less for it.
 
     Returns:
       Devices with the ids 0 to ``count - 1``; those of two calls are the same.
 
     Raises:
-      MeshError: `count` is not a positive number; later, ``lower(...).compile()`` or a call of the step.
+      MeshError: `count` is not a positive number, or there is no such platform to tell apart; later, ``lower(...).compile()`` or a call of the step.
 
     Example:
       >>> import jax, jax.numpy as jnp, manymesh as mm
@@ -71,7 +74,12 @@ def planned_devices(count: int) -> list[Any]:
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise MeshError(f"planned_devices: count has to be a positive int, found {count!r}")
-    return [PlannedDevice(i) for i in range(count)]
+    if platform not in (None, "cpu"):
+        raise MeshError(
+            f"planned_devices: platform has to be 'cpu', or None for accelerators of any kind, found {platform!r}; of which "
+            "kind they are says the hardware of a report: report(mm.inspect.Hardware.h100())"
+        )
+    return [PlannedDevice(i) if platform is None else PlannedDevice(i, platform) for i in range(count)]
 
 
 def require_devices(name: str, meshes: Iterable[Mesh]) -> None:

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import manymesh as mm
 from manymesh import _compat
 from manymesh._plan._digest import digest
+from manymesh._runtime._memories import HOST, into
 
 from . import modules
 from .coverage import primitives
@@ -138,6 +139,8 @@ def check(program: Program, shared: Path | None = None) -> Outcome:
         _same_values(program, run, expected, outcome, schedule)
         if shared is None and program.framework is None:
             _one_plan(program, schedule)
+            if program.mode == "train" and not program.in_shardings and program.collected is None:
+                _from_host(program, schedule, run)
         # Of several processes each runs the effects of its own submeshes.
         if run.notes - expected.notes or (run.notes != expected.notes and jax.process_count() == 1):
             raise LawBroken(f"effects ran {sorted(run.notes)}, in plain JAX {sorted(expected.notes)}")
@@ -240,6 +243,19 @@ def _run(program: Program, schedule: str | None, again: bool, fused: bool = True
             raise LawBroken(f"in one buffer: {shared}")
     jax.effects_barrier()
     return _Run(results, set(NOTES))
+
+
+def _from_host(program: Program, schedule: str | None, expected: _Run) -> None:
+    """A state that comes in the memory of the host stays there, and the second step is the same to the last bit."""
+    step, rest = _compiled(program, True), (program.given_batch(), *_arguments(program)[1:])
+    with program.registered():
+        state, _ = step(program.init(), *rest, program, schedule)
+        state = jax.tree.map(lambda x: into(x, HOST), state)
+        state, metrics = step(state, *rest, program, schedule)
+    _same_bits([kept((state, metrics))], expected.results[1:])
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if x.sharding.memory_kind != HOST:
+            raise LawBroken(f"state{jax.tree_util.keystr(path)} came from {HOST} and is in {x.sharding.memory_kind}")
 
 
 def _one_plan(program: Program, schedule: str | None) -> None:

@@ -228,7 +228,7 @@ def test_what_crosses_arrives_as_its_reader_wants_it_or_as_it_left():
 
 def test_the_layout_is_known_without_devices():
     """Nothing is compiled for it, and no device has to be there."""
-    devices = mm.planned_devices(8)
+    devices = mm.planned_devices(8, "cpu")
     first, second = (Mesh(np.array(devices).reshape(2, 2, 2)[i], ("data", "model")) for i in range(2))
     optimizer = optax.adamw(1e-2)
     shapes = jax.eval_shape(lambda: arguments(optimizer))
