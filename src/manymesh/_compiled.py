@@ -28,7 +28,7 @@ from ._runtime._bind_processes import Results, bind_processes
 from ._runtime._exchange import copied
 from ._runtime._execute import Executor
 from ._runtime._lower import Lowered
-from ._runtime._memories import DEVICE, into, is_in_host_memory
+from ._runtime._memories import DEVICE, into, is_in_host_memory, lying
 from ._runtime._observe import Observer
 from ._runtime._ownership import ownership
 from ._runtime._stacks import Stacks
@@ -93,16 +93,13 @@ class Compiled(Shown):
             if len(at[i]) > 1:
                 stacks.prepare(at[i].start, sharding)
         self.homes: list[Any] = stacks.of_arguments(homes, lambda x: x.sharding)
-        for i, kind in (memory_in or {}).items():
-            self.homes[i] = self.homes[i].with_memory_kind(kind)
+        self.homes = lying(self.homes, memory_in or {})
         # Blocks of a stack, and what is in several processes, comes to its devices before a call begins.
         self._comes_first = [i for i in memory_in or {} if processes is not None or len(at[i]) > 1]
         self._moved = tuple(moved.items())
         self._leaving: list[Any] = stacks.of_results(leaving, lambda x: x.sharding)
+        self._leaving = lying(self._leaving, memory_out or {})
         self._memory_out = tuple((memory_out or {}).items())
-        for o, kind in self._memory_out:
-            if self._leaving[o] is not None:
-                self._leaving[o] = self._leaving[o].with_memory_kind(kind)
         self._handover = hand_over(lowered.plan, frozenset(shift + k for i in donated for k in at[i]))
         self._dies = donated
         self._avals = stacks.of_arguments(
@@ -169,10 +166,13 @@ class Compiled(Shown):
             x = leaves[i]
             if isinstance(x, jax.Array) and not x.is_deleted():
                 x.delete()
-        results = self._stacks.join(results)
+        return jax.tree.unflatten(self._out_tree, self._into_memories(self._stacks.join(results)))
+
+    def _into_memories(self, results: list[Any]) -> list[Any]:
+        """Results, each in the memory in which it lies between steps."""
         for o, kind in self._memory_out:
             results[o] = into(results[o], kind)
-        return jax.tree.unflatten(self._out_tree, results)
+        return results
 
     def _on_devices(self, leaves: list[Any]) -> list[Any]:
         """The leaves of a call, those that the executor cannot bring to their devices when they are read there already."""

@@ -20,6 +20,7 @@ from .._layout._groups import Groups
 from .._mark import Recording
 from .._runtime._exchange import put_apart
 from .._runtime._execute import Kept
+from .._runtime._memories import in_memories, lying
 from .._runtime._observe import Observer
 from .._types import PyTree
 from ._arguments import Arguments
@@ -90,6 +91,8 @@ class Whole:
     asked: dict[int, NamedSharding]
     states: Pairs
     donated: frozenset[int]
+    memory_in: dict[int, str]
+    memory_out: dict[int, str]
 
     @functools.cached_property
     def invars(self) -> list[Var]:
@@ -346,7 +349,8 @@ class LoweredParts(_InParts, Lowered):
     @property
     def out_info(self) -> Any:
         """Shapes and dtypes of the result, in its structure, each with its sharding."""
-        return _programs(self._items)[-1].lowered.out_info
+        found = _programs(self._items)[-1].lowered.out_info
+        return jax.tree.unflatten(self._out_tree, in_memories(jax.tree.leaves(found), self._whole.memory_out))
 
     @functools.cached_property
     def arguments(self) -> PyTree:
@@ -356,7 +360,7 @@ class LoweredParts(_InParts, Lowered):
             aval = _compat.abstract(v.aval)
             home = self._homes.get(v)
             leaves.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=home, weak_type=aval.weak_type))
-        return jax.tree.unflatten(self._in_tree, leaves)
+        return jax.tree.unflatten(self._in_tree, in_memories(leaves, self._whole.memory_in))
 
     def as_text(self) -> str:
         """The program and the instructions of each part, readable."""
@@ -388,7 +392,8 @@ class CompiledParts(_InParts, Compiled):
         self._avals = [v.aval for v in whole.invars]
         self._dies = self._donated = tuple(sorted(whole.donated))
         self.homes = [x.sharding for x in jax.tree.leaves(lowered.arguments)]
-        self._leaving = list(parts.values())[-1]._leaving
+        self._leaving = lying(list(parts.values())[-1]._leaving, whole.memory_out)
+        self._comes_first, self._memory_out = list(whole.memory_in), tuple(whole.memory_out.items())
         self._read_in = {
             id(x): self._reads(x.bodies[0], made_by(x.part.body))
             for x in _all_hosted(self._items)
@@ -412,8 +417,11 @@ class CompiledParts(_InParts, Compiled):
     def call_flat(self, leaves: list[Any], observer: Observer | None = None) -> PyTree:
         """Runs the step on the flat list of its arguments' leaves; an observer is told what is done."""
         self._check_usable(leaves)
-        env: dict[Var, Any] = {**self._consts, **dict(zip(self._invars, leaves, strict=True))}
+        given = self._on_devices(leaves)
+        env: dict[Var, Any] = {**self._consts, **dict(zip(self._invars, given, strict=True))}
         result = self._run(self._items, env, observer)
+        if self._memory_out:
+            result = jax.tree.unflatten(self._out_tree, self._into_memories(jax.tree.leaves(result)))
         for i in self._dies:
             x = leaves[i]
             if isinstance(x, jax.Array) and not x.is_deleted():

@@ -112,6 +112,7 @@ class Traced(Shown):
             note_opened(self._record, parts.opened)
             whole = Whole(
                 step, given, self._record, self.jaxpr, self._shapes, self._out_tree, self._moved, wanted_in, pairs, given_away,
+                memory_in, memory_out,
             )  # fmt: skip
             return lower_parts(whole, parts, lambda *of_part: Traced(*of_part).lower())
         note_pipeline(self._record, program)
@@ -158,8 +159,10 @@ class Traced(Shown):
     ) -> tuple[dict[int, str], dict[int, str]]:
         """Arguments and results that lie in the memory of the host between steps: position -> the kind of memory.
 
-        What the user says counts, and else a state stays in the memory in which it comes.
+        What the user says counts, and else a state stays in the memory in which it comes. Of a step in parts the whole says it.
         """
+        if self._pairs is not None:
+            return {}, {}
         memory_in = {}
         for i, x in enumerate(self._given.leaves):
             kind = host_kind(asked_in.get(i, getattr(x, "sharding", None)))

@@ -55,7 +55,7 @@ _BEYOND = float("inf")
 
 def minimise_residuals(flat: FlatProgram) -> FlatProgram:
     """Lets every task keep the fewest bytes for its backward pass. Tasks without a submesh stay as they are."""
-    worker = _Minimiser(flat)
+    worker = Minimiser(flat)
     for n in flat.nodes:
         if n.task is not None and flat.tasks[n.task].mesh is not None:
             worker.task(n)
@@ -68,7 +68,7 @@ Place = tuple[str, int]  # where an operand comes from, and its position there
 
 
 @dataclass(eq=False)
-class _Consumer:
+class Consumer:
     """How a backward task changes: its jaxpr, and where its operands come from.
 
     An operand is ``("own", k)``, one it had, ``("kept", k)``, a result of the forward task, or ``("read", k)``, an
@@ -80,7 +80,7 @@ class _Consumer:
 
 
 @dataclass(eq=False)
-class _Rewrite:
+class Rewrite:
     """How a task and those that read what it keeps change; the same for all equal layers.
 
     ``results`` are positions among the results that the task had; a None is a value that it did not keep before,
@@ -91,11 +91,11 @@ class _Rewrite:
     used: list[int]
     results: list[int | None]
     new: list[AbstractValue]
-    consumers: list[_Consumer]
+    consumers: list[Consumer]
     alive: tuple[AbstractJaxpr, ...]  # the jaxprs whose ids are the key
 
 
-class _Minimiser:
+class Minimiser:
     """Goes through the tasks of a program; ``now`` has the nodes that changed.
 
     A task may keep values for a node that changed before, so that every node is looked at as it is now.
@@ -106,7 +106,7 @@ class _Minimiser:
         self.tasks = flat.tasks
         self.now: dict[Node, Node] = {}
         self.readers = {v: list(nodes) for v, nodes in flat.index.readers.items()}  # the nodes as they were
-        self.rewritten: dict[Hashable, _Rewrite] = {}
+        self.rewritten: dict[Hashable, Rewrite] = {}
 
     def task(self, n: Node) -> None:
         """Lets one task keep less, if it keeps something that is cheap to have again."""
@@ -127,7 +127,7 @@ class _Minimiser:
         cheap = self._cheap(n)
         key = (tuple(map(id, jaxprs)), tuple(kept), free_in, free_out, wiring, dropped, cheap)
         if key not in self.rewritten:
-            self.rewritten[key] = _rewrite(eqn, kept, free_in, free_out, eqns, jaxprs, cheap)
+            self.rewritten[key] = self.rewrite(eqn, kept, free_in, free_out, eqns, jaxprs, cheap)
         how = self.rewritten[key]
         if not how.consumers:
             return
@@ -137,6 +137,28 @@ class _Minimiser:
         for c, e, change in zip(consumers, eqns, how.consumers, strict=True):
             sources: dict[str, Sequence[Atom]] = {"own": e.invars, "kept": results, "read": eqn.invars}
             self._change(c, _with_body(e, change.jaxpr, [sources[kind][k] for kind, k in change.operands], e.outvars))
+
+    def rewrite(
+        self,
+        task: Eqn,
+        kept: list[int],
+        free_in: tuple[bool, ...],
+        free_out: tuple[bool, ...],
+        consumers: list[Eqn],
+        jaxprs: tuple[AbstractJaxpr, ...],
+        cheap: frozenset[str],
+    ) -> Rewrite:
+        """How a task and its consumers change.
+
+        Args:
+          task: the task.
+          kept: positions of results that are kept for the consumers alone.
+          free_in, free_out: whether keeping an operand, or a result, costs nothing.
+          consumers: the equations of later phases that read what is kept.
+          jaxprs: those of all of them.
+          cheap: names of the primitives whose results may be computed again.
+        """
+        return _rewrite(task, kept, free_in, free_out, consumers, jaxprs, cheap)
 
     def _cheap(self, n: Node) -> frozenset[str]:
         """The primitives that cost little where a task runs. Planned devices stand for accelerators."""
@@ -189,8 +211,8 @@ def _rewrite(
     consumers: list[Eqn],
     jaxprs: tuple[AbstractJaxpr, ...],
     cheap: frozenset[str],
-) -> _Rewrite:
-    same = _Rewrite(jaxprs[0], [], [], [], [], jaxprs)
+) -> Rewrite:
+    same = Rewrite(jaxprs[0], [], [], [], [], jaxprs)
     parts = _compat.open_jaxpr(jaxprs[0])
     if parts.consts or any(_compat.open_jaxpr(j).consts for j in jaxprs[1:]):
         return same
@@ -198,10 +220,12 @@ def _rewrite(
     outs = [env.get(v, v) if _compat.is_var(v) else v for v in parts.outvars]
     producer = {v: e for e in eqns for v in e.outvars if _compat.is_var(v)}
     wanted = list(dict.fromkeys(v for k in kept if _compat.is_var(v := outs[k]) and v in producer))
-    cost: dict[Var, float] = {} if cheap is _CHEAP else _dearer(parts.invars, eqns, cheap)
-    cost |= {v: 0 for v, free in zip(parts.invars, free_in, strict=True) if free}
-    cost |= {v: 0 for v, free in zip(outs, free_out, strict=True) if free and _compat.is_var(v)}
-    saved = _cheapest(wanted, producer, cost, cheap)
+    free = {
+        v
+        for v, is_free in zip([*parts.invars, *outs], [*free_in, *free_out], strict=True)
+        if is_free and _compat.is_var(v)
+    }
+    saved = cheapest(wanted, free, parts.invars, eqns, cheap)
     if saved.issuperset(wanted):
         return same
     return _Assembly(task, kept, consumers, parts, eqns, outs, producer, saved, jaxprs).result()
@@ -254,13 +278,16 @@ def _looks_for_extremum(eqn: Eqn, producer: Mapping[Var, Eqn]) -> bool:
     return False
 
 
-def _cheapest(
-    wanted: Sequence[Var], producer: Mapping[Var, Eqn], cost: Mapping[Var, float], cheap: frozenset[str]
+def cheapest(
+    wanted: Sequence[Var], free: Collection[Var], invars: Sequence[Var], eqns: Sequence[Eqn], cheap: frozenset[str]
 ) -> set[Var]:
     """The values to keep: the minimum cut between what is expensive to compute and what is wanted.
 
     Among cuts of equal cost the one closest to what is wanted, which computes least again.
     """
+    producer = {v: e for e in eqns for v in e.outvars if _compat.is_var(v)}
+    cost = {} if cheap is _CHEAP else _dearer(invars, eqns, cheap)
+    cost |= dict.fromkeys(free, 0)
     network = _Network()
     source, sink = object(), object()
     stack, seen = list(wanted), set(wanted)
@@ -363,7 +390,7 @@ class _Assembly:
         self.saved, self.jaxprs = saved, jaxprs
         self.input = {v: k for k, v in enumerate(parts.invars)}
 
-    def result(self) -> _Rewrite:
+    def result(self) -> Rewrite:
         stay = [k for k, v in enumerate(self.task.outvars) if _compat.is_var(v) and k not in self.kept]
         named = [(v, k) for k, v in enumerate(self.outs) if _compat.is_var(self.task.outvars[k]) and _compat.is_var(v)]
         first = dict(reversed(named))
@@ -386,11 +413,9 @@ class _Assembly:
         atoms += [v for v in values if first.get(v) not in stay]
         trimmed, used = _compat.dce(_compat.new_jaxpr(self.parts.invars, atoms, self.eqns), [True] * len(atoms))
         changes = [self._consumer(c, results, place) for c in self.consumers]
-        return _Rewrite(
-            _compat.close(trimmed), [k for k, u in enumerate(used) if u], results, new, changes, self.jaxprs
-        )
+        return Rewrite(_compat.close(trimmed), [k for k, u in enumerate(used) if u], results, new, changes, self.jaxprs)
 
-    def _consumer(self, c: Eqn, results: list[int | None], place: Mapping[Var, int]) -> _Consumer:
+    def _consumer(self, c: Eqn, results: list[int | None], place: Mapping[Var, int]) -> Consumer:
         inner = _compat.open_jaxpr(c.params["jaxpr"])
         at = {v: k for k, v in enumerate(self.task.outvars) if _compat.is_var(v)}
         operands: list[Place] = []
@@ -432,4 +457,4 @@ class _Assembly:
                 alias[v] = value(self.outs[position])
         eqns = [with_atoms(e, alias) for e in inner.eqns]
         outs = [alias.get(o, o) if _compat.is_var(o) else o for o in inner.outvars]
-        return _Consumer(_compat.close(_compat.new_jaxpr(invars, outs, again + eqns)), operands)
+        return Consumer(_compat.close(_compat.new_jaxpr(invars, outs, again + eqns)), operands)

@@ -26,6 +26,7 @@ from ._numbers import hold_numbers
 from ._place import place
 from ._repeat import repeat_constraints
 from ._residuals import minimise_residuals
+from ._scans import minimise_scans
 from ._split import split_weights
 from ._spread import spread_conditionals
 from ._stacks import accumulate_each_layer
@@ -76,6 +77,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("accumulate_each_layer", accumulate_each_layer, needs=_DEAD, makes_stale=ALL),
     Pass("spread_stacks", spread_stacks, needs=_DEAD, makes_stale=ALL),
     Pass("split_weights", split_weights, needs=_DEAD, makes_stale=_PLACED),
+    Pass("minimise_scans", minimise_scans, makes_stale=ALL, repeats=True),
     Pass("minimise_residuals", minimise_residuals, makes_stale=ALL),
     Pass("cast_once", cast_once, needs=_DEAD, makes_stale=ALL),
     Pass("hoist_loop_invariants", hoist_loop_invariants, needs=_DEAD, makes_stale=_PLACED),

@@ -76,8 +76,12 @@ def calls_back(eqn: Eqn) -> bool:
     )
 
 
-def inlined(eqns: list[Eqn]) -> tuple[list[Eqn], dict[Var, Atom]]:
+def inlined(eqns: list[Eqn], *, all_calls: bool = True) -> tuple[list[Eqn], dict[Var, Atom]]:
     """Equations with all calls opened, so that what is inside can be told apart. Derivatives have to be taken already.
+
+    Args:
+      eqns: the equations.
+      all_calls: whether those are opened, too, that mean more than their body.
 
     Returns:
       The equations, and for each variable that is now called otherwise the one that stands for it.
@@ -87,7 +91,7 @@ def inlined(eqns: list[Eqn]) -> tuple[list[Eqn], dict[Var, Atom]]:
 
     def walk(inner: list[Eqn], sub: dict[Var, Atom]) -> None:
         for e in inner:
-            body = call_body(e)
+            body = call_body(e) if all_calls or is_transparent(e) else None
             parts = _compat.open_jaxpr(body) if body is not None else None
             if parts is None or parts.consts:
                 out.append(substitute(e, sub))

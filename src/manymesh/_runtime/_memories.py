@@ -37,6 +37,11 @@ def into(x: jax.Array, kind: str) -> jax.Array:
     return _compat.assemble(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), pieces)
 
 
+def lying(shardings: Sequence[Any], kinds: Mapping[int, str]) -> list[Any]:
+    """Shardings, those in ``kinds`` in that memory; None stays None."""
+    return [s.with_memory_kind(kinds[k]) if s is not None and k in kinds else s for k, s in enumerate(shardings)]
+
+
 def in_memories(leaves: Sequence[Any], kinds: Mapping[int, str]) -> list[Any]:
     """Shapes and dtypes with shardings, those in ``kinds`` in that memory."""
     return [

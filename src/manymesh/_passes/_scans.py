@@ -1,0 +1,327 @@
+"""What each round of a scan inside of a task keeps for the backward pass, in the fewest bytes.
+
+A task that scans over layers keeps for every layer what the backward pass of one layer reads, and so does the scan of plain
+JAX: nothing is computed again across a scan. Here the bodies of both scans are looked at as a task and its backward pass are:
+the forward scan hands out what a minimum cut says, and the backward scan begins each round with what follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from .. import _compat
+from .._compat import AbstractJaxpr, Atom, Eqn, Var
+from .._program._calls import inlined
+from .._program._flat import FlatProgram
+from .._program._rewrite import substitute, trace_eqns, with_atoms
+from ._residuals import Consumer, Minimiser, Place, Rewrite, cheapest
+
+
+def minimise_scans(flat: FlatProgram) -> FlatProgram:
+    """Lets scans in tasks keep the fewest bytes for their backward pass; one scan of each task at a time."""
+    worker = _Minimiser(flat)
+    for n in flat.nodes:
+        if n.task is not None and flat.tasks[n.task].mesh is not None:
+            worker.task(n)
+    if not worker.now:
+        return flat
+    return replace(flat, nodes=tuple(worker.now.get(n, n) for n in flat.nodes), placement=None)
+
+
+class _Minimiser(Minimiser):
+    def rewrite(
+        self,
+        task: Eqn,
+        kept: list[int],
+        free_in: tuple[bool, ...],
+        free_out: tuple[bool, ...],
+        consumers: list[Eqn],
+        jaxprs: tuple[AbstractJaxpr, ...],
+        cheap: frozenset[str],
+    ) -> Rewrite:
+        """The first scan of a task that may keep less; see `Minimiser`."""
+        same = Rewrite(jaxprs[0], [], [], [], [], jaxprs)
+        if any(_compat.open_jaxpr(j).consts for j in jaxprs):
+            return same
+        producer = _Opened(jaxprs[0], all_calls=True)
+        backward = [_Opened(j) for j in jaxprs[1:]]
+        for eqn in producer.eqns:
+            if eqn.primitive.name == "scan" and not eqn.effects:
+                found = _Scan(eqn, task, kept, producer, consumers, backward).rewritten(free_in, cheap, jaxprs)
+                if found is not None:
+                    return found
+        return same
+
+
+class _Opened:
+    """A jaxpr with calls opened, and who reads its variables."""
+
+    def __init__(self, jaxpr: AbstractJaxpr, *, all_calls: bool = False) -> None:
+        parts = _compat.open_jaxpr(jaxpr)
+        self.invars = parts.invars
+        self.eqns, env = inlined(parts.eqns, all_calls=all_calls)
+        self.outs: list[Atom] = [env.get(v, v) if _compat.is_var(v) else v for v in parts.outvars]
+
+    def readers(self, v: Var) -> list[Eqn]:
+        """The equations that read a variable."""
+        return [e for e in self.eqns if any(o is v for o in e.invars)]
+
+    def returns(self, v: Var) -> bool:
+        """Whether it is a result."""
+        return any(o is v for o in self.outs)
+
+
+@dataclass
+class _Reader:
+    """The one scan of a backward task that reads what rounds of the forward scan keep.
+
+    Attributes:
+      eqn: the scan.
+      at: position of a result of the forward scan -> position of the operand that is it.
+    """
+
+    eqn: Eqn
+    at: dict[int, int]
+
+
+class _Scan:
+    """One scan of a forward task."""
+
+    def __init__(
+        self,
+        eqn: Eqn,
+        task: Eqn,
+        kept: Sequence[int],
+        producer: _Opened,
+        consumers: Sequence[Eqn],
+        backward: Sequence[_Opened],
+    ) -> None:
+        self.eqn, self.task, self.kept, self.producer = eqn, task, kept, producer
+        self.consumers, self.backward = consumers, backward
+        self.scan = _compat.scan_parts(eqn)
+        self.body = _compat.open_jaxpr(self.scan.jaxpr)
+        self.body_eqns, env = inlined(self.body.eqns)
+        self.body_outs: list[Atom] = [env.get(v, v) if _compat.is_var(v) else v for v in self.body.outvars]
+
+    def rewritten(
+        self, free_in: tuple[bool, ...], cheap: frozenset[str], jaxprs: tuple[AbstractJaxpr, ...]
+    ) -> Rewrite | None:
+        """How the tasks change; None if they do not."""
+        if self.body.consts:
+            return None
+        residuals = self._residuals()
+        readers = [self._reader(c, b, residuals) for c, b in zip(self.consumers, self.backward, strict=True)]
+        for r in readers:  # what one of them took out, the others do not read that way either
+            r.at = {k: at for k, at in r.at.items() if k in residuals}
+        made = {v: e for e in self.body_eqns for v in e.outvars if _compat.is_var(v)}
+        wanted = list(dict.fromkeys(v for k in residuals if _compat.is_var(v := self.body_outs[k])))
+        if not any(v in made for v in wanted):
+            return None
+        free = self._free(free_in)
+        saved = cheapest(wanted, free, self.body.invars, self.body_eqns, cheap)
+        if saved.issuperset(wanted):
+            return None
+        order = [v for v in (*self.body.invars, *made) if v in saved and v not in free]
+        return _Assembly(self, residuals, readers, made, order, free).result(jaxprs)
+
+    def _residuals(self) -> dict[int, int]:
+        """Result of the scan that only the backward tasks read -> the result of the task that it is."""
+        found = {}
+        for k, v in enumerate(self.eqn.outvars):
+            at = [o for o, x in enumerate(self.producer.outs) if x is v]
+            is_kept = len(at) == 1 and at[0] in self.kept and not self.producer.readers(v)
+            if k >= self.scan.num_carry and _compat.is_var(v) and is_kept:
+                found[k] = at[0]
+        return found
+
+    def _reader(self, consumer: Eqn, body: _Opened, residuals: dict[int, int]) -> _Reader:
+        """The scan of a backward task that reads residuals; those that anything else reads are taken out of them."""
+        found = _Reader(self.eqn, {})
+        for k, o in list(residuals.items()):
+            operands = [body.invars[i] for i, v in enumerate(consumer.invars) if v is self.task.outvars[o]]
+            readers = [e for v in operands for e in body.readers(v)]
+            places = [i for v in operands for e in readers for i, x in enumerate(e.invars) if x is v]
+            if not operands:
+                continue
+            alone = len(operands) == len(places) == 1 and not body.returns(operands[0])
+            if not alone or not self._fits(readers[0], places[0]) or (found.at and readers[0] is not found.eqn):
+                del residuals[k]
+                continue
+            found = _Reader(readers[0], {**found.at, k: places[0]})
+        return found
+
+    def _fits(self, eqn: Eqn, position: int) -> bool:
+        """Whether an operand of an equation is taken apart by a scan of as many rounds."""
+        if eqn.primitive.name != "scan" or eqn.effects:
+            return False
+        scan = _compat.scan_parts(eqn)
+        rounds = scan.length == self.scan.length and not _compat.open_jaxpr(scan.jaxpr).consts
+        return rounds and position >= scan.num_consts + scan.num_carry
+
+    def _free(self, free_in: tuple[bool, ...]) -> dict[Var, int]:
+        """Operand of the body that the backward pass can have anyway -> the operand of the task that it is, or is a part of."""
+        position = {v: k for k, v in enumerate(self.producer.invars)}
+        first, last = self.scan.num_consts, self.scan.num_consts + self.scan.num_carry
+        found = {}
+        for k, (v, operand) in enumerate(zip(self.body.invars, self.eqn.invars, strict=True)):
+            at = position.get(operand) if _compat.is_var(operand) else None
+            if not first <= k < last and at is not None and free_in[at]:
+                found[v] = at
+        return found
+
+
+class _Assembly:
+    """Builds the tasks with their new scans."""
+
+    def __init__(
+        self,
+        scan: _Scan,
+        residuals: Mapping[int, int],
+        readers: Sequence[_Reader],
+        made: Mapping[Var, Eqn],
+        order: Sequence[Var],
+        free: Mapping[Var, int],
+    ) -> None:
+        self.s, self.residuals, self.readers, self.made = scan, residuals, readers, made
+        self.order, self.free = order, free
+
+    def result(self, jaxprs: tuple[AbstractJaxpr, ...]) -> Rewrite:
+        """The change."""
+        s = self.s
+        dropped = set(self.residuals.values())
+        results: list[int | None] = [k for k, v in enumerate(s.task.outvars) if _compat.is_var(v) and k not in dropped]
+        first = len(results)
+        forward, saved = self._forward(results)
+        consumers = [
+            self._consumer(c, b, r, results, first)
+            for c, b, r in zip(s.consumers, s.backward, self.readers, strict=True)
+        ]
+        new = [v.aval for v in saved]
+        used = list(range(len(s.producer.invars)))
+        return Rewrite(forward, used, [*results, *[None] * len(saved)], new, consumers, jaxprs)
+
+    def _forward(self, results: Sequence[int | None]) -> tuple[AbstractJaxpr, list[Var]]:
+        """The forward task, and what it keeps of the scan."""
+        s, scan = self.s, self.s.scan
+        stay = [k for k in range(scan.num_carry, len(s.eqn.outvars)) if k not in self.residuals]
+        outs = [*s.body_outs[: scan.num_carry], *(s.body_outs[k] for k in stay), *self.order]
+        eqns, made = _scan(s.body.invars, outs, s.body_eqns, s.eqn, s.eqn.invars, scan.num_consts)
+        old = [*s.eqn.outvars[: scan.num_carry], *(s.eqn.outvars[k] for k in stay)]
+        env: dict[Var, Atom] = {v: new for v, new in zip(old, made, strict=False) if _compat.is_var(v)}
+        saved = made[len(old) :]
+        whole: list[Eqn] = []
+        for e in s.producer.eqns:
+            whole += eqns if e is s.eqn else [with_atoms(e, env)]
+        kept = [s.producer.outs[k] for k in results if k is not None]
+        atoms = [env.get(v, v) if _compat.is_var(v) else v for v in kept]
+        return _compat.close(_compat.new_jaxpr(s.producer.invars, [*atoms, *saved], whole)), saved
+
+    def _consumer(
+        self, consumer: Eqn, body: _Opened, reader: _Reader, results: Sequence[int | None], first: int
+    ) -> Consumer:
+        """A backward task."""
+        position = {k: n for n, k in enumerate(results)}
+        number = {v: k for k, v in enumerate(self.s.task.outvars) if _compat.is_var(v)}
+        operands: list[Place] = []
+        invars: list[Var] = []
+        gone = {self.s.task.outvars[self.residuals[k]] for k in reader.at}
+        for k, (outer, v) in enumerate(zip(consumer.invars, body.invars, strict=True)):
+            if _compat.is_var(outer) and outer in gone:
+                continue
+            at = position.get(number.get(outer, -1)) if _compat.is_var(outer) else None
+            invars.append(v)
+            operands.append(("own", k) if at is None else ("kept", at))
+        if not reader.at:
+            return Consumer(_compat.close(_compat.new_jaxpr(invars, body.outs, body.eqns)), operands)
+        eqns, env = self._backward_scan(reader, invars, operands, first)
+        whole = [new for e in body.eqns for new in (eqns if e is reader.eqn else [with_atoms(e, env)])]
+        outs = [env.get(v, v) if _compat.is_var(v) else v for v in body.outs]
+        return Consumer(_compat.close(_compat.new_jaxpr(invars, outs, whole)), operands)
+
+    def _backward_scan(
+        self, reader: _Reader, invars: list[Var], operands: list[Place], first: int
+    ) -> tuple[list[Eqn], dict[Var, Atom]]:
+        """The equations of the new scan, and what stands for the results of the old one. Adds the operands it needs."""
+        scan = _compat.scan_parts(reader.eqn)
+        inner = _compat.open_jaxpr(scan.jaxpr)
+        env: dict[Var, Atom] = {}
+        again: list[Eqn] = []
+        read: dict[Var, Var] = {}  # variable of the forward body -> operand of the new body
+
+        def value(result: Atom) -> Atom:
+            stack: list[Atom] = [result]
+            while stack:
+                v = stack[-1]
+                if not _compat.is_var(v) or v in env:
+                    stack.pop()
+                elif v in self.free or v in self.order:
+                    env[v] = read[v] = _compat.new_var(v.aval)
+                else:
+                    eqn = self.made[v]
+                    missing = [o for o in eqn.invars if _compat.is_var(o) and o not in env]
+                    stack += missing
+                    if not missing:
+                        again.append(substitute(eqn, env))
+            return env[result] if _compat.is_var(result) else result
+
+        alias: dict[Var, Atom] = {inner.invars[at]: value(self.s.body_outs[k]) for k, at in reader.at.items()}
+        consts: list[tuple[Var, Atom]] = []  # (operand of the body, operand of the scan)
+        rest: list[tuple[Var, Atom]] = []
+        xs: list[tuple[Var, Atom]] = []
+        for k, (v, operand) in enumerate(zip(inner.invars, reader.eqn.invars, strict=True)):
+            if v not in alias:
+                (consts if k < scan.num_consts else rest).append((v, operand))
+        for source, v in read.items():
+            outer = _compat.new_var(self._whole(source))
+            invars.append(outer)
+            operands.append(
+                ("read", self.free[source]) if source in self.free else ("kept", first + self.order.index(source))
+            )
+            is_const = source in self.s.body.invars[: self.s.scan.num_consts] and source in self.free
+            (consts if is_const else xs).append((v, outer))
+        pairs = [*consts, *rest, *xs]
+        eqns, made = _scan(
+            [v for v, _ in pairs], [alias.get(v, v) if _compat.is_var(v) else v for v in inner.outvars],
+            [*again, *(with_atoms(e, alias) for e in inner.eqns)], reader.eqn, [o for _, o in pairs], len(consts),
+        )  # fmt: skip
+        old = {v: new for v, new in zip(reader.eqn.outvars, made, strict=True) if _compat.is_var(v)}
+        return eqns, dict(old)
+
+    def _whole(self, v: Var) -> Any:
+        """The abstract value of all rounds of a variable of the forward body, or of what does not change from round to round."""
+        if v in self.free:
+            return self.s.producer.invars[self.free[v]].aval
+        return _compat.stacked(v.aval, self.s.scan.length)
+
+
+def _scan(
+    invars: Sequence[Var],
+    outs: Sequence[Atom],
+    eqns: Sequence[Eqn],
+    like: Eqn,
+    operands: Sequence[Atom],
+    num_consts: int,
+) -> tuple[list[Eqn], list[Var]]:
+    """A scan with another body, and else like one that there was: its equations and results."""
+    scan = _compat.scan_parts(like)
+    open_body = _compat.new_jaxpr(invars, outs, eqns)
+    trimmed, _ = _compat.dce(open_body, [True] * len(outs))
+    body = _compat.new_jaxpr(invars, trimmed.outvars, trimmed.eqns)
+    last = num_consts + scan.num_carry
+
+    def run(*values: Any) -> list[Any]:
+        consts, init, xs = values[:num_consts], values[num_consts:last], values[last:]
+
+        def round_(carry: Any, x: Any) -> tuple[Any, Any]:
+            made = jax.core.eval_jaxpr(body, (), *consts, *carry, *x)
+            return tuple(made[: scan.num_carry]), tuple(made[scan.num_carry :])
+
+        carry, ys = jax.lax.scan(round_, tuple(init), tuple(xs), scan.length, scan.reverse, like.params["unroll"])
+        return [*carry, *ys]
+
+    new, results = trace_eqns(run, operands)
+    return new, results
