@@ -167,3 +167,22 @@ def test_annotated_parameters_of_flax():
     for v in casts:
         assert lowered.layout.sharding(v, lowered.program.home[v]).spec == PartitionSpec(None, "model")
     assert_agrees(grad, params, x, tolerance=2e-2)
+
+
+def test_a_constraint_between_loop_and_task_is_kept():
+    """A step that constrains its parameters before it calls its tasks: they lie as it says, and are cast once."""
+    meshes = [Mesh(np.array(jax.devices()[k : k + 2]), ("model",)) for k in (0, 2)]
+    tasks = [mm.task(layer, f"t{k}", mesh=m) for k, m in enumerate(meshes)]
+
+    def loss(ws, x):
+        for task, w in zip(tasks, ws, strict=True):
+            x = task(mm.with_sharding_constraint(w, PartitionSpec(None, "model")), x)
+        return jnp.mean(x**2)
+
+    grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2, schedule="1f1b", reduce="mean")
+    ws, x = list(np.random.default_rng(0).normal(size=(2, 8, 8)).astype("f4") / 3), np.eye(8, dtype="f4")
+    assert casts_in_the_loop(grad, ws, x) == 0
+    assert [s.spec for s in mm.jit(grad).lower(ws, x).compile().input_shardings[0][0]] == [
+        PartitionSpec(None, "model")
+    ] * 2
+    assert_agrees(grad, ws, x, tolerance=2e-2)

@@ -81,7 +81,7 @@ class _Worker:
         for k, v in enumerate(n.eqn.outvars):
             found = self.bodies.handed_through(new, k) if _compat.is_var(v) else None
             if found is not None and found[0] in casts:  # kept for a backward pass; it is there for all microbatches
-                self.env[v] = self._moved(casts[found[0]], found[1])
+                self.env[v] = self._moved(casts[found[0]], [Node(e) for e in found[1]])
         invars = [casts.get(k, v) for k, v in enumerate(n.eqn.invars)]
         return replace(n, eqn=n.eqn.replace(invars=invars, params={**n.eqn.params, "jaxpr": new}))
 
@@ -89,14 +89,18 @@ class _Worker:
         """Whether a value comes from outside of a loop, if need be through equations that move its elements."""
         return self._source(v, loop) is not None
 
-    def _source(self, v: Var, loop: int | None) -> tuple[Var, list[Eqn]] | None:
-        """What a value is made of outside of a loop, and the equations of the body that only move its elements."""
-        moves: list[Eqn] = []
+    def _source(self, v: Var, loop: int | None) -> tuple[Var, list[Node]] | None:
+        """What a value is made of outside of a loop, and the nodes of the body that only move its elements.
+
+        A constraint that stands for one in a task is left out: the task has it.
+        """
+        moves: list[Node] = []
         while self.index.scope.get(v) == loop:
             n = self.index.producer.get(v)
             if n is None or n.task is not None or n.primitive not in _MOVES:
                 return None
-            moves.append(n.eqn)
+            if n.colocated_with is None or n.primitive not in _CONSTRAINTS:
+                moves.append(n)
             (v,) = n.inputs
         return v, moves[::-1]
 
@@ -111,15 +115,14 @@ class _Worker:
             self.casts[source, dtype] = cast
         return self._moved(self.casts[source, dtype], moves)
 
-    def _moved(self, v: Var, moves: Sequence[Eqn]) -> Var:
-        """What equations that move elements make of a value outside of the loop. How it lies its readers say, too."""
-        for e in moves:
-            if e.primitive.name in _CONSTRAINTS:
-                continue
-            key = v, e.outvars[0]
+    def _moved(self, v: Var, moves: Sequence[Node]) -> Var:
+        """What nodes that move elements make of a value outside of the loop."""
+        for n in moves:
+            key = v, n.outputs[0]
             if key not in self.moved:
-                self.moved[key] = _in_type(e.outvars[0], _compat.dtype(v))
-                self.made.append(Node(e.replace(invars=[v, *e.invars[1:]], outvars=[self.moved[key]])))
+                self.moved[key] = _in_type(n.outputs[0], _compat.dtype(v))
+                eqn = n.eqn.replace(invars=[v, *n.eqn.invars[1:]], outvars=[self.moved[key]])
+                self.made.append(replace(n, eqn=eqn, loop=None, backward=False, guard=()))
             v = self.moved[key]
         return v
 
@@ -182,13 +185,16 @@ class _Bodies:
         return found
 
     def handed_through(self, jaxpr: AbstractJaxpr, position: int) -> tuple[int, list[Eqn]] | None:
-        """The operand that a result is, and the equations that move its elements before; None for any other result."""
+        """The operand that a result is, and the equations that move its elements before; None for any other result.
+
+        Constraints are left out: what a task hands through lies there as it says.
+        """
         body = self._opened(jaxpr)
         v, moves = body.parts.outvars[position], list[Eqn]()
         while _compat.is_var(v) and v not in body.operand:
             e = body.producer.get(v)
             if e is not None and e.primitive.name in _MOVES:
-                moves.append(e)
+                moves += [e] if e.primitive.name not in _CONSTRAINTS else []
                 v = e.invars[0]
             elif e is not None and (inner := _operands_of_body(e)) is not None:
                 called, positions = inner
