@@ -20,8 +20,9 @@ def kinds_of(program: Program, layout: Layout, states: Iterable[tuple[int, int]]
     """The kind of each variable that has one other than ``activations``.
 
     Parameters are the arguments that every microbatch reads as they are, or as they were cast before the loop, and, outside
-    loops, those that a forward pass reads and that the step gives back, or a gradient of their shape. Other arguments that it gives back are optimizer state.
-    Gradients are what a loop adds up over microbatches, and what a backward pass makes for the optimizer.
+    loops, those that a forward pass reads and that the step gives back, or a gradient of their shape. Other arguments that
+    it gives back are optimizer state. Gradients are what a loop adds up over microbatches, and what a backward pass makes
+    for the optimizer.
 
     Args:
       program: the program.
