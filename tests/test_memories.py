@@ -209,3 +209,18 @@ def test_steps_that_the_host_runs_in_parts():
         s, expected = jitted(s, x), reference(jax.jit(step), expected, x)
         assert kinds(s["m"]) == {HOST} and kinds(s["w"]) == {"device"}
         assert_same(s, expected)
+
+
+def test_checkpoints(tmp_path):
+    """What is restored as the step wants it lies in the memory of the host again."""
+    params, moments, x = arguments(HOST)
+    step = mm.jit(train)
+    params, moments, _ = step(params, moments, x)
+    mm.checkpoint.save(tmp_path / "state", (params, moments))
+    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), (params, moments))
+    restored = mm.checkpoint.restore(tmp_path / "state", like)
+    assert kinds(restored[0]) == {"device"} and kinds(restored[1]) == {HOST}
+    assert_same(restored, (params, moments))
+    compiled = step.lower(params, moments, x).compile()
+    described = mm.checkpoint.argument_of(compiled, 1)
+    assert {s.sharding.memory_kind for s in jax.tree.leaves(described)} == {HOST}

@@ -13,6 +13,7 @@ from jax.sharding import Sharding
 
 from .. import _compat
 from .._runtime._exchange import assembled
+from .._runtime._memories import place_of
 from ._leaves import NUMBERS, Leaf, is_key
 from ._store import Box
 
@@ -74,7 +75,9 @@ class Target:
             return self._on_host(parts[None], random)
         indices = self._indices(self.sharding)
         devices = [d for d in _compat.device_order(self.sharding) if d in indices]
-        pieces = jax.device_put([parts[_numbers(indices[d], self.shape)] for d in devices], devices)
+        pieces = jax.device_put(
+            [parts[_numbers(indices[d], self.shape)] for d in devices], [place_of(d, self.sharding) for d in devices]
+        )
         aval = jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding, weak_type=self.weak_type)
         return assembled(aval, pieces)
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from .. import _compat
 from ._carrier import Carrier, Piece
+from ._memories import place_of
 from ._transport import Batch, LocalTransport
 
 
@@ -107,7 +108,7 @@ def _local(value: np.ndarray[Any, Any], sharding: Sharding) -> list[jax.Array]:
     me = jax.process_index()
     places = sharding.devices_indices_map(value.shape)
     return [
-        jax.device_put(value[places[d]], d) for d in _compat.device_order(sharding) if d.process_index == me
+        jax.device_put(value[places[d]], place_of(d, sharding)) for d in _compat.device_order(sharding) if d.process_index == me
     ]  # fmt: skip
 
 

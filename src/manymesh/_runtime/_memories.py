@@ -24,6 +24,12 @@ def is_in_host_memory(x: Any) -> bool:
     return isinstance(x, jax.Array) and host_kind(x.sharding) is not None
 
 
+def place_of(device: Any, sharding: Any) -> Any:
+    """Where the piece of a device goes, of an array with a sharding: to the device, or to its part of the host's memory."""
+    kind = host_kind(sharding)
+    return device if kind is None else SingleDeviceSharding(device, memory_kind=kind)
+
+
 def into(x: jax.Array, kind: str) -> jax.Array:
     """The array in another memory of its devices: asynchronously; each process moves what is its own."""
     sharding = x.sharding.with_memory_kind(kind)
@@ -31,8 +37,7 @@ def into(x: jax.Array, kind: str) -> jax.Array:
         moved: jax.Array = jax.device_put(x, sharding)
         return moved
     pieces = [
-        jax.device_put(piece, SingleDeviceSharding(next(iter(piece.devices())), memory_kind=kind))
-        for piece in _compat.pieces(x)
+        jax.device_put(p, SingleDeviceSharding(next(iter(p.devices())), memory_kind=kind)) for p in _compat.pieces(x)
     ]
     return _compat.assemble(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), pieces)
 
