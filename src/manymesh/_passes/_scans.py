@@ -8,7 +8,7 @@ the forward scan hands out what a minimum cut says, and the backward scan begins
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -80,12 +80,12 @@ class _Reader:
     """The one scan of a backward task that reads what rounds of the forward scan keep.
 
     Attributes:
-      eqn: the scan.
+      eqn: the scan; None where the task reads nothing of that kind.
       at: position of a result of the forward scan -> position of the operand that is it.
     """
 
-    eqn: Eqn
-    at: dict[int, int]
+    eqn: Eqn | None = None
+    at: dict[int, int] = field(default_factory=dict)
 
 
 class _Scan:
@@ -140,7 +140,7 @@ class _Scan:
 
     def _reader(self, consumer: Eqn, body: _Opened, residuals: dict[int, int]) -> _Reader:
         """The scan of a backward task that reads residuals; those that anything else reads are taken out of them."""
-        found = _Reader(self.eqn, {})
+        found = _Reader()
         for k, o in list(residuals.items()):
             operands = [body.invars[i] for i, v in enumerate(consumer.invars) if v is self.task.outvars[o]]
             readers = [e for v in operands for e in body.readers(v)]
@@ -148,10 +148,11 @@ class _Scan:
             if not operands:
                 continue
             alone = len(operands) == len(places) == 1 and not body.returns(operands[0])
-            if not alone or not self._fits(readers[0], places[0]) or (found.at and readers[0] is not found.eqn):
+            if alone and self._fits(readers[0], places[0]) and (found.eqn is None or found.eqn is readers[0]):
+                found.eqn = readers[0]
+                found.at[k] = places[0]
+            else:
                 del residuals[k]
-                continue
-            found = _Reader(readers[0], {**found.at, k: places[0]})
         return found
 
     def _fits(self, eqn: Eqn, position: int) -> bool:
@@ -237,16 +238,17 @@ class _Assembly:
             operands.append(("own", k) if at is None else ("kept", at))
         if not reader.at:
             return Consumer(_compat.close(_compat.new_jaxpr(invars, body.outs, body.eqns)), operands)
-        eqns, env = self._backward_scan(reader, invars, operands, first)
+        assert reader.eqn is not None, "it reads what a scan kept"
+        eqns, env = self._backward_scan(reader.eqn, reader.at, invars, operands, first)
         whole = [new for e in body.eqns for new in (eqns if e is reader.eqn else [with_atoms(e, env)])]
         outs = [env.get(v, v) if _compat.is_var(v) else v for v in body.outs]
         return Consumer(_compat.close(_compat.new_jaxpr(invars, outs, whole)), operands)
 
     def _backward_scan(
-        self, reader: _Reader, invars: list[Var], operands: list[Place], first: int
+        self, eqn: Eqn, at: Mapping[int, int], invars: list[Var], operands: list[Place], first: int
     ) -> tuple[list[Eqn], dict[Var, Atom]]:
         """The equations of the new scan, and what stands for the results of the old one. Adds the operands it needs."""
-        scan = _compat.scan_parts(reader.eqn)
+        scan = _compat.scan_parts(eqn)
         inner = _compat.open_jaxpr(scan.jaxpr)
         env: dict[Var, Atom] = {}
         again: list[Eqn] = []
@@ -261,18 +263,18 @@ class _Assembly:
                 elif v in self.free or v in self.order:
                     env[v] = read[v] = _compat.new_var(v.aval)
                 else:
-                    eqn = self.made[v]
-                    missing = [o for o in eqn.invars if _compat.is_var(o) and o not in env]
+                    maker = self.made[v]
+                    missing = [o for o in maker.invars if _compat.is_var(o) and o not in env]
                     stack += missing
                     if not missing:
-                        again.append(substitute(eqn, env))
+                        again.append(substitute(maker, env))
             return env[result] if _compat.is_var(result) else result
 
-        alias: dict[Var, Atom] = {inner.invars[at]: value(self.s.body_outs[k]) for k, at in reader.at.items()}
+        alias: dict[Var, Atom] = {inner.invars[p]: value(self.s.body_outs[k]) for k, p in at.items()}
         consts: list[tuple[Var, Atom]] = []  # (operand of the body, operand of the scan)
         rest: list[tuple[Var, Atom]] = []
         xs: list[tuple[Var, Atom]] = []
-        for k, (v, operand) in enumerate(zip(inner.invars, reader.eqn.invars, strict=True)):
+        for k, (v, operand) in enumerate(zip(inner.invars, eqn.invars, strict=True)):
             if v not in alias:
                 (consts if k < scan.num_consts else rest).append((v, operand))
         for source, v in read.items():
@@ -286,9 +288,9 @@ class _Assembly:
         pairs = [*consts, *rest, *xs]
         eqns, made = _scan(
             [v for v, _ in pairs], [alias.get(v, v) if _compat.is_var(v) else v for v in inner.outvars],
-            [*again, *(with_atoms(e, alias) for e in inner.eqns)], reader.eqn, [o for _, o in pairs], len(consts),
+            [*again, *(with_atoms(e, alias) for e in inner.eqns)], eqn, [o for _, o in pairs], len(consts),
         )  # fmt: skip
-        old = {v: new for v, new in zip(reader.eqn.outvars, made, strict=True) if _compat.is_var(v)}
+        old = {v: new for v, new in zip(eqn.outvars, made, strict=True) if _compat.is_var(v)}
         return eqns, dict(old)
 
     def _whole(self, v: Var) -> Any:
