@@ -182,8 +182,8 @@ def test_a_single_device():
     assert kinds(step({"w": given}, np.eye(8, dtype="f4"))) == {HOST}
 
 
-def test_a_key_and_numpy_values_are_what_they_were():
-    """Only arrays in the memory of the host are meant."""
+def test_values_of_the_host_itself_are_not_meant():
+    """What NumPy has goes to the devices, and what comes of it stays there."""
     step = mm.jit(train)
     params, moments, x = arguments("device")
     assert kinds(step(params, [np.asarray(m) for m in moments], x)[:2]) == {"device"}

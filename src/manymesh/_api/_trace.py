@@ -55,4 +55,4 @@ def trace(step: Step, given: Arguments) -> Traced:
         raise ArgumentError(f"mm.jit({step.name}): the step closes over {REFERENCE}")
     closed, moved, memories = read_moves(_compat.without_refs(_compat.without_high(closed)), record)
     step.report(record, None)
-    return Traced(step, given, record, closed, shapes, out_tree[-1], flat_fun, moved, memories=memories)
+    return Traced(step, given, record, closed, shapes, out_tree[-1], flat_fun, moved, _memories=memories)

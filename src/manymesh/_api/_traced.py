@@ -55,7 +55,7 @@ class Traced(Shown):
     _moved: dict[int, Any]
     _pairs: list[tuple[int, int]] | None = None
     _constant: tuple[int, ...] = ()
-    memories: Mapping[int, str] = field(default_factory=dict)
+    _memories: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def out_info(self) -> Any:
@@ -89,7 +89,7 @@ class Traced(Shown):
             frozenset() if _compat.checks_floats() else donated_leaves(given, step.donate_argnums, step.donate_argnames)
         )
         pairs = self._states(given_away) if self._pairs is None else self._pairs
-        memory_in, memory_out = self._memories(wanted_in, asked_out, pairs)
+        memory_in, memory_out = self._lying(wanted_in, asked_out, pairs)
         wanted_in = {i: on_devices(s) for i, s in wanted_in.items()}
         wanted_out = {o: on_devices(s) for o, s in wanted_out.items()}
         pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
@@ -154,7 +154,7 @@ class Traced(Shown):
             tuple(self._record.findings),
         )  # fmt: skip
 
-    def _memories(
+    def _lying(
         self, asked_in: Mapping[int, Any], asked_out: Mapping[int, Any], pairs: Iterable[tuple[int, int]]
     ) -> tuple[dict[int, str], dict[int, str]]:
         """Arguments and results that lie in the memory of the host between steps: position -> the kind of memory.
@@ -168,7 +168,7 @@ class Traced(Shown):
             kind = host_kind(asked_in.get(i, getattr(x, "sharding", None)))
             if kind is not None:
                 memory_in[i] = kind
-        put = {**{o: s.memory_kind for o, s in self._moved.items()}, **self.memories}
+        put = {**{o: s.memory_kind for o, s in self._moved.items()}, **self._memories}
         said = {**put, **{o: s.memory_kind for o, s in asked_out.items()}}
         kept = {o: memory_in[i] for i, o in pairs if i in memory_in}
         return memory_in, {o: kind for o, kind in {**kept, **said}.items() if kind == HOST}

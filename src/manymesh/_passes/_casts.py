@@ -61,7 +61,7 @@ class _Worker:
         n, self.made = reading(n, self.env), []
         if n.task is not None:
             n = self._task(n)
-        elif (dtype := _cast_to(n.eqn)) is not None and n.outputs and self._is_outside(n.inputs[0], n.loop):
+        elif (dtype := _cast_to(n.eqn)) is not None and n.outputs and self._source(n.inputs[0], n.loop):
             self.env[n.outputs[0]] = self._cast(n.inputs[0], dtype, n)
         return [*self.made, n]
 
@@ -70,7 +70,7 @@ class _Worker:
         smaller: dict[int, Any] = {}
         casts: dict[int, Var] = {}
         for k, v in enumerate(n.eqn.invars):
-            if not _compat.is_var(v) or not self._is_outside(v, n.loop):
+            if not _compat.is_var(v) or self._source(v, n.loop) is None:
                 continue
             dtype = self.bodies.read_as(jaxpr, k)
             if dtype is not None:
@@ -85,12 +85,8 @@ class _Worker:
         invars = [casts.get(k, v) for k, v in enumerate(n.eqn.invars)]
         return replace(n, eqn=n.eqn.replace(invars=invars, params={**n.eqn.params, "jaxpr": new}))
 
-    def _is_outside(self, v: Var, loop: int | None) -> bool:
-        """Whether a value comes from outside of a loop, if need be through equations that move its elements."""
-        return self._source(v, loop) is not None
-
     def _source(self, v: Var, loop: int | None) -> tuple[Var, list[Node]] | None:
-        """What a value is made of outside of a loop, and the nodes of the body that only move its elements.
+        """What a value is made of outside of a loop, and the nodes of the body that only move its elements; else None.
 
         A constraint that stands for one in a task is left out: the task has it.
         """

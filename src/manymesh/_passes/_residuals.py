@@ -12,7 +12,7 @@ a sum; on CPU an exponential, too), the sink is what the backward pass reads, an
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .. import _compat
@@ -55,13 +55,7 @@ _BEYOND = float("inf")
 
 def minimise_residuals(flat: FlatProgram) -> FlatProgram:
     """Lets every task keep the fewest bytes for its backward pass. Tasks without a submesh stay as they are."""
-    worker = Minimiser(flat)
-    for n in flat.nodes:
-        if n.task is not None and flat.tasks[n.task].mesh is not None:
-            worker.task(n)
-    if not worker.now:
-        return flat
-    return replace(flat, nodes=tuple(worker.now.get(n, n) for n in flat.nodes), placement=None)
+    return Minimiser(flat).run()
 
 
 Place = tuple[str, int]  # where an operand comes from, and its position there
@@ -95,6 +89,28 @@ class Rewrite:
     alive: tuple[AbstractJaxpr, ...]  # the jaxprs whose ids are the key
 
 
+@dataclass(frozen=True, eq=False)
+class Given:
+    """A task that keeps something for its backward pass.
+
+    Attributes:
+      task: the task.
+      kept: positions of results that are kept for the consumers alone.
+      free_in, free_out: whether keeping an operand, or a result, costs nothing.
+      consumers: the equations of later phases that read what is kept.
+      jaxprs: those of all of them.
+      cheap: names of the primitives whose results may be computed again.
+    """
+
+    task: Eqn
+    kept: list[int]
+    free_in: tuple[bool, ...]
+    free_out: tuple[bool, ...]
+    consumers: list[Eqn]
+    jaxprs: tuple[AbstractJaxpr, ...]
+    cheap: frozenset[str]
+
+
 class Minimiser:
     """Goes through the tasks of a program; ``now`` has the nodes that changed.
 
@@ -102,11 +118,19 @@ class Minimiser:
     """
 
     def __init__(self, flat: FlatProgram) -> None:
-        self.index = flat.index
-        self.tasks = flat.tasks
+        self.flat, self.index = flat, flat.index
         self.now: dict[Node, Node] = {}
         self.readers = {v: list(nodes) for v, nodes in flat.index.readers.items()}  # the nodes as they were
         self.rewritten: dict[Hashable, Rewrite] = {}
+
+    def run(self) -> FlatProgram:
+        """The program whose tasks keep less; the same where none does."""
+        for n in self.flat.nodes:
+            if n.task is not None and self.flat.tasks[n.task].mesh is not None:
+                self.task(n)
+        if not self.now:
+            return self.flat
+        return replace(self.flat, nodes=tuple(self.now.get(n, n) for n in self.flat.nodes), placement=None)
 
     def task(self, n: Node) -> None:
         """Lets one task keep less, if it keeps something that is cheap to have again."""
@@ -127,7 +151,7 @@ class Minimiser:
         cheap = self._cheap(n)
         key = (tuple(map(id, jaxprs)), tuple(kept), free_in, free_out, wiring, dropped, cheap)
         if key not in self.rewritten:
-            self.rewritten[key] = self.rewrite(eqn, kept, free_in, free_out, eqns, jaxprs, cheap)
+            self.rewritten[key] = self.rewrite(Given(eqn, kept, free_in, free_out, eqns, jaxprs, cheap))
         how = self.rewritten[key]
         if not how.consumers:
             return
@@ -138,31 +162,27 @@ class Minimiser:
             sources: dict[str, Sequence[Atom]] = {"own": e.invars, "kept": results, "read": eqn.invars}
             self._change(c, _with_body(e, change.jaxpr, [sources[kind][k] for kind, k in change.operands], e.outvars))
 
-    def rewrite(
-        self,
-        task: Eqn,
-        kept: list[int],
-        free_in: tuple[bool, ...],
-        free_out: tuple[bool, ...],
-        consumers: list[Eqn],
-        jaxprs: tuple[AbstractJaxpr, ...],
-        cheap: frozenset[str],
-    ) -> Rewrite:
-        """How a task and its consumers change.
-
-        Args:
-          task: the task.
-          kept: positions of results that are kept for the consumers alone.
-          free_in, free_out: whether keeping an operand, or a result, costs nothing.
-          consumers: the equations of later phases that read what is kept.
-          jaxprs: those of all of them.
-          cheap: names of the primitives whose results may be computed again.
-        """
-        return _rewrite(task, kept, free_in, free_out, consumers, jaxprs, cheap)
+    def rewrite(self, given: Given) -> Rewrite:
+        """How a task and its consumers change."""
+        jaxprs = given.jaxprs
+        same = Rewrite(jaxprs[0], [], [], [], [], jaxprs)
+        parts = _compat.open_jaxpr(jaxprs[0])
+        if parts.consts or any(_compat.open_jaxpr(j).consts for j in jaxprs[1:]):
+            return same
+        eqns, env = inlined(parts.eqns)
+        outs = [env.get(v, v) if _compat.is_var(v) else v for v in parts.outvars]
+        producer = {v: e for e in eqns for v in e.outvars if _compat.is_var(v)}
+        wanted = list(dict.fromkeys(v for k in given.kept if _compat.is_var(v := outs[k]) and v in producer))
+        known = zip([*parts.invars, *outs], [*given.free_in, *given.free_out], strict=True)
+        free = {v for v, is_free in known if is_free and _compat.is_var(v)}
+        saved = cheapest(wanted, free, parts.invars, eqns, given.cheap)
+        if saved.issuperset(wanted):
+            return same
+        return _Assembly(given.task, given.kept, given.consumers, parts, eqns, outs, producer, saved, jaxprs).result()
 
     def _cheap(self, n: Node) -> frozenset[str]:
         """The primitives that cost little where a task runs. Planned devices stand for accelerators."""
-        mesh = self.tasks[n.task].mesh if n.task is not None else None
+        mesh = self.flat.tasks[n.task].mesh if n.task is not None else None
         on_cpu = mesh is None or all(d.platform == "cpu" for d in mesh_devices(mesh))
         return _CHEAP if on_cpu else _CHEAP | _FUNCTIONS
 
@@ -203,32 +223,35 @@ def _positions(atoms: Sequence[Atom], outs: Sequence[Atom], ins: Sequence[Atom])
     return [found.get(v) if _compat.is_var(v) else "literal" for v in atoms]
 
 
-def _rewrite(
-    task: Eqn,
-    kept: list[int],
-    free_in: tuple[bool, ...],
-    free_out: tuple[bool, ...],
-    consumers: list[Eqn],
-    jaxprs: tuple[AbstractJaxpr, ...],
-    cheap: frozenset[str],
-) -> Rewrite:
-    same = Rewrite(jaxprs[0], [], [], [], [], jaxprs)
-    parts = _compat.open_jaxpr(jaxprs[0])
-    if parts.consts or any(_compat.open_jaxpr(j).consts for j in jaxprs[1:]):
-        return same
-    eqns, env = inlined(parts.eqns)
-    outs = [env.get(v, v) if _compat.is_var(v) else v for v in parts.outvars]
-    producer = {v: e for e in eqns for v in e.outvars if _compat.is_var(v)}
-    wanted = list(dict.fromkeys(v for k in kept if _compat.is_var(v := outs[k]) and v in producer))
-    free = {
-        v
-        for v, is_free in zip([*parts.invars, *outs], [*free_in, *free_out], strict=True)
-        if is_free and _compat.is_var(v)
-    }
-    saved = cheapest(wanted, free, parts.invars, eqns, cheap)
-    if saved.issuperset(wanted):
-        return same
-    return _Assembly(task, kept, consumers, parts, eqns, outs, producer, saved, jaxprs).result()
+def compute_again(
+    result: Atom,
+    producer: Mapping[Var, Eqn],
+    env: dict[Var, Atom],
+    here: Callable[[Var], Var | None],
+    again: list[Eqn],
+) -> None:
+    """Makes a value available elsewhere: adds to ``again`` the equations that make it of what is there, and it to ``env``.
+
+    Args:
+      result: the value.
+      producer: variable -> the equation that makes it.
+      env: variable -> what it is called there.
+      here: what a variable is called there that is kept or read; None for one that is to be computed.
+      again: equations that are computed there.
+    """
+    stack: list[Atom] = [result]  # no recursion: a chain of cheap equations may be as long as the task
+    while stack:
+        v = stack[-1]
+        if not _compat.is_var(v) or v in env:
+            stack.pop()
+        elif (there := here(v)) is not None:
+            env[v] = there
+        else:
+            eqn = producer[v]
+            missing = [o for o in eqn.invars if _compat.is_var(o) and o not in env]
+            stack += missing
+            if not missing:
+                again.append(substitute(eqn, env))
 
 
 def _dearer(invars: Sequence[Var], eqns: Sequence[Eqn], cheap: frozenset[str]) -> dict[Var, float]:
@@ -431,21 +454,13 @@ class _Assembly:
 
         def value(result: Atom) -> Atom:
             """A variable of the producer, made available here."""
-            stack: list[Atom] = [result]  # no recursion: a chain of cheap equations may be as long as the task
-            while stack:
-                v = stack[-1]
-                if not _compat.is_var(v) or v in env:
-                    stack.pop()
-                elif v in place:
-                    env[v] = take("kept", place[v], v.aval)
-                elif v in self.input:
-                    env[v] = take("read", self.input[v], v.aval)
-                else:
-                    eqn = self.producer[v]
-                    missing = [o for o in eqn.invars if _compat.is_var(o) and o not in env]
-                    stack += missing
-                    if not missing:
-                        again.append(substitute(eqn, env))
+
+            def here(v: Var) -> Var | None:
+                if v in place:
+                    return take("kept", place[v], v.aval)
+                return take("read", self.input[v], v.aval) if v in self.input else None
+
+            compute_again(result, self.producer, env, here, again)
             return env.get(result, result) if _compat.is_var(result) else result
 
         for k, (outer, v) in enumerate(zip(c.invars, inner.invars, strict=True)):

@@ -8,7 +8,7 @@ the forward scan hands out what a minimum cut says, and the backward scan begins
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -17,44 +17,27 @@ from .. import _compat
 from .._compat import AbstractJaxpr, Atom, Eqn, Var
 from .._program._calls import inlined
 from .._program._flat import FlatProgram
-from .._program._rewrite import substitute, trace_eqns, with_atoms
-from ._residuals import Consumer, Minimiser, Place, Rewrite, cheapest
+from .._program._rewrite import trace_eqns, with_atoms
+from ._residuals import Consumer, Given, Minimiser, Place, Rewrite, cheapest, compute_again
 
 
 def minimise_scans(flat: FlatProgram) -> FlatProgram:
     """Lets scans in tasks keep the fewest bytes for their backward pass; one scan of each task at a time."""
-    worker = _Minimiser(flat)
-    for n in flat.nodes:
-        if n.task is not None and flat.tasks[n.task].mesh is not None:
-            worker.task(n)
-    if not worker.now:
-        return flat
-    return replace(flat, nodes=tuple(worker.now.get(n, n) for n in flat.nodes), placement=None)
+    return _Minimiser(flat).run()
 
 
 class _Minimiser(Minimiser):
-    def rewrite(
-        self,
-        task: Eqn,
-        kept: list[int],
-        free_in: tuple[bool, ...],
-        free_out: tuple[bool, ...],
-        consumers: list[Eqn],
-        jaxprs: tuple[AbstractJaxpr, ...],
-        cheap: frozenset[str],
-    ) -> Rewrite:
-        """The first scan of a task that may keep less; see `Minimiser`."""
-        same = Rewrite(jaxprs[0], [], [], [], [], jaxprs)
-        if any(_compat.open_jaxpr(j).consts for j in jaxprs):
-            return same
-        producer = _Opened(jaxprs[0], all_calls=True)
-        backward = [_Opened(j) for j in jaxprs[1:]]
-        for eqn in producer.eqns:
-            if eqn.primitive.name == "scan" and not eqn.effects:
-                found = _Scan(eqn, task, kept, producer, consumers, backward).rewritten(free_in, cheap, jaxprs)
-                if found is not None:
-                    return found
-        return same
+    def rewrite(self, given: Given) -> Rewrite:
+        """How the first scan of a task changes that may keep less."""
+        jaxprs = given.jaxprs
+        if not any(_compat.open_jaxpr(j).consts for j in jaxprs):
+            producer, backward = _Opened(jaxprs[0], all_calls=True), [_Opened(j) for j in jaxprs[1:]]
+            for eqn in producer.eqns:
+                if eqn.primitive.name == "scan" and not eqn.effects:
+                    found = _Scan(eqn, given, producer, backward).rewritten()
+                    if found is not None:
+                        return found
+        return Rewrite(jaxprs[0], [], [], [], [], jaxprs)
 
 
 class _Opened:
@@ -91,49 +74,38 @@ class _Reader:
 class _Scan:
     """One scan of a forward task."""
 
-    def __init__(
-        self,
-        eqn: Eqn,
-        task: Eqn,
-        kept: Sequence[int],
-        producer: _Opened,
-        consumers: Sequence[Eqn],
-        backward: Sequence[_Opened],
-    ) -> None:
-        self.eqn, self.task, self.kept, self.producer = eqn, task, kept, producer
-        self.consumers, self.backward = consumers, backward
+    def __init__(self, eqn: Eqn, given: Given, producer: _Opened, backward: Sequence[_Opened]) -> None:
+        self.eqn, self.given, self.producer, self.backward = eqn, given, producer, backward
         self.scan = _compat.scan_parts(eqn)
         self.body = _compat.open_jaxpr(self.scan.jaxpr)
         self.body_eqns, env = inlined(self.body.eqns)
         self.body_outs: list[Atom] = [env.get(v, v) if _compat.is_var(v) else v for v in self.body.outvars]
 
-    def rewritten(
-        self, free_in: tuple[bool, ...], cheap: frozenset[str], jaxprs: tuple[AbstractJaxpr, ...]
-    ) -> Rewrite | None:
+    def rewritten(self) -> Rewrite | None:
         """How the tasks change; None if they do not."""
         if self.body.consts:
             return None
         residuals = self._residuals()
-        readers = [self._reader(c, b, residuals) for c, b in zip(self.consumers, self.backward, strict=True)]
+        readers = [self._reader(c, b, residuals) for c, b in zip(self.given.consumers, self.backward, strict=True)]
         for r in readers:  # what one of them took out, the others do not read that way either
             r.at = {k: at for k, at in r.at.items() if k in residuals}
         made = {v: e for e in self.body_eqns for v in e.outvars if _compat.is_var(v)}
         wanted = list(dict.fromkeys(v for k in residuals if _compat.is_var(v := self.body_outs[k])))
         if not any(v in made for v in wanted):
             return None
-        free = self._free(free_in)
-        saved = cheapest(wanted, free, self.body.invars, self.body_eqns, cheap)
+        free = self._free()
+        saved = cheapest(wanted, free, self.body.invars, self.body_eqns, self.given.cheap)
         if saved.issuperset(wanted):
             return None
         order = [v for v in (*self.body.invars, *made) if v in saved and v not in free]
-        return _Assembly(self, residuals, readers, made, order, free).result(jaxprs)
+        return _Assembly(self, residuals, readers, made, order, free).result()
 
     def _residuals(self) -> dict[int, int]:
         """Result of the scan that only the backward tasks read -> the result of the task that it is."""
         found = {}
         for k, v in enumerate(self.eqn.outvars):
             at = [o for o, x in enumerate(self.producer.outs) if x is v]
-            is_kept = len(at) == 1 and at[0] in self.kept and not self.producer.readers(v)
+            is_kept = len(at) == 1 and at[0] in self.given.kept and not self.producer.readers(v)
             if k >= self.scan.num_carry and _compat.is_var(v) and is_kept:
                 found[k] = at[0]
         return found
@@ -142,7 +114,7 @@ class _Scan:
         """The scan of a backward task that reads residuals; those that anything else reads are taken out of them."""
         found = _Reader()
         for k, o in list(residuals.items()):
-            operands = [body.invars[i] for i, v in enumerate(consumer.invars) if v is self.task.outvars[o]]
+            operands = [body.invars[i] for i, v in enumerate(consumer.invars) if v is self.given.task.outvars[o]]
             readers = [e for v in operands for e in body.readers(v)]
             places = [i for v in operands for e in readers for i, x in enumerate(e.invars) if x is v]
             if not operands:
@@ -163,14 +135,14 @@ class _Scan:
         rounds = scan.length == self.scan.length and not _compat.open_jaxpr(scan.jaxpr).consts
         return rounds and position >= scan.num_consts + scan.num_carry
 
-    def _free(self, free_in: tuple[bool, ...]) -> dict[Var, int]:
+    def _free(self) -> dict[Var, int]:
         """Operand of the body that the backward pass can have anyway -> the operand of the task that it is, or is a part of."""
         position = {v: k for k, v in enumerate(self.producer.invars)}
         first, last = self.scan.num_consts, self.scan.num_consts + self.scan.num_carry
         found = {}
         for k, (v, operand) in enumerate(zip(self.body.invars, self.eqn.invars, strict=True)):
             at = position.get(operand) if _compat.is_var(operand) else None
-            if not first <= k < last and at is not None and free_in[at]:
+            if not first <= k < last and at is not None and self.given.free_in[at]:
                 found[v] = at
         return found
 
@@ -188,22 +160,24 @@ class _Assembly:
         free: Mapping[Var, int],
     ) -> None:
         self.s, self.residuals, self.readers, self.made = scan, residuals, readers, made
-        self.order, self.free = order, free
+        self.order, self.free = {v: k for k, v in enumerate(order)}, free
 
-    def result(self, jaxprs: tuple[AbstractJaxpr, ...]) -> Rewrite:
+    def result(self) -> Rewrite:
         """The change."""
         s = self.s
         dropped = set(self.residuals.values())
-        results: list[int | None] = [k for k, v in enumerate(s.task.outvars) if _compat.is_var(v) and k not in dropped]
+        results: list[int | None] = [
+            k for k, v in enumerate(s.given.task.outvars) if _compat.is_var(v) and k not in dropped
+        ]
         first = len(results)
         forward, saved = self._forward(results)
         consumers = [
             self._consumer(c, b, r, results, first)
-            for c, b, r in zip(s.consumers, s.backward, self.readers, strict=True)
+            for c, b, r in zip(s.given.consumers, s.backward, self.readers, strict=True)
         ]
         new = [v.aval for v in saved]
         used = list(range(len(s.producer.invars)))
-        return Rewrite(forward, used, [*results, *[None] * len(saved)], new, consumers, jaxprs)
+        return Rewrite(forward, used, [*results, *[None] * len(saved)], new, consumers, s.given.jaxprs)
 
     def _forward(self, results: Sequence[int | None]) -> tuple[AbstractJaxpr, list[Var]]:
         """The forward task, and what it keeps of the scan."""
@@ -226,10 +200,10 @@ class _Assembly:
     ) -> Consumer:
         """A backward task."""
         position = {k: n for n, k in enumerate(results)}
-        number = {v: k for k, v in enumerate(self.s.task.outvars) if _compat.is_var(v)}
+        number = {v: k for k, v in enumerate(self.s.given.task.outvars) if _compat.is_var(v)}
         operands: list[Place] = []
         invars: list[Var] = []
-        gone = {self.s.task.outvars[self.residuals[k]] for k in reader.at}
+        gone = {self.s.given.task.outvars[self.residuals[k]] for k in reader.at}
         for k, (outer, v) in enumerate(zip(consumer.invars, body.invars, strict=True)):
             if _compat.is_var(outer) and outer in gone:
                 continue
@@ -254,20 +228,14 @@ class _Assembly:
         again: list[Eqn] = []
         read: dict[Var, Var] = {}  # variable of the forward body -> operand of the new body
 
+        def here(v: Var) -> Var | None:
+            if v in self.free or v in self.order:
+                read[v] = _compat.new_var(v.aval)
+                return read[v]
+            return None
+
         def value(result: Atom) -> Atom:
-            stack: list[Atom] = [result]
-            while stack:
-                v = stack[-1]
-                if not _compat.is_var(v) or v in env:
-                    stack.pop()
-                elif v in self.free or v in self.order:
-                    env[v] = read[v] = _compat.new_var(v.aval)
-                else:
-                    maker = self.made[v]
-                    missing = [o for o in maker.invars if _compat.is_var(o) and o not in env]
-                    stack += missing
-                    if not missing:
-                        again.append(substitute(maker, env))
+            compute_again(result, self.made, env, here, again)
             return env[result] if _compat.is_var(result) else result
 
         alias: dict[Var, Atom] = {inner.invars[p]: value(self.s.body_outs[k]) for k, p in at.items()}
@@ -281,7 +249,7 @@ class _Assembly:
             outer = _compat.new_var(self._whole(source))
             invars.append(outer)
             operands.append(
-                ("read", self.free[source]) if source in self.free else ("kept", first + self.order.index(source))
+                ("read", self.free[source]) if source in self.free else ("kept", first + self.order[source])
             )
             is_const = source in self.s.body.invars[: self.s.scan.num_consts] and source in self.free
             (consts if is_const else xs).append((v, outer))
@@ -326,4 +294,4 @@ def _scan(
         return [*carry, *ys]
 
     new, results = trace_eqns(run, operands)
-    return new, results
+    return [e.replace(source_info=like.source_info) for e in new], results

@@ -147,9 +147,8 @@ def _stages_of_forward(
             some = keeps and count[c.task] < len(calls)
             found[c] = max(keeps) if some else calls[-1 - seen[c.task] // each]
             seen[c.task] += 1
-    last: dict[
-        str | None, int
-    ] = {}  # task -> the stage of its latest backward pass, off which weight gradients are split
+    # Weight gradients are split off the latest backward pass of their task.
+    last: dict[str | None, int] = {}
     for c in sorted(passes, key=lambda c: c.position):
         if c.phase == 1:
             last[c.task] = found[c]
