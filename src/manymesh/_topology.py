@@ -41,8 +41,8 @@ class PlannedDevice:
           MeshError: always.
         """
         raise MeshError(
-            f"{self!r} only stands for a device: a step can be lowered for it, but no array can be put there; use "
-            "devices of jax.devices() for that"
+            f"{self!r} only stands for a device: a step can be lowered for it, but no array can be put there, and it has no "
+            "kinds of memory (memory_kind=); use devices of jax.devices() for that"
         )
 
 
