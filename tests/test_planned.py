@@ -138,9 +138,7 @@ def test_a_plan_and_devices_do_not_mix():
 def test_no_array_can_be_put_on_a_plan():
     """JAX's own functions say why, too."""
     sharding = NamedSharding(Mesh(np.array(mm.planned_devices(2)), ("x",)), PartitionSpec())
-    words = (
-        r"PlannedDevice\(0\) only stands for a device: a step can be lowered for it, but no array can be put there, and it has no kinds"
-    )
+    words = r"PlannedDevice\(0\) only stands for a device: a step can be lowered for it, but no array can be put there, and it has no kinds"
     with pytest.raises(mm.errors.MeshError, match=words):
         jax.device_put(np.ones(2), sharding)
 

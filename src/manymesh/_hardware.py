@@ -158,9 +158,8 @@ def _measure(size: int | None) -> Hardware:
     with jax.default_device(here):
         rates = {}
         for dtype in (jnp.float32, jnp.bfloat16):
-            factor = jax.random.normal(jax.random.key(0), (size, size), dtype) / math.sqrt(
-                size
-            )  # products stay as large
+            # A factor that leaves products as large as what is multiplied.
+            factor = jax.random.normal(jax.random.key(0), (size, size), dtype) / math.sqrt(size)
             multiply = jax.jit(lambda x, factor=factor: x @ factor)
             rates[jnp.dtype(dtype).name] = 2 * size**3 / _seconds(multiply, factor)
         vector = jnp.ones((16 if on_cpu else 256) * 2**20, jnp.float32)  # larger than a cache
