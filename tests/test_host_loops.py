@@ -665,7 +665,7 @@ def test_a_task_that_another_part_runs_is_not_dropped():
         return until(p, x)
 
     mm.jit(fun, strict=True)(parameters(), rows())
-    with pytest.raises(mm.errors.PlacementError, match="task 'unread' is dropped"):
+    with pytest.raises(mm.errors.PlacementError, match="task 'unread': dropped"):
         mm.jit(lambda p, x: (mm.task(jnp.sin, "unread", devices=[0])(x), until(p, x))[1], strict=True)(
             parameters(), rows()
         )

@@ -507,7 +507,7 @@ def test_a_result_that_is_known_without_the_loop(reduce):
         return jnp.float32(3 * len(x))
 
     run = microbatched(constant, reduce=reduce)
-    with pytest.warns(UserWarning, match="is dropped: no result of the step"):
+    with pytest.warns(UserWarning, match="dropped, for no result of the step"):
         got = mm.jit(run)(parameters(), rows())
     assert_same(got, reference(run, parameters(), rows()))
     both = lambda p, x: (run(p, x), loss(p, x))  # noqa: E731

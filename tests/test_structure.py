@@ -33,6 +33,7 @@ LAYERS = (
     "_distributed",
     "distributed",
     "_config",
+    "_findings",
     "_scope",
     "_stands_for",
     "meta",

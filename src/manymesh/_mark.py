@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _compat
 from ._errors import ArgumentError, AxisError, ManyMeshError, TaskError
+from ._findings import Finding
 from ._implicit import Matcher
 from ._key import Keys
 from ._scope import Scope, carrying, current_scope, enter_scope
@@ -47,7 +48,7 @@ class Recording:
     Attributes:
       tasks: unique mark -> the task it stands for.
       loops: unique mark -> what `microbatch` said about the loop.
-      findings: sentences about what is suspicious, in order, each once, and what they are under ``strict``.
+      findings: what is suspicious, in order, each once, and what it is under ``strict``.
       implicit: the tasks registered by name when the trace began.
       keys: of what tasks compute, while tracing.
       bodies: key and abstract mesh -> what such tasks compute, one jaxpr for all that are equal; while tracing.
@@ -57,7 +58,7 @@ class Recording:
 
     tasks: dict[str, Task] = field(default_factory=dict)
     loops: dict[str, Any] = field(default_factory=dict)
-    findings: dict[str, type[ManyMeshError]] = field(default_factory=dict)
+    findings: dict[Finding, type[ManyMeshError]] = field(default_factory=dict)
     implicit: Matcher = field(default_factory=Matcher)
     keys: Keys = field(default_factory=lambda: Keys(exact=True))
     bodies: dict[Any, Any] = field(default_factory=dict)
@@ -403,20 +404,22 @@ def task_scope(record: Recording, described: Task) -> Scope:
         if vmapped := _compat.vmapped():
             names, left_out = _without_vmapped(described, names, tuple(shape), vmapped)
             for name in left_out:
-                record.findings[
-                    f"task {described.name!r}: the constraint of axis {name!r} is dropped under jax.vmap, which has taken that "
-                    f"axis from a value of shape {tuple(shape)}; vmap(..., spmd_axis_name=) says where the new axis goes"
-                ] = AxisError
+                text = (
+                    f"the constraint of axis {name!r} is dropped under jax.vmap, which has taken that axis from a value of "
+                    f"shape {tuple(shape)}; vmap(..., spmd_axis_name=) says where the new axis goes"
+                )
+                record.findings[Finding(text, described.name)] = AxisError
         spec, unknown = described.resolve(names, tuple(shape))
         for name in unknown:
             known = [a for a, _ in described.logical_axes or ()]
             axes = tuple(described.mesh.axis_names) if described.mesh is not None else ()
             near = difflib.get_close_matches(str(name), [*known, *axes], 1)
             first = f"did you mean {near[0]!r}? Otherwise add" if near else "correct the name, add"
-            record.findings[
-                f"task {described.name!r}: axis name {name!r} of {names} is in no rule (the rules know {known}) and is "
-                f"no device axis {axes}, so it means replication; {first} a rule, or map it to None"
-            ] = AxisError
+            text = (
+                f"axis name {name!r} of {names} is in no rule (the rules know {known}) and is no device axis {axes}, so it "
+                f"means replication; {first} a rule, or map it to None"
+            )
+            record.findings[Finding(text, described.name)] = AxisError
         return spec
 
     named = described.mesh is not None and described.has_named_axes

@@ -19,6 +19,7 @@ import numpy as np
 
 from . import _compat, schedules
 from ._errors import AxisError, MicrobatchError, ScheduleError
+from ._findings import Finding
 from ._mark import Recording, constrain, current_recording, is_spec
 from ._means import is_mean
 from ._reductions import (
@@ -151,7 +152,7 @@ def microbatch(
             return result
         spec = LoopSpec(name, count, chosen, interleave, num_stages, custom_schedule, dim)
         suspect = _suspect_batch(name, fun, argnums, count, reduce)
-        record.findings.update(dict.fromkeys(suspect, MicrobatchError))
+        record.findings.update((Finding(text), MicrobatchError) for text in suspect)
         try:
             return call.traced(record, spec)
         except Exception as error:
@@ -555,10 +556,11 @@ class _Call:
         first_word = words.per_leaf[0] if words.per_leaf else None
         is_loss = first_word == "sum" and not avals[0].shape and _compat.differentiated(self.fun) is not None
         if is_loss and is_mean(jitted.trace(*first).jaxpr, 0):
-            record.findings[
+            text = (
                 f"microbatch({name}): reduce='sum' adds up {self.count} losses each of which is a mean, so that the loss "
                 f"and its gradients are {self.count} times those of the whole batch; write reduce='mean'"
-            ] = MicrobatchError
+            )
+            record.findings[Finding(text)] = MicrobatchError
         left = shape if structure is None else (shape, args[self.state_argnum])
         out_tree.append((jax.tree.structure(left), [*words.per_leaf, *("last" for _ in changing)]))
 

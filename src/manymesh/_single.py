@@ -9,6 +9,7 @@ from typing import Any
 
 from ._errors import ScheduleError
 from ._task import Task
+from .schedules._placements import described
 
 
 def check_single(
@@ -33,13 +34,13 @@ def check_single(
     coarse = tuple(s for i, s in enumerate(fine) if i == 0 or s != fine[i - 1])
     if num_stages not in (None, len(coarse), len(fine)):
         raise ScheduleError(
-            f"microbatch({name}): num_stages={num_stages}, but the program has {len(coarse)} stages on submeshes {coarse} "
+            f"microbatch({name}): num_stages={num_stages}, but the program has {len(coarse)} stages on submeshes {described(coarse)} "
             f"({len(fine)} if every task counts); correct num_stages or leave it out"
         )
     if interleave is not None and all(set(Counter(p).values()) != {interleave} for p in (coarse, fine)):
         raise ScheduleError(
             f"microbatch({name}): interleave={interleave} says how many stages each submesh has, but the stages are on "
-            f"submeshes {coarse}; correct interleave or leave it out"
+            f"submeshes {described(coarse)}; correct interleave or leave it out"
         )
     if rows is not None:
         _check_rows(name, rows, {f"{task.name}{phase}" for task in tasks for phase in ("", "_bwd", "_wgt")})

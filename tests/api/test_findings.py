@@ -1,5 +1,6 @@
 """What a step says about itself: one warning for all that looks unintended, once; an error under strict."""
 
+import functools
 import warnings
 
 import jax
@@ -36,7 +37,7 @@ FINDINGS = {
         microbatched(plain, reduce="sum"), errors.PlacementError,
         r"microbatch\(plain\) is in a step without a task, so that there is no pipeline: its 4 microbatches",
     ),
-    "dropped": (dropped, errors.PlacementError, "task 'second' is dropped: no result of the step depends on"),
+    "dropped": (dropped, errors.PlacementError, "task 'second': dropped, for no result of the step depends on"),
     "no order": (
         microbatched(jax.grad(there_and_back), reduce="sum"), errors.PlacementError,
         r"microbatch\(there_and_back\): its stages .* in no order that schedule '1f1b' could run",
@@ -66,6 +67,28 @@ def test_a_finding(name):
         step.lower(parameters(), batch)
     with pytest.raises(kind, match=f"strict=True.*{text}"):
         mm.jit(fun, strict=True).lower(parameters(), batch)
+
+
+@pytest.mark.parametrize(
+    ("layers", "called"), [(1, "task 'layer_0'"), (3, "tasks 'layer_0', 'layer_1', 'layer_2'"), (6, "2' and 3 more")]
+)
+def test_what_is_found_of_many_tasks_is_said_once(layers, called):
+    """A name is misspelt in every layer; two of them in two names."""
+    devices, rules = jax.devices()[:2], [("hidden", "x")]
+
+    def layer(x):
+        return mm.with_sharding_constraint(mm.with_sharding_constraint(x, ("hiden", None)), (None, "hiden"))
+
+    tasks = [mm.task(layer, f"layer_{i}", devices=devices, device_axes="x", logical_axes=rules) for i in range(layers)]
+    step = mm.jit(lambda x: functools.reduce(lambda x, task: task(x), tasks, x))
+    with pytest.warns(UserWarning) as caught:
+        lowered = step.lower(rows())
+    (text,) = [str(w.message) for w in caught]
+    assert text.count("did you mean 'hidden'?") == text.count(f"{called}: axis name 'hiden' of (") == 2
+    assert "; ".join(lowered.report().findings) in text
+    with pytest.raises(errors.AxisError) as raised:
+        mm.jit(step.fun, strict=True).lower(rows())
+    assert str(raised.value).count("did you mean") == 2
 
 
 @pytest.mark.parametrize(

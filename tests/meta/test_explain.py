@@ -189,6 +189,9 @@ def test_strict_raises_every_fatal_finding_in_its_words() -> None:
         meta.explain(tree, mesh, RULES, strict=True)
     fatal = [f.message for f in meta.explain(tree, mesh, RULES).findings if f.fatal]
     assert len(fatal) == 2 and str(error.value) == "\n".join(fatal)
+    with pytest.raises(AxisError) as error:
+        meta.explain([tree["a"]] * 60, mesh, RULES, strict=True)
+    assert str(error.value).splitlines()[20:] == ["and 40 more; strict=False gives all of them"]
     with pytest.raises(MetadataError):
         meta.explain([meta.Partitioned(shaped(8), ("data", "model"))], mesh, strict=True)
     harmless = [meta.LogicallyPartitioned(shaped(8), ("hidden",))]

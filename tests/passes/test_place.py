@@ -8,7 +8,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import manymesh as mm
 from flat import node, placed, program, run
+from manymesh._passes import _together
 from manymesh._passes._beside import _Names
+from manymesh._passes._cut import least_cut
 from manymesh._passes._place import NothingPlacedError
 from stages import assert_agrees
 
@@ -309,3 +311,29 @@ def test_a_state_that_is_another_result_too_stays_where_it_is():
     home = NamedSharding(meshes[1], PartitionSpec())
     assert [x.sharding for x in state] == list(compiled.input_shardings[0][0]) == [home] * 2
     assert [x.sharding for x in again] == [shown] * 2 and [*map(float, again)] == [*map(float, state)]
+
+
+def test_cuts_are_looked_for_only_where_something_crosses(monkeypatch):
+    """A scale that each of many layers reshapes for itself is where it is; once that was most of the time of a plan."""
+    cuts = []
+    monkeypatch.setattr(_together, "least_cut", lambda count, *args: cuts.append(count) or least_cut(count, *args))
+    layers = range(4)
+    flat = program(
+        "\n".join(
+            [
+                f"tasks: {', '.join(f'layer_{i} {i}' for i in layers)}",
+                f"inputs: h0 f32[8,512], {', '.join(f's{i} f32[512]' for i in layers)}",
+                "loop 0: 2 microbatches, gpipe",
+                "carry z f32[8,512] = zero, then t, at last total",
+                "zero = lax.full((8, 512), 0.0)",
+                *(
+                    f"0: r{i} = s{i}.reshape(1, 512)\n0: a{i} = layer_{i}: h{i} * r{i}\n0: h{i + 1} = lax.sin(a{i})"
+                    for i in layers
+                ),
+                "0: t = layer_3: z + h4\nresults: total",
+            ]
+        )
+    )
+    after = run("place", flat)
+    assert [at for name, *at in placed(after) if name == "reshape"] == [[i] for i in layers]
+    assert cuts == [1] * 3  # for each sine between two layers

@@ -65,7 +65,7 @@ def test_what_mixes_layers_reads_the_whole():
     assert lines(after).count("= concatenate(") == 1 and lines(after).count("= cumsum(") == 1
     assert len(after.stacked_outputs) == 2
     (finding,) = after.findings
-    assert "'cumsum' reads it whole: 2048 bytes come together on one submesh in every step" in finding
+    assert "'cumsum' reads the whole: 2048 bytes come together on one submesh in every step" in finding.text
     assert not run("spread_stacks", layers(LAYERS.format(n="m * lax.cumsum(w, axis=0)"))).findings
 
 
@@ -76,8 +76,8 @@ def test_layers_that_do_not_divide():
     after = run("spread_stacks", layers(source))
     assert not after.stacked_inputs and len(after.nodes) == len(layers(source).nodes)
     (finding,) = after.findings
-    assert finding.startswith("the 3 layers of an argument are not used in equal blocks by 2 submeshes")
-    assert "16 bytes go out to the others in every step" in finding
+    assert finding.text.startswith("the 3 layers of an argument are not used in equal blocks by 2 submeshes")
+    assert "16 bytes go out to the others in every step" in finding.text
 
 
 def test_what_is_wanted_on_one_submesh_stays_whole():

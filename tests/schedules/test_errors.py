@@ -77,6 +77,10 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "schedule 'dualpipev' needs two stages on each submesh in a V, for these submeshes (0, 1, 2, 2, 1, 0), but "
         "found (0, 1, 2); place",
     ),
+    "many stages": (
+        lambda: get("zbv").order((*range(32), *range(32)), 4),
+        "for these submeshes (0..31, 31..0), but found (0..31, 0..31); place",
+    ),
     "odd V": (
         lambda: get("zbv").default_placement(5),
         "schedule 'zbv' needs an even number of stages, two a submesh, but found 5.",

@@ -118,9 +118,7 @@ def test_a_reader_of_the_whole():
         return ws, value, jnp.sort(ws.reshape(-1))[:3]
 
     jitted = mm.jit(step)
-    text = (
-        r"a stacked value float32\[1024\] lies in blocks .* but 'sort' reads it whole: 2048 bytes come together on one"
-    )
+    text = r"a stacked value float32\[1024\]: in blocks .* but 'sort' reads the whole: 2048 bytes come together on one"
     with pytest.warns(UserWarning, match=text):
         lowered = jitted.lower(weights(), batch())
     assert len(lowered.program.stacked_inputs) == len(lowered.program.stacked_outputs) == 1
@@ -137,7 +135,7 @@ def test_shardings_that_are_asked_for():
             lambda ws, x: update(loss_of(), ws, x), in_shardings=(sharding, None), out_shardings=(sharding, None)
         )
         with (
-            contextlib.nullcontext() if blocks else pytest.warns(UserWarning, match="'sub' reads it whole: 2048 bytes")
+            contextlib.nullcontext() if blocks else pytest.warns(UserWarning, match="'sub' reads the whole: 2048 bytes")
         ):
             lowered = step.lower(ws, x)
         assert len(lowered.program.stacked_inputs) == len(lowered.program.stacked_outputs) == blocks

@@ -7,8 +7,10 @@ from typing import Any
 
 from .. import _compat
 from .._errors import PlacementError
+from .._findings import Finding
 from .._mark import MARK, Recording
 from .._program import Program
+from ..schedules._placements import described
 
 
 def note_pipeline(record: Recording, program: Program | None) -> None:
@@ -19,21 +21,23 @@ def note_pipeline(record: Recording, program: Program | None) -> None:
       program: made from it; None where nothing says what runs where.
     """
     for loop in record.loops.values() if program is None and not record.tasks else ():
-        record.findings[
+        text = (
             f"microbatch({loop.name}) is in a step without a task, so that there is no pipeline: its "
             f"{loop.num_microbatches} microbatches run one after the other in one place; wrap the parts of the model with "
             "mm.task, or place them with mm.register_task"
-        ] = PlacementError
+        )
+        record.findings[Finding(text)] = PlacementError
     for plan in program.loops if program is not None else ():
         if not plan.in_order:
             name = getattr(plan.schedule, "name", plan.schedule)
-            record.findings[
-                f"microbatch({plan.name}): its stages are on submeshes {plan.placement} and in no order that schedule "
+            text = (
+                f"microbatch({plan.name}): its stages are on submeshes {described(plan.placement)} and in no order that schedule "
                 f"{name!r} could run: {plan.against}, against the order of the stages; its microbatches run one after the "
                 "other. Let values go from each stage to later ones only, and state be read where it is written; put "
                 "jax.checkpoint inside of tasks, not around several. What goes back and forth by nature, as with a gradient in "
                 "the loss, is right as it is, but no pipeline"
-            ] = PlacementError
+            )
+            record.findings[Finding(text)] = PlacementError
 
 
 def note_dropped(record: Recording, used: Container[str], jaxpr: Any) -> None:
@@ -50,9 +54,8 @@ def note_dropped(record: Recording, used: Container[str], jaxpr: Any) -> None:
     traced = marks_in(jaxpr)
     left = marks_in(_compat.dce(_compat.without_consts(jaxpr), [True] * len(jaxpr.out_avals))[0])
     for name in dict.fromkeys(name for mark, name in missing.items() if mark in traced and mark not in left):
-        record.findings[
-            f"task {name!r} is dropped: no result of the step depends on what it computes; return it, or take the task away"
-        ] = PlacementError
+        text = "dropped, for no result of the step depends on what is computed there; return it, or take the task away"
+        record.findings[Finding(text, name)] = PlacementError
 
 
 def note_opened(record: Recording, opened: Mapping[str, str]) -> None:
@@ -64,11 +67,12 @@ def note_opened(record: Recording, opened: Mapping[str, str]) -> None:
     """
     for mark, line in opened.items():
         loop = record.loops[mark]
-        record.findings[
+        text = (
             f"microbatch({loop.name}) has a lax.while_loop over several submeshes in it ({line}), whose length the data says, so "
             f"that the host runs both, and its {loop.num_microbatches} microbatches one after the other; for a pipeline give "
             "that loop a fixed length (lax.scan, a Python loop), put all its tasks on one submesh, or take it out of there"
-        ] = PlacementError
+        )
+        record.findings[Finding(text)] = PlacementError
 
 
 def marks_in(jaxpr: Any) -> set[str]:

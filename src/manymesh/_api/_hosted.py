@@ -16,6 +16,7 @@ from .._compat import Atom, Var
 from .._compiled import Compiled
 from .._distributed._world import world
 from .._errors import MeshError
+from .._findings import sentences
 from .._layout._groups import Groups
 from .._mark import Recording
 from .._runtime._exchange import put_apart
@@ -342,7 +343,7 @@ class LoweredParts(_InParts, Lowered):
         self._title, self._whole, self._items, self._consts = whole.step.name, whole, items, consts
         self._homes, self._lines = homes, ", ".join(dict.fromkeys(x.part.line for x in _all_hosted(items)))
         self._in_tree, self._out_tree = whole.given.treedef, whole.out_tree
-        self.findings = tuple(whole.record.findings)
+        self.findings = tuple(sentences(whole.record.findings))
         programs = _programs(items)
         self.parts: dict[str, Lowered] = {p.name: p.lowered for p in programs}
 

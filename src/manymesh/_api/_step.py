@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import _compat
 from .._errors import AxisError
+from .._findings import Finding, sentences
 from .._mark import Recording
 from .._passes._scopes import scope_names
 from .._runtime._compile import Executables
@@ -23,7 +24,7 @@ class Step:
       static_argnums, static_argnames, donate_argnums, donate_argnames: complete, numbers as names and names as numbers.
       in_shardings, out_shardings, compiler_options, strict: as given to `jit`.
       executables: what was compiled for all programs of the function, by the settings of JAX that it was lowered under.
-      warned: what was warned about already.
+      warned: what was warned about already, and patterns.
     """
 
     fun: Callable[..., Any]
@@ -37,7 +38,7 @@ class Step:
     compiler_options: dict[str, Any] | None
     strict: bool
     executables: dict[Any, Executables] = field(default_factory=dict)
-    warned: set[str] = field(default_factory=set)
+    warned: set[Finding | str] = field(default_factory=set)
 
     def report(self, record: Recording, closed: Any) -> None:
         """Warns of what was found while tracing, and, with the jaxpr, of patterns without a scope; each once.
@@ -47,12 +48,13 @@ class Step:
         """
         if self.strict and record.findings:
             error = next(iter(record.findings.values())) or AxisError
-            raise error(f"mm.jit({self.name}, strict=True): {'; '.join(record.findings)}")
-        new = [f for f in record.findings if f not in self.warned]
-        self.warned.update(new)
+            raise error(f"mm.jit({self.name}, strict=True): {'; '.join(sentences(record.findings))}")
+        found = [f for f in record.findings if f not in self.warned]
+        self.warned.update(found)
+        new = sentences(found)
         if closed is not None and record.implicit:
             unmatched = record.implicit.unmatched(scope_names(closed, record.implicit.depth))
-            new += [text for pattern, text in unmatched.items() if f"pattern {pattern}" not in self.warned]
-            self.warned.update(f"pattern {pattern}" for pattern in unmatched)
+            new += [text for pattern, text in unmatched.items() if pattern not in self.warned]
+            self.warned.update(unmatched)
         if new:
             warnings.warn(f"mm.jit({self.name}): {'; '.join(new)}", stacklevel=_compat.users_level())

@@ -15,6 +15,7 @@ from .._collector import collector_paused
 from .._distributed._values import fingerprint
 from .._distributed._world import world
 from .._errors import ArgumentError, AxisError, MeshError
+from .._findings import sentences
 from .._layout._names import resolve_constraints
 from .._mark import Recording
 from .._passes._build import build
@@ -151,7 +152,7 @@ class Traced(Shown):
             [k for i in self._constant for k in outside.inputs(i)], given_away,
             outside.joints({**arriving, **wanted_in}, wanted_out), self._plain, follows,
             [committed_sharding(x) for x in given.leaves], self._host_values(), memory_in, memory_out,
-            tuple(self._record.findings),
+            tuple(sentences(self._record.findings)),
         )  # fmt: skip
 
     def _lying(

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _compat
 from .._compat import AbstractJaxpr, Eqn
+from .._findings import Finding
 from .._mark import box_constraint_p, constraint_p
 from .._program import Fragment, Program
 from .._program._rewrite import trace_eqns
@@ -27,14 +28,14 @@ _FREE = PartitionSpec.UNCONSTRAINED
 _NAMING = frozenset({constraint_p, box_constraint_p})
 
 
-def resolve_constraints(program: Program) -> tuple[Program, tuple[str, ...]]:
+def resolve_constraints(program: Program) -> tuple[Program, tuple[Finding, ...]]:
     """The program with every constraint in device axes of its submesh.
 
     Args:
       program: the program.
 
     Returns:
-      The program, and a sentence for each name that nobody knows; its dimension is left to XLA.
+      The program, and a finding for each name that nobody knows; its dimension is left to XLA.
 
     Raises:
       AxisError: a name at two dimensions, or a dimension that does not divide over its device axes.
@@ -49,7 +50,7 @@ def resolve_constraints(program: Program) -> tuple[Program, tuple[str, ...]]:
 class _Resolver:
     def __init__(self, program: Program) -> None:
         self.program, self.tasks = program, program.tasks
-        self.findings: dict[str, None] = {}
+        self.findings: dict[Finding, None] = {}
         self._holds: dict[int, tuple[AbstractJaxpr, bool]] = {}
 
     def fragment(self, f: Fragment) -> Fragment:
@@ -106,10 +107,11 @@ class _Resolver:
             known = list(dict.fromkeys(logical for logical, _ in rules))
             near = difflib.get_close_matches(name, [*known, *axes], 1)
             first = f"did you mean {near[0]!r}? Otherwise add" if near else "correct the name, or add"
-            self.findings[
+            text = (
                 f"{context}: axis name {name!r} of {names} is in no rule of the tasks on this submesh (they know {known}) and "
                 f"is no device axis {axes}, so XLA chooses how that dimension is sharded; {first} a rule to the task"
-            ] = None
+            )
+            self.findings[Finding(text)] = None
         check_divides(context, names, entries, tuple(shape), dict(mesh.shape))
         return PartitionSpec(*entries)
 

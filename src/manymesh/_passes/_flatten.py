@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 from .. import _compat
 from .._compat import AbstractJaxpr, Atom, Eqn, Var
 from .._errors import PlacementError, TaskError
+from .._findings import Finding
 from .._implicit import Iteration, Matcher
 from .._mark import MARK, Recording, border_p
 from .._microbatch import LoopSpec
@@ -151,7 +152,7 @@ class _Flattener:
         self._split: dict[Task, bool] = {}  # tasks with several meshes -> whether a scan ran them
         self._iteration: tuple[int, int] | None = None  # of the scans around, as one: index and number
         self.guard: tuple[tuple[Atom, int], ...] = ()  # the branches around
-        self.findings: dict[str, None] = {}
+        self.findings: dict[Finding, None] = {}
         self._wholes: dict[tuple[object, ...], str] = {}  # what control flow that stays whole holds -> its mark
 
     def hold(self, v: Var, const: object) -> None:

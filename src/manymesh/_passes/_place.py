@@ -478,18 +478,21 @@ class _Placer:
                 votes[at] += nbytes(v.aval) + 1
         return _winner(votes)
 
-    def _readers(self, v: Var, depth: int = 0) -> list[int]:
-        found = [self.at[c] for c in self.consumers.get(v, ()) if c in self.at]
+    def _readers(self, v: Var, depth: int = 0) -> Iterator[int]:
+        """The submeshes where a value is read or wanted, one after the other: of a step counter there are thousands."""
+        consumers = self.consumers.get(v, ())
+        for c in consumers:
+            if c in self.at:
+                yield self.at[c]
         if v in self.wanted:
-            found.append(self.wanted[v])
+            yield self.wanted[v]
         if depth < 8:
-            for c in self.consumers.get(v, ()):
+            for c in consumers:
                 if c.layout_follows_loop or c.unstacks or c in self.small:
                     for out in c.outputs:
-                        found += self._readers(out, depth + 1)
+                        yield from self._readers(out, depth + 1)
             for linked in (*self.index.continues_as.get(v, ()), *self.next_read_as.get(v, ())):
-                found += self._readers(linked, depth + 1)
-        return found
+                yield from self._readers(linked, depth + 1)
 
     def _input_homes(self) -> dict[Var, int]:
         """Homes of inputs: given, else where the tasks that read them run; of equals where its gradient is, or the first."""

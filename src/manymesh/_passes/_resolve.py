@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from .._compat import Eqn
+from .._findings import Finding
 from .._mark import Recording, box_constraint_p, constraint_p, task_scope
 from .._program._rewrite import trace_eqns
 from .._scope import Scope, enter_scope
@@ -17,11 +18,11 @@ from .._task import Task
 from ..meta._constrain import constrain
 
 
-def resolve_names(eqns: Sequence[Eqn], task: Task) -> tuple[list[Eqn], tuple[str, ...]]:
+def resolve_names(eqns: Sequence[Eqn], task: Task) -> tuple[list[Eqn], tuple[Finding, ...]]:
     """The equations of a task with its constraints, also those in loops and conditionals, as the task means them.
 
     Returns:
-      The equations, and a sentence about each unknown name, in the words of explicit tasks.
+      The equations, and a finding for each unknown name, in the words of explicit tasks.
 
     Raises:
       AxisError: a constraint does not fit the mesh of the task.

@@ -37,7 +37,7 @@ class Together:
         at: dict[Node, int],
         free: Iterable[Node],
         place_of: Callable[[Var], int | None],
-        places_of_readers: Callable[[Var], list[int]],
+        places_of_readers: Callable[[Var], Iterable[int]],
         stages: Sequence[int],
     ) -> None:
         self.flat, self.at, self.free = flat, at, dict.fromkeys(free)
@@ -89,24 +89,28 @@ class Together:
         moved: set[Node] = set()
         for _ in range(3):
             now = set()
-            for pair in self._pairs():
-                for region in self._regions(pair):
+            for pair, crossing in self._pairs():
+                for region in self._regions(pair, crossing):
                     now |= self._settle(region, pair)
             moved |= now
             if not now:
                 break
         return moved
 
-    def _pairs(self) -> list[tuple[int, int]]:
-        """Submeshes between which something crosses that a free node makes or reads, the earlier stage first."""
-        found = set()
+    def _pairs(self) -> list[tuple[tuple[int, int], list[Node]]]:
+        """Submeshes between which something crosses, the earlier stage first, and the free nodes that make or read it."""
+        found: defaultdict[frozenset[int], list[Node]] = defaultdict(list)
         for n in self.free:
             others = {k for v in n.outputs for k in self.places_of_readers(v)}
             others |= {k for v in n.inputs if (k := self.place_of(v)) is not None}
-            found |= {frozenset((self.at[n], k)) for k in others if k != self.at[n]}
+            for k in others - {self.at[n]}:
+                found[frozenset((self.at[n], k))].append(n)
         last = len(self.order) + len(self.flat.nodes)
-        in_order = [tuple(sorted(p, key=lambda k: (self.rank.get(k, last), k))) for p in found]
-        return sorted((first, second) for first, second in in_order)
+        pairs = []
+        for both, nodes in found.items():
+            first, second = sorted(both, key=lambda k: (self.rank.get(k, last), k))
+            pairs.append(((first, second), nodes))
+        return sorted(pairs, key=lambda p: p[0])
 
     def _may_move(self, n: Node, pair: tuple[int, int]) -> bool:
         """Whether a node is not among the tasks of its own side: nothing there needs it, or it needs nothing there."""
@@ -114,10 +118,13 @@ class Together:
         from_here = (at == pair[0]) != n.backward
         return not (self.feeds[n] if from_here else self.needs[n]) >> at & 1
 
-    def _regions(self, pair: tuple[int, int]) -> Iterator[list[Node]]:
-        """Free nodes on two submeshes that read each other's results, forward and backward together."""
+    def _regions(self, pair: tuple[int, int], crossing: Iterable[Node]) -> Iterator[list[Node]]:
+        """Free nodes on two submeshes that read each other's results, forward and backward together.
+
+        Around those of which something crosses: of a region without such a node as much crosses on either submesh.
+        """
         left = {n for k in pair for n in self.on[k] if self._may_move(n, pair)}
-        for start in sorted(left, key=self.index.position.__getitem__):
+        for start in sorted(crossing, key=self.index.position.__getitem__):
             if start not in left:
                 continue
             left.discard(start)
@@ -163,7 +170,12 @@ class Together:
                     moving[root].add(number[n])
         for v, things in moving.items():
             sent = nbytes(v.aval) * self._times(v)
-            there = {ends[k] for k in self.places_of_readers(v) if k in ends}
+            there = set()
+            for k in self.places_of_readers(v):
+                if k in ends:
+                    there.add(ends[k])
+                    if len(there) == 2:
+                        break
             made = self.place_of(v)
             if made is None or made in ends:
                 yield Net(sent, tuple({*things, *there, *([] if made is None else [ends[made]])}))

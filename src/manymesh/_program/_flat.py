@@ -14,6 +14,7 @@ from types import MappingProxyType
 from jax.sharding import Mesh, NamedSharding
 
 from .._compat import Atom, Var
+from .._findings import Finding
 from .._implicit import Matcher
 from .._task import Task
 from ._fragments import Reduction
@@ -65,7 +66,7 @@ class FlatProgram:
       stacked: value that an unrolled scan stacked -> its slices.
       pins: where arguments and results are known to be.
       registered: the tasks registered by name when the step was traced.
-      findings: sentences about what is suspicious, found by the passes so far.
+      findings: what is suspicious, found by the passes so far.
       reductions: what is known of the sums over a sharded batch.
       placement: where every node runs; None where nothing computed it for these nodes.
       stacked_inputs, stacked_outputs: arguments and results that are in blocks on several submeshes; each block is an
@@ -81,7 +82,7 @@ class FlatProgram:
     stacked: Mapping[Var, tuple[Atom, ...]] = field(default_factory=dict)
     pins: Pins = field(default_factory=Pins)
     registered: Matcher = field(default_factory=Matcher)
-    findings: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
     reductions: tuple[Reduction, ...] = ()
     placement: Placement | None = None
     stacked_inputs: tuple[Stacked, ...] = ()

@@ -21,6 +21,7 @@ from ._rules import Resolution, Rules, RulesLike, as_rules, get_logical_axis_rul
 from ._tasks import Tasks, TasksLike
 
 _METADATA_KINDS = {"too-many-names", "repeated-name"}
+MOST = 20  # findings in one error
 
 
 @_compat.boundary
@@ -54,7 +55,7 @@ def explain(
       names that were fitted to a factored optimizer state are mentioned only.
 
     Raises:
-      AxisError: with ``strict``, with the messages of all fatal findings.
+      AxisError: with ``strict``, with the messages of the fatal findings, at most 20 of them.
       MetadataError: the same, if the first one is about names that do not fit their value.
 
     Example:
@@ -99,7 +100,8 @@ def explain(
     fatal = [finding for finding in findings if finding.fatal]
     if strict and fatal:
         error = MetadataError if fatal[0].kind in _METADATA_KINDS else AxisError
-        raise error("\n".join(finding.message for finding in fatal))
+        more = [f"and {len(fatal) - MOST} more; strict=False gives all of them"] if len(fatal) > MOST else []
+        raise error("\n".join([finding.message for finding in fatal[:MOST]] + more))
     return Explanation(
         tuple(reports),
         tuple(findings),

@@ -12,6 +12,21 @@ def distinct(placement: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(placement))
 
 
+def described(placement: Sequence[int]) -> str:
+    """A placement for a message: as a tuple, and a long one by its runs, such as ``(0..31, 31..0)``."""
+    if len(placement) <= 16:
+        return str(tuple(placement))
+    runs: list[list[int]] = []
+    for submesh in placement:
+        run = runs[-1] if runs else []
+        step = run[1] - run[0] if len(run) > 1 else 1 if run and submesh > run[0] else -1
+        if run and step in (1, -1) and submesh == run[-1] + step:
+            run.append(submesh)
+        else:
+            runs.append([submesh])
+    return f"({', '.join(str(r[0]) if len(r) == 1 else f'{r[0]}..{r[-1]}' for r in runs)})"
+
+
 def require(name: str, placement: tuple[int, ...], needed: Sequence[int], shape: str) -> None:
     """Refuse a placement other than the one that a schedule needs.
 
@@ -26,7 +41,7 @@ def require(name: str, placement: tuple[int, ...], needed: Sequence[int], shape:
     """
     if placement != tuple(needed):
         raise ScheduleError(
-            f"schedule '{name}' needs {shape}, for these submeshes {tuple(needed)}, but found {placement}; "
+            f"schedule '{name}' needs {shape}, for these submeshes {described(needed)}, but found {described(placement)}; "
             "place the stages so or choose a schedule that takes any placement, such as '1f1b'."
         )
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ... import _compat
 from ..._compat import Var
+from ..._findings import Finding
 from ..._program._flat import FlatProgram, Pins
 from ..._program._stacked import Stacked, positions, spec_of_blocks
 from .._dead import remove_dead
@@ -107,19 +108,20 @@ def _stacked(splits: Sequence[Split | None]) -> tuple[Stacked, ...]:
     return tuple(found)
 
 
-def _about_uneven(uneven: Sequence[Uneven], called: Mapping[Var, str]) -> list[str]:
-    """A sentence for each number of layers that cannot be cut."""
+def _about_uneven(uneven: Sequence[Uneven], called: Mapping[Var, str]) -> list[Finding]:
+    """A finding for each number of layers that cannot be cut."""
     alike: dict[tuple[str, int, tuple[Mesh, ...]], list[Uneven]] = {}
     for u in uneven:
         kind = "layers" if len(_compat.shape(u.var)) > 1 else "elements"
         alike.setdefault((kind, u.layers, u.submeshes), []).append(u)
-    return [
+    texts = [
         f"the {layers} {kind} of {_listed([called.get(u.var, 'an argument') for u in those])} are not used in equal "
         f"blocks by {len(submeshes)} submeshes of one shape, so they lie together on one submesh between steps: "
         f"{sum(u.away for u in those)} bytes go out to the others in every step, and where they are trained as many "
         f"bytes of gradients come back; {_even(kind, layers, len(submeshes), min(u.rounds for u in those))}"
         for (kind, layers, submeshes), those in alike.items()
     ]
+    return list(map(Finding, texts))
 
 
 def _even(kind: str, layers: int, count: int, rounds: int) -> str:
@@ -134,12 +136,19 @@ def _even(kind: str, layers: int, count: int, rounds: int) -> str:
     return f"let each submesh use as many {kind} as the others, or give each an argument of its own"
 
 
-def _about_wholes(wholes: Iterable[Whole], called: Mapping[Var, str]) -> list[str]:
+def _about_wholes(wholes: Iterable[Whole], called: Mapping[Var, str]) -> list[Finding]:
+    """A finding for each kind of operation that reads whole stacks."""
+    read: dict[str, list[Whole]] = {}
+    for w in wholes:
+        if w.nbytes > SMALL:
+            read.setdefault(w.reader, []).append(w)
     return [
-        f"{called.get(w.var) or _kind(w.var)} lies in blocks on several submeshes, one for each part of its layers, "
-        f"but {w.reader!r} reads it whole: {w.nbytes} bytes come together on one submesh in every step"
-        for w in wholes
-        if w.nbytes > SMALL
+        Finding(
+            f"{_listed([called.get(w.var) or _kind(w.var) for w in those])}: in blocks on several submeshes, one for each part "
+            f"of the layers, but {reader!r} reads the whole: {sum(w.nbytes for w in those)} bytes come together on one submesh "
+            "in every step"
+        )
+        for reader, those in read.items()
     ]
 
 
