@@ -315,24 +315,23 @@ class _Emitter:
     def _with_frees(self, kept: Sequence[int]) -> tuple[Instruction, ...]:
         """The instructions, each with the slots that nobody touches after it."""
         touched = [entry[1] for entry in self.code]
-        # Block by block: a large plan touches slots five million times, and arrays of that length would be its peak.
-        blocks = [(k, touched[k : k + BLOCK]) for k in range(0, len(touched), BLOCK)]
+        # Block by block: a large plan touches slots five million times, and several arrays of that length would be its peak.
+        blocks = [_Block(k, touched[k : k + BLOCK]) for k in range(0, len(touched), BLOCK)]
         last, first = np.full((2, self.slots.count), -1, np.int32)
-        for begin, block in blocks:
-            slots, instruction = _touches(begin, block)
-            last[slots] = instruction
+        for block in blocks:
+            last[block.slots] = block.instructions()
         last[list(kept)] = -1
         self.code.reverse()
         instructions: list[Instruction] = []
-        for begin, block in blocks:
-            slots, instruction = _touches(begin, block)
-            dying = last[slots] == instruction
+        for block in blocks:
+            numbers = block.instructions()
+            dying = last[block.slots] == numbers
             # One instruction may touch a slot twice; it frees it once, where it stands first.
             position = np.flatnonzero(dying)
-            first[slots[position][::-1]] = position[::-1]
-            dying[position] = first[slots[position]] == position
-            frees = compress(_flat(block), dying.tobytes())
-            counts = np.bincount(instruction[dying] - begin, minlength=len(block)).tolist()
+            first[block.slots[position][::-1]] = position[::-1]
+            dying[position] = first[block.slots[position]] == position
+            frees = compress(_flat(block.touched), dying.tobytes())
+            counts = np.bincount(numbers[dying] - block.begin, minlength=len(block.touched)).tolist()
             instructions += [self._finished(tuple(islice(frees, n))) for n in counts]
         return tuple(instructions)
 
@@ -364,11 +363,23 @@ class _Crossing:
     filled: list[tuple[int, ...]]
 
 
-def _touches(begin: int, touched: Sequence[Iterable[Sequence[int]]]) -> tuple[_Numbers, _Numbers]:
-    """The slots that instructions read and fill, and for each the number of the instruction; the first has ``begin``."""
-    lengths = np.fromiter((sum(map(len, ports)) for ports in touched), np.int32, len(touched))
-    slots = np.fromiter(_flat(touched), np.int32, int(lengths.sum()))
-    return slots, np.repeat(np.arange(begin, begin + len(touched), dtype=np.int32), lengths)
+class _Block:
+    """What instructions that follow each other read and fill: their slots, one instruction after the other.
+
+    Args:
+      begin: the number of the first one.
+      touched: the slots of each.
+    """
+
+    def __init__(self, begin: int, touched: Sequence[Iterable[Sequence[int]]]) -> None:
+        self.begin, self.touched = begin, touched
+        self._lengths = np.fromiter((sum(map(len, ports)) for ports in touched), np.int32, len(touched))
+        self.slots: _Numbers = np.fromiter(_flat(touched), np.int32, int(self._lengths.sum()))
+
+    def instructions(self) -> _Numbers:
+        """The number of the instruction that each of the slots belongs to."""
+        numbers = np.arange(self.begin, self.begin + len(self.touched), dtype=np.int32)
+        return np.repeat(numbers, self._lengths)
 
 
 def _flat(touched: Iterable[Iterable[Iterable[int]]]) -> Iterator[int]:
