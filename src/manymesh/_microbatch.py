@@ -526,22 +526,24 @@ class _Call:
         structure = None if self.state_argnum is None else jax.tree.structure(args[self.state_argnum])
 
         replaced = {*self.argnums, self.rng_argnum, self.state_argnum}
-        others = [None if i in replaced else jax.tree.flatten(x) for i, x in enumerate(args)]
-        named = jax.tree.flatten(kwargs)
+        fixed, layout = jax.tree.flatten(([None if i in replaced else x for i, x in enumerate(args)], kwargs))
 
         def one(pieces: PyTree, key: Any, state: list[Any]) -> PyTree:
             """The result, and the next values of the parts of the state that change, by position."""
             # Objects such as Variables of NNX belong to the function that made them: here they are made anew.
-            full: list[Any] = [None if x is None else jax.tree.unflatten(x[1], x[0]) for x in others]
-            kwargs = jax.tree.unflatten(named[1], named[0])
+            own, kwargs = jax.tree.unflatten(layout, fixed)
+            full: list[Any] = list(own)
             for n, (k, piece) in enumerate(zip(self.argnums, pieces, strict=True)):
                 full[k] = self._constrained(n, piece)
             if self.rng_argnum is not None:
                 full[self.rng_argnum] = key
+            if self.state_argnum is not None:
+                full[self.state_argnum] = jax.tree.unflatten(structure, state)
+            out = _arrays(name, self.fun(*full, **kwargs))
+            _check_unchanged(name, fixed, (own, kwargs))
             if self.state_argnum is None:
-                return _arrays(name, self.fun(*full, **kwargs)), {}
-            full[self.state_argnum] = jax.tree.unflatten(structure, state)
-            out, following = self._state_of(_arrays(name, self.fun(*full, **kwargs)), structure)
+                return out, {}
+            out, following = self._state_of(out, structure)
             pairs = enumerate(zip(state, jax.tree.leaves(following), strict=True))
             return out, {i: new for i, (old, new) in pairs if new is not old}
 
@@ -624,6 +626,25 @@ def _arrays(
                 f"microbatch({name}): {called}{jax.tree_util.keystr(path)} is {type(x).__name__} {x!r:.80}, no array; {remedy}"
             ) from None
     return tree
+
+
+def _check_unchanged(name: str, given: list[Any], after: tuple[list[Any], dict[str, Any]]) -> None:
+    """Refuses a function that changes objects among its arguments in place: each microbatch is given them anew.
+
+    In dicts and lists a function may change what it likes, as in any function of JAX.
+    """
+    found, known = jax.tree_util.tree_leaves_with_path(after), set(map(id, given))
+    lost = [path for path, x in found if id(x) not in known and any(hasattr(key, "name") for key in path)]
+    if not lost:
+        return
+    (which, argument, *rest), *more = lost
+    called = f"args[{argument.idx}]" if which.idx == 0 else str(argument.key)
+    others = f" and {len(more)} more" if more else ""
+    raise MicrobatchError(
+        f"microbatch({name}): the function changes {called}{jax.tree_util.keystr(tuple(rest))}{others} in place, which would be "
+        "lost, for every microbatch is given what the call was given; use manymesh.nnx.microbatch for modules of Flax NNX, "
+        "which carries it from one microbatch to the next, or return what is new, as with state_argnum="
+    )
 
 
 def _first(stacked: jax.Array) -> jax.ShapeDtypeStruct:

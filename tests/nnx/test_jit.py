@@ -133,6 +133,26 @@ def test_a_loop_that_adds_variables_says_so() -> None:
         swapped(X, model)
 
 
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_the_plain_microbatch_refuses_what_it_would_lose(by_keyword: bool) -> None:
+    """A module that the function changes; one that it reads alone is a tree as any other."""
+    loss = nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))
+
+    def step(model: Any, x: Any) -> Any:
+        if by_keyword:
+            return mm.microbatch(lambda x, model: loss(model, x), num_microbatches=2)(x, model=model)
+        return mm.microbatch(loss, argnum=1, num_microbatches=2)(model, x)
+
+    called = "model" if by_keyword else r"args\[0\]"
+    text = rf"changes {called}\.calls\.value in place, which would be lost, .* use manymesh.nnx.microbatch"
+    with pytest.raises(mm.errors.MicrobatchError, match=text):
+        mm.nnx.jit(step)(placed(), X)
+    reads = mm.nnx.task(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "reads", devices=[3])
+    with mm.ignore_transforms():
+        expected = mm.nnx.jit(step)(reads, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), mm.nnx.jit(step)(reads, X), expected)
+
+
 def test_one_microbatch_is_the_plain_call() -> None:
     model = placed()
     step = mm.nnx.jit(mm.nnx.microbatch(lambda model, x: jnp.sum(model(x)), argnum=-1, num_microbatches=1))
