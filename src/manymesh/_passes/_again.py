@@ -14,12 +14,9 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes, nodes_where
 from .._program._placement import Placement
 from .._program._rewrite import reading, substitute
-from ._blocks._ties import ELEMENTWISE
-from ._hoist import SMALL, stays
+from ._constants import is_cheap
+from ._hoist import SMALL
 
-_CHEAP = {"broadcast_in_dim", "concatenate", "iota", "pad", "reshape", "rev", "slice", "squeeze", "transpose"} | {
-    name for name in ELEMENTWISE if not name.startswith("manymesh_")
-}
 DEPTH = 32  # equations one after the other that are looked through
 
 
@@ -28,7 +25,7 @@ def compute_where_read(flat: FlatProgram) -> FlatProgram:
     assert flat.placement is not None, "what crosses is told by where it is made and read"
     worker = _Worker(flat, flat.placement)
     for n in flat.nodes:
-        if n.loop is not None and worker.is_cheap(n):
+        if n.loop is not None and is_cheap(n):
             worker.consider(n)
     if not worker.reads:
         return flat
@@ -57,11 +54,6 @@ class _Worker:
         self.costs: dict[tuple[Var, int], int] = {}
         self.anew: dict[tuple[Var, int], Node] = {}
 
-    def is_cheap(self, n: Node) -> bool:
-        """Whether a node may run on several submeshes, wherever it is read."""
-        free = n.task is None and n.colocated_with is None and n.mesh is None and not n.guard
-        return free and n.primitive in _CHEAP and not stays(n) and not n.layout_follows_loop
-
     def consider(self, n: Node) -> None:
         """Makes the result of a node anew on each submesh that reads it and where that saves bytes."""
         (v,) = n.outputs
@@ -84,7 +76,7 @@ class _Worker:
             else:
                 self.costs[v, at] = nbytes(v.aval)
                 n = self.index.producer.get(v)
-                if n is not None and n.loop is not None and self.is_cheap(n) and depth < DEPTH:
+                if n is not None and n.loop is not None and is_cheap(n) and depth < DEPTH:
                     cost = self._cost_of_making(n, at, depth + 1)
                     if cost < self.costs[v, at]:
                         self.costs[v, at] = cost

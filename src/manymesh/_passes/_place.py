@@ -23,6 +23,7 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
 from .._program._placement import Placement
 from ._beside import beside
+from ._constants import constants
 from ._together import Together
 
 # An equation whose results are at most this large, and that reads nothing that is already placed, is
@@ -657,10 +658,10 @@ def _winner(votes: dict[int, int]) -> int | None:
 
 
 def _small_nodes(flat: FlatProgram) -> set[Node]:
-    """Unmarked equations that are cheap enough to compute wherever they are read."""
+    """Unmarked equations that are cheap enough to compute wherever they are read: of small values, or of nothing."""
     inner = {c.inner for loop in flat.loops for c in loop.carries}
     index = flat.index
-    small: set[Node] = set()
+    small = set(constants(flat))
 
     def is_small_input(v: Var) -> bool:
         if v in index.producer:

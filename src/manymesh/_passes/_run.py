@@ -15,6 +15,7 @@ from .._program._flat import FlatProgram
 from ._again import compute_where_read
 from ._blocks._spread_stacks import spread_stacks
 from ._casts import cast_once
+from ._constants import repeat_constants
 from ._copies import copy_results
 from ._dead import remove_dead
 from ._hoist import cross_once, hoist_loop_invariants
@@ -80,6 +81,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("minimise_scans", minimise_scans, makes_stale=ALL, repeats=True),
     Pass("minimise_residuals", minimise_residuals, makes_stale=ALL),
     Pass("cast_once", cast_once, needs=_DEAD, makes_stale=ALL),
+    Pass("repeat_constants", repeat_constants, needs=_DEAD, makes_stale=ALL),
     Pass("hoist_loop_invariants", hoist_loop_invariants, needs=_DEAD, makes_stale=_PLACED),
     Pass("spread_conditionals", spread_conditionals, needs=ALL, makes_stale=ALL, repeats=True),
     Pass("cross_once", cross_once, needs=ALL, makes_stale=ALL),
