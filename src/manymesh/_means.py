@@ -3,43 +3,108 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 from . import _compat
 
 _LINEAR = frozenset({"neg", "convert_element_type", "copy", "reshape", "squeeze", "name"})
+_SUMS = frozenset({"add", "add_any", "sub"})
 
 
-def is_mean(jaxpr: Any, output: int) -> bool:
-    """Whether a scalar result of a jaxpr is a mean over all elements of an array, up to a constant factor.
+class _Kind(Enum):
+    """What a term of a scalar is."""
 
-    Follows what made the result through calls and changes of dtype to a sum that is divided by the number of what it
-    sums. Anything else is no mean, as far as this can see.
+    MEAN = "a mean over elements of the batch, up to a factor"
+    APART = "nothing of the batch, such as a penalty on weights"
+    OTHER = "anything else"
+
+
+def is_mean(jaxpr: Any, output: int, batch: int) -> bool:
+    """Whether a scalar result of a jaxpr is a mean over all elements of an array, or means with factors, added up.
+
+    Follows what made the result through calls and changes of dtype to sums that are divided by the number of what they
+    sum. Terms that do not depend on the batch may be among them. Anything else is no mean, as far as this can see.
 
     Args:
       jaxpr: open or closed.
       output: position of the result.
+      batch: how many of its arguments are of the batch, the last ones; what it closes over comes before.
     """
-    parts = _compat.open_jaxpr(jaxpr)
-    makers = {v: eqn for eqn in parts.eqns for v in eqn.outvars}
-    atom: Any = parts.outvars[output]
-    divided_by = 1.0
-    while _compat.is_var(atom) and atom in makers:
-        eqn: Any = makers[atom]
-        name = eqn.primitive.name
-        if _compat.is_jit(eqn):
-            position = list(eqn.outvars).index(atom)
-            inner = _compat.open_jaxpr(eqn.params["jaxpr"])
-            if divided_by == 1.0 and inner.outvars[position] not in inner.invars:
-                return is_mean(eqn.params["jaxpr"], position)
-            return False
-        if name == "reduce_sum":
-            summed = math.prod(eqn.invars[0].aval.shape)
-            return not eqn.outvars[0].aval.shape and summed > 1 and math.isclose(divided_by, summed, rel_tol=1e-5)
-        if name in ("div", "mul") and not _compat.is_var(eqn.invars[1]):
-            number = float(eqn.invars[1].val)
-            divided_by *= number if name == "div" else 1 / number if number else math.inf
-        elif name not in _LINEAR:
-            return False
-        atom = eqn.invars[0]
-    return False
+    frame = _Frame(jaxpr, None, (), batch)
+    return frame.kind(frame.outvars[output], ()) is _Kind.MEAN
+
+
+class _Frame:
+    """A jaxpr as it is called.
+
+    Args:
+      jaxpr: open or closed.
+      caller: where it is called; None for the outermost one.
+      operands: what it is called with there.
+      batch: how many arguments of the outermost one are of the batch, the last ones.
+    """
+
+    def __init__(self, jaxpr: Any, caller: _Frame | None, operands: Sequence[Any], batch: int = 0) -> None:
+        parts = _compat.open_jaxpr(jaxpr)
+        self.outvars = parts.outvars
+        self._makers = {v: eqn for eqn in parts.eqns for v in eqn.outvars}
+        self._caller, self._operands = caller, dict(zip(parts.invars, operands, strict=caller is not None))
+        self._called: dict[int, _Frame] = {}
+        self._of_batch = {v for v, x in self._operands.items() if caller is not None and caller.is_of_batch(x)}
+        self._of_batch |= set(parts.invars[len(parts.invars) - batch :])
+        for eqn in parts.eqns:
+            if any(map(self.is_of_batch, eqn.invars)):
+                self._of_batch.update(eqn.outvars)
+
+    def kind(self, atom: Any, divisors: tuple[float, ...]) -> _Kind:
+        """What a scalar is.
+
+        Args:
+          atom: the scalar.
+          divisors: the numbers by which it is divided one after the other, the last one first.
+        """
+        while True:
+            if not self.is_of_batch(atom):
+                return _Kind.APART
+            if atom not in self._makers:
+                return _Kind.OTHER if self._caller is None else self._caller.kind(self._operands[atom], divisors)
+            eqn = self._makers[atom]
+            name = eqn.primitive.name
+            if _compat.is_jit(eqn):
+                inner = self._inside(eqn)
+                return inner.kind(inner.outvars[list(eqn.outvars).index(atom)], divisors)
+            if name in _SUMS:
+                kinds = {self.kind(term, divisors) for term in eqn.invars}
+                return _Kind.OTHER if _Kind.OTHER in kinds else _Kind.MEAN
+            if name == "reduce_sum":
+                summed = math.prod(_compat.shape(eqn.invars[0]))
+                whole = not _compat.shape(eqn.outvars[0]) and summed > 1
+                by = (math.prod(divisors[k:]) for k in range(len(divisors)))
+                return _Kind.MEAN if whole and any(math.isclose(x, summed, rel_tol=1e-5) for x in by) else _Kind.OTHER
+            if name in ("div", "mul") and not self.is_of_batch(eqn.invars[1]):
+                divisors = (*divisors, _divisor(name, eqn.invars[1]))
+            elif name == "mul" and not self.is_of_batch(eqn.invars[0]):
+                divisors, atom = (*divisors, _divisor(name, eqn.invars[0])), eqn.invars[1]
+                continue
+            elif name not in _LINEAR:
+                return _Kind.OTHER
+            atom = eqn.invars[0]
+
+    def is_of_batch(self, atom: Any) -> bool:
+        """Whether a value depends on the batch."""
+        return _compat.is_var(atom) and atom in self._of_batch
+
+    def _inside(self, eqn: Any) -> _Frame:
+        if id(eqn) not in self._called:
+            self._called[id(eqn)] = _Frame(eqn.params["jaxpr"], self, eqn.invars)
+        return self._called[id(eqn)]
+
+
+def _divisor(name: str, number: Any) -> float:
+    """The number that an equation divides by; 0, which no number of elements is, where that is a variable."""
+    if _compat.is_var(number):
+        return 0.0
+    value = float(number.val)
+    return value if name == "div" else 1 / value if value else math.inf

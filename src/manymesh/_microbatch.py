@@ -557,7 +557,7 @@ class _Call:
         words = words_of(self.name, self.reduce, shape)
         first_word = words.per_leaf[0] if words.per_leaf else None
         is_loss = first_word == "sum" and not avals[0].shape and _compat.differentiated(self.fun) is not None
-        if is_loss and is_mean(jitted.trace(*first).jaxpr, 0):
+        if is_loss and is_mean(jitted.trace(*first).jaxpr, 0, len(jax.tree.leaves(first))):
             text = (
                 f"microbatch({name}): reduce='sum' adds up {self.count} losses each of which is a mean, so that the loss "
                 f"and its gradients are {self.count} times those of the whole batch; write reduce='mean'"

@@ -91,16 +91,51 @@ def test_what_is_found_of_many_tasks_is_said_once(layers, called):
     assert str(raised.value).count("did you mean") == 2
 
 
+def squares(p, x):
+    return jnp.mean(back(p["back"], front(p["front"], x)) ** 2)
+
+
+COMBINED = {
+    "two means": lambda p, x: squares(p, x) + jnp.mean(front(p["front"], x)),
+    "a difference": lambda p, x: squares(p, x) - jnp.mean(front(p["front"], x)),
+    "a smaller one": lambda p, x: squares(p, x) + 0.1 * jnp.mean(x @ p["front"]),
+    "half of two": lambda p, x: 0.5 * (squares(p, x) + jnp.mean(jnp.abs(x @ p["front"]))),
+    "a learned factor": lambda p, x: jnp.exp(p["back"][0, 0]) * squares(p, x),
+    "a penalty on weights": lambda p, x: squares(p, x) + 1e-3 * sum(jnp.sum(w**2) for w in p.values()),
+    "by hand": lambda p, x: jnp.sum(x @ p["front"]) / 4 / (x.size / 4) + squares(p, x),
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_losses_of_several_means(name):
+    """Of which a sum over microbatches is as many times that of the whole batch."""
+    step = mm.jit(microbatched(jax.value_and_grad(COMBINED[name]), reduce="sum"))
+    with pytest.warns(UserWarning, match="adds up 4 losses each of which is a mean"):
+        step.lower(parameters(), rows())
+
+
 @pytest.mark.parametrize(
     "fun",
     [
+        microbatched(jax.value_and_grad(lambda p, x: loss(p, x) + jnp.sum(x @ p["front"])), reduce="sum"),
+        microbatched(
+            jax.value_and_grad(lambda p, x: jnp.sum(front(p["front"], x)) + jnp.mean(p["back"])), reduce="sum"
+        ),
         microbatched(grad, reduce="mean"),
         microbatched(jax.value_and_grad(lambda p, x: jnp.sum(loss(p, x)) * 3), reduce="mean"),
         microbatched(jax.value_and_grad(lambda p, x: jnp.sum(back(p["back"], front(p["front"], x)))), reduce="sum"),
         microbatched(lambda p, x: loss(p, x), reduce="sum"),
         lambda p, x: grad(p, x)[1]["front"],
     ],
-    ids=["mean of means", "a factor", "sum of sums", "not differentiated", "a part of the results"],
+    ids=[
+        "a mean and a sum",
+        "a sum and a penalty",
+        "mean of means",
+        "a factor",
+        "sum of sums",
+        "not differentiated",
+        "a part of the results",
+    ],
 )
 def test_nothing_is_found_where_nothing_is_wrong(fun):
     """Warnings are errors in these tests."""
