@@ -253,7 +253,7 @@ def _of_each(name: str, shardings: Any, argnums: tuple[int, ...]) -> tuple[Any, 
 
 
 def _check_keys(name: str, args: tuple[Any, ...], argnum: int | None) -> None:
-    """Refuses what `rng_argnum` names and is no random key, typed or raw."""
+    """Refuses what `rng_argnum` names and is not one random key, typed or raw."""
     _check_position(name, "rng_argnum", argnum, "random keys", len(args))
     for path, key in [] if argnum is None else jax.tree_util.tree_leaves_with_path(args[argnum]):
         dtype = getattr(key, "dtype", None)
@@ -262,6 +262,12 @@ def _check_keys(name: str, args: tuple[Any, ...], argnum: int | None) -> None:
             raise MicrobatchError(
                 f"microbatch({name}): args[{argnum}]{jax.tree_util.keystr(path)} is {what}, but rng_argnum names an argument of "
                 "random keys, such as jax.random.key(0): one for all microbatches, from which each gets its own"
+            )
+        if len(key.shape) != int(dtype == np.uint32):
+            raise MicrobatchError(
+                f"microbatch({name}): args[{argnum}]{jax.tree_util.keystr(path)} is an array of keys, of shape {key.shape}, but "
+                "rng_argnum takes one key for all microbatches, from which each gets its own by jax.random.fold_in: pass the "
+                "key itself, not what jax.random.split makes of it"
             )
 
 

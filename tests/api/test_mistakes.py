@@ -279,6 +279,12 @@ CASES = {
     "a schedule that the program contradicts": (mistaken(num_stages=7), ValueError, "num_stages=7"),
     "argnum as a name": (mistaken(argnum="batch"), ValueError, "position of the batch, or several, found 'batch'"),
     "half an argnum": (mistaken(argnum=1.5), ValueError, "position of the batch, or several, found 1.5"),
+    "a key for each microbatch": (
+        lambda: mm.jit(mm.microbatch(lambda x, key: front(jnp.eye(WIDTH), x), num_microbatches=4, rng_argnum=1))(
+            rows(), jax.random.split(jax.random.PRNGKey(0), 4)
+        ),
+        ValueError, "args[1]", "of shape (4, 2)", "one key for all microbatches",
+    ),
     "rows by name": (
         mistaken(schedule="custom", custom_schedule={"0": ["front"], "1": ["back"]}), ValueError, "row of task names for each",
     ),
