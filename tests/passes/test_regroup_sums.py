@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 import manymesh as mm
 from flat import lines, placed, program, run, switch_off, text
 from manymesh import meta
+from stages import assert_agrees
 
 
 def test_terms_are_added_up_where_they_are():
@@ -221,3 +222,28 @@ def test_a_tied_table_crosses_once_and_so_does_its_gradient(view, reduce):
 def test_without_the_pass_its_gradient_crosses_in_every_microbatch(monkeypatch):
     switch_off(monkeypatch, "regroup_sums")
     assert times(*tied(VIEWS["cast"])) >= 4
+
+
+def test_norms_of_small_weights_are_added_up_where_the_weights_are():
+    """Their squares are computed wherever they are read; a bias does not cross for them, but one number for each submesh."""
+
+    def layer(ps, x):
+        for p in ps:
+            x = jnp.tanh(x @ p["w"] + p["b"])
+        return x
+
+    tasks = [mm.task(layer, f"t{i}", devices=[i]) for i in range(3)]
+    params = [[{"w": jnp.ones((32, 32)) / 32, "b": jnp.ones(32) * i} for _ in range(2)] for i in range(3)]
+
+    def step(params, x):
+        for task, ps in zip(tasks, params, strict=True):
+            x = task(ps, x)
+        norm = jnp.sqrt(sum(jnp.vdot(p, p) for p in jax.tree.leaves(params)))
+        biases = sum(jnp.sum(p["b"] ** 2) for ps in params for p in ps)
+        return jnp.mean(x), norm, biases
+
+    x = jnp.ones((8, 32))
+    program = mm.jit(step).lower(params, x).program
+    assert {len(program.input_submeshes[v]) for v in program.invars} == {1}
+    assert [e.nbytes for e in program.edges if e.nbytes < x.nbytes] == [4] * 4  # two for each sum
+    assert_agrees(step, params, x)

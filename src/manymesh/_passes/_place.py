@@ -535,19 +535,10 @@ class _Placer:
                 todo += node.inputs
 
     def _finish(self, home: dict[Var, int]) -> Placement:
-        places: dict[Node, tuple[int, ...]] = {}
-        reason = dict(self.reason)
-        needed: dict[Var, set[int]] = defaultdict(set)
-        for v, at in self.wanted.items():
-            needed[v].add(at)
-        for n in reversed(self.flat.nodes):
-            if n in self.at:
-                places[n] = (self.at[n],)
-            else:
-                places[n] = tuple(sorted(set().union(*(self._needs(v, needed) for v in n.outputs)))) or (0,)
-                reason[n] = "cloned"
-            for v in n.inputs:
-                needed[v].update(places[n])
+        places, needed = self._copies({})
+        if idle := [n for n, at in places.items() if not at]:
+            places, needed = self._copies(self._beside_operands(idle[::-1], needed, home))
+        reason = {**self.reason, **dict.fromkeys((n for n in places if n not in self.at), "cloned")}
         result = {v: home[v] if v in home else min(self._needs(v, needed), default=0) for v in self.flat.invars}
         for n in self.flat.nodes:
             for v in n.outputs:  # of its clones, the one that somebody asked for is the value of record
@@ -560,6 +551,44 @@ class _Placer:
             for p in loop.ys:
                 result.update({v: result.get(p.inner, 0) for v in p.outer if _compat.is_var(v)})
         return Placement(tuple(self.submeshes), places, result, reason)
+
+    def _copies(self, idle: Mapping[Node, int]) -> tuple[dict[Node, tuple[int, ...]], dict[Var, set[int]]]:
+        """Where each node runs, those that are nowhere yet wherever they are read; and where each value is needed.
+
+        Args:
+          idle: where those are that are read nowhere; without it they are in no place.
+        """
+        places: dict[Node, tuple[int, ...]] = {}
+        needed: dict[Var, set[int]] = defaultdict(set)
+        for v, at in self.wanted.items():
+            needed[v].add(at)
+        for n in reversed(self.flat.nodes):
+            if n in self.at:
+                places[n] = (self.at[n],)
+            else:
+                found = set().union(*(self._needs(v, needed) for v in n.outputs))
+                places[n] = tuple(sorted(found)) or ((idle[n],) if n in idle else ())
+            for v in n.inputs:
+                needed[v].update(places[n])
+        return places, needed
+
+    def _beside_operands(
+        self, idle: Sequence[Node], needed: Mapping[Var, set[int]], home: Mapping[Var, int]
+    ) -> dict[Node, int]:
+        """Small nodes that no submesh needs, in order -> where most of what they read is, else the first submesh.
+
+        The next value of a small state that no gradient comes to, say: it should not bring a parameter elsewhere.
+        """
+        found: dict[Node, int] = {}
+        for n in idle:
+            votes: dict[int, int] = defaultdict(int)
+            for v in n.inputs:
+                made = self.producer.get(v)
+                at = found.get(made) if made in found else home.get(v, min(needed.get(v, ()), default=None))
+                if at is not None and (made is None or made in found or len(needed[v]) == 1):
+                    votes[at] += nbytes(v.aval)
+            found[n] = _winner(votes) or 0
+        return found
 
     @staticmethod
     def _home_of_carry(

@@ -21,12 +21,13 @@ from .._compat import Var
 from .._mark import box_constraint_p, constraint_p
 from .._program._edit import Editor
 from .._program._flat import FlatProgram
-from .._program._nodes import Carry, Node, nodes_where, shape_and_dtype
+from .._program._nodes import Carry, Node, nbytes, nodes_where, shape_and_dtype
 from .._program._placement import Placement
 from .._program._rewrite import making, substitute, trace_nodes
 from ._pieces import SHAPES
 
 _ADDS = ("add", "add_any")
+NUMBER = 16  # bytes of the largest dtype
 
 
 def regroup_sums(flat: FlatProgram) -> FlatProgram:
@@ -215,6 +216,7 @@ def zeros(edit: Editor, like: Var) -> Var:
 def _regroup_chains(flat: FlatProgram, placement: Placement) -> FlatProgram:
     """Adds up on each submesh first, wherever a sum's terms lie on several."""
     producer, uses = flat.index.producer, flat.index.uses
+    homes = _Homes(flat, placement)
     done: set[Node] = set()
     replaced: dict[Node, list[Node]] = {}
     for root in reversed(flat.nodes):
@@ -223,13 +225,15 @@ def _regroup_chains(flat: FlatProgram, placement: Placement) -> FlatProgram:
         (result,) = root.outputs
         terms, nodes = terms_of_sum(result, producer, uses, root.loop)
         done.update(nodes)
-        groups = _by_submesh(terms, placement)
-        if len(nodes) < 2 or len(groups) < 2 or all(len(g) == 1 for g in groups) or _is_grouped(nodes, placement):
+        groups = _by_submesh(terms, homes)
+        if len(nodes) < 2 or len(groups) < 2 or max(map(len, groups.values())) == 1 or _is_grouped(nodes, homes):
             continue
         made: list[Node] = []
         subtotals = []
-        for group in groups:
-            new, (out,) = trace_nodes(lambda *xs: _sum(xs), group, loop=root.loop, backward=root.backward)
+        for at, group in groups.items():
+            # What is computed wherever it is read says nothing of where it should be.
+            mesh = placement.submeshes[at] if at >= 0 and all(map(homes.is_anywhere, group)) else None
+            new, (out,) = trace_nodes(lambda *xs: _sum(xs), group, loop=root.loop, backward=root.backward, mesh=mesh)
             made += new
             subtotals.append(out)
         new, _ = trace_nodes(lambda *xs: _sum(xs), subtotals, loop=root.loop, backward=root.backward)
@@ -241,13 +245,50 @@ def _regroup_chains(flat: FlatProgram, placement: Placement) -> FlatProgram:
     return replace(flat, nodes=nodes_where(flat.nodes, replaced), placement=None)
 
 
-def _is_grouped(nodes: Sequence[Node], placement: Placement) -> bool:
+class _Homes:
+    """Where terms are.
+
+    Args:
+      flat: the program.
+      placement: where it runs.
+    """
+
+    def __init__(self, flat: FlatProgram, placement: Placement) -> None:
+        self._producer, self.placement = flat.index.producer, placement
+        self._of_inputs = {v: placement.home[v] for v in flat.invars}
+
+    def get(self, v: Var) -> int | None:
+        """The submesh of a term; None for what is in no place.
+
+        The square of a small weight's norm is computed wherever it is read; it is where the weight is, which is larger.
+        """
+        if self.is_anywhere(v):
+            roots, todo, seen = set[Var](), [v], {v}
+            while todo:
+                x = todo.pop()
+                made = self._producer.get(x)
+                if made is None or x is not v and not self.is_anywhere(x):
+                    roots.add(x)
+                    continue
+                todo += [y for y in made.inputs if y not in seen]
+                seen.update(made.inputs)
+            places = {self._of_inputs.get(x) for x in roots if nbytes(x.aval) > NUMBER}
+            if len(places) == 1 and None not in places:
+                return places.pop()
+        return self.placement.home.get(v)
+
+    def is_anywhere(self, v: Var) -> bool:
+        """Whether a value is computed wherever it is read."""
+        made = self._producer.get(v)
+        return made is not None and self.placement.reason.get(made) == "cloned"
+
+
+def _is_grouped(nodes: Sequence[Node], homes: _Homes) -> bool:
     """Whether the sum already adds up locally: at most (submeshes - 1) additions read from elsewhere."""
-    crossing = sum(
-        any(v in placement.home and placement.home[v] not in placement.node.get(n, ()) for v in n.inputs) for n in nodes
-    )
-    places = {placement.home[v] for n in nodes for v in n.inputs if v in placement.home}
-    return crossing <= max(len(places) - 1, 0)
+    at = {v: homes.get(v) for n in nodes for v in n.inputs}
+    places = {n: homes.placement.node.get(n, ()) for n in nodes}
+    crossing = sum(any(at[v] is not None and at[v] not in places[n] for v in n.inputs) for n in nodes)
+    return crossing <= max(len({k for k in at.values() if k is not None}) - 1, 0)
 
 
 def _sum(xs: tuple[Any, ...]) -> jax.Array:
@@ -258,8 +299,9 @@ def _sum(xs: tuple[Any, ...]) -> jax.Array:
     return new
 
 
-def _by_submesh(terms: Sequence[Var], placement: Placement) -> list[list[Var]]:
+def _by_submesh(terms: Sequence[Var], homes: _Homes) -> dict[int, list[Var]]:
     groups: dict[int, list[Var]] = defaultdict(list)
     for t in terms:
-        groups[placement.home.get(t, -1)].append(t)
-    return [groups[k] for k in sorted(groups)]
+        at = homes.get(t)
+        groups[-1 if at is None else at].append(t)
+    return dict(sorted(groups.items()))
