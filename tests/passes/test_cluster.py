@@ -1,12 +1,16 @@
 """Which equations become one fragment, and which stage of its loop it is."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import manymesh as mm
 from flat import program, run
 from manymesh._passes._cluster import cluster
 from manymesh._passes._fragments import cut
 from manymesh._passes._run import run_passes
 from manymesh._passes._stages import number_stages
+from stages import assert_agrees
 
 
 def clusters(source, scope=None):
@@ -54,6 +58,53 @@ def test_a_path_through_another_submesh_is_no_cycle():
         e = one: d + 1.0
         results: e
     """) == [["one", "sin"], ["two", "mul"], ["one"]]
+
+
+TOWERS = """
+    tasks: image 0, text 1
+    inputs: x f32[64,64], y f32[64,64]
+    {first}
+    {loop}a = image: x * 2.0
+    {loop}b = text: {read} * 2.0
+    {loop}c = a * b
+    {loop}d = lax.sin(c)
+    {loop}t = text_bwd: d * 2.0
+    {loop}i = image_bwd: d * {of}
+    {loop}s = t + i
+    results: {last}
+"""
+
+
+def test_a_submesh_waits_for_another_only_for_what_its_task_needs():
+    """A contrastive loss is no part of either tower; where the second needs the first anyway, it is part of that."""
+    where = {"first": "", "loop": "", "last": "s", "of": "2.0"}
+    apart = [["image"], ["text"], ["mul", "sin"], ["text"], ["image"], ["add"]]
+    assert clusters(TOWERS.format(read="y", **where)) == apart
+    # The second tower reads the first one, whose backward pass reads that of the second.
+    chained = [["image"], ["text", "mul", "sin"], ["text"], ["image", "add"]]
+    assert clusters(TOWERS.format(read="a", **{**where, "of": "t"})) == chained
+
+
+def test_in_a_loop_a_loss_is_part_of_a_stage():
+    """There are other microbatches for the time that one waits."""
+    first = "loop 0: 2 microbatches, gpipe\n    carry z f32[64,64] = zero, then s, at last total\n    zero = lax.full((64, 64), 0.0)"
+    source = TOWERS.format(read="y", of="2.0", first=first, loop="0: ", last="total")
+    assert ["text", "mul", "sin"] in clusters(source, 0)
+
+
+def test_what_several_wait_for_joins_the_one_that_all_others_wait_for():
+    """A mask that a loss and its backward pass read, say, is no fragment of its own."""
+    image, text = (mm.task(lambda w, x: jnp.tanh(x @ w), name, devices=[i]) for i, name in enumerate(("image", "text")))
+
+    def loss(w, x):
+        scores = image(w, x) @ text(w, x).T
+        return jnp.mean(jax.nn.logsumexp(scores, 0) + jax.nn.logsumexp(scores, 1) - 2 * jnp.diag(scores))
+
+    args = jnp.eye(32), jnp.ones((32, 32))
+    program = mm.jit(jax.value_and_grad(loss)).lower(*args).program
+    unmarked = [f.name for f in program.fragments if not f.tasks]
+    assert len(unmarked) == 3  # the loss, its backward pass, and the sum of the two gradients
+    assert_agrees(jax.value_and_grad(loss), *args)
 
 
 @pytest.mark.parametrize(

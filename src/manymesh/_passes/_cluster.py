@@ -307,15 +307,17 @@ class _Clusterer:
                 self._merge(group[0], c)
 
     def _join_followers(self) -> None:
-        """An unmarked cluster that only one alike waits for joins it: it is launched, and compiled, with it.
+        """An unmarked cluster joins one alike that waits for it, and that all others wait for: it is launched, and compiled, with it.
 
         One with an effect has it before what is launched between the two.
         """
         for c in reversed(self._sorted()):
-            if len(self.succs[c]) == 1 and not any(n.eqn.effects for n in c.nodes):
-                (follower,) = self.succs[c]
-                if _alike(c, follower):
-                    self._merge(follower, c)
+            alike = [f for f in self.succs[c] if _alike(c, f)]
+            if not alike or any(n.eqn.effects for n in c.nodes):
+                continue
+            follower = min(alike, key=lambda f: min(self.position[n] for n in f.nodes))
+            if all(q is follower or self._lead_to({follower}, q) for q in self.succs[c]):
+                self._merge(follower, c)
 
     def _join_tasks(self) -> None:
         """What is still unmarked joins a neighbouring task of its submesh and phase, if no cycle comes of it.
@@ -354,7 +356,18 @@ class _Clusterer:
         near = [t for t in (*self.preds[c], *self.succs[c]) if t.task is not None]
         near = [t for t in near if t.submesh == c.submesh and t.phase == c.phase]
         near.sort(key=lambda t: (t not in self.preds[c], -order[t]))
-        return next((t for t in near if not self._path_around(t, c)), None)
+        return next((t for t in near if not self._path_around(t, c) and not self._would_wait(t, c)), None)
+
+    def _would_wait(self, t: Cluster, c: Cluster) -> bool:
+        """Whether one submesh would wait for another for nothing, if what is unmarked ran with a task.
+
+        A contrastive loss, say, needs two towers: the second is not to wait for the first, nor is the backward pass of the
+        first for that of the second. In loops there are other microbatches for that time, and each fragment is a stage.
+        """
+        if self.scope is not None:
+            return False
+        made = any(p.submesh != t.submesh and not self._lead_to({p}, t) for p in self.preds[c])
+        return made or any(q.submesh != t.submesh and not self._lead_to({t}, q) for q in self.succs[c])
 
     def _path_around(self, a: Cluster, b: Cluster) -> bool:
         """Whether a third cluster lies on a path between the two."""

@@ -8,7 +8,6 @@ large are computed wherever they are needed.
 from __future__ import annotations
 
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,18 +17,13 @@ from jax.sharding import Mesh
 from .. import _compat
 from .._compat import Atom, Var
 from .._errors import MeshError
-from .._program._calls import calls_back
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
 from .._program._placement import Placement
 from ._beside import beside
-from ._constants import constants
+from ._roles import NUMBER, after_gradients, is_number, latest_tasks, shrinks, small_nodes, summed_up
 from ._together import Together
 
-# An equation whose results are at most this large, and that reads nothing that is already placed, is
-# computed on every submesh that reads it. Bytes; a random key, a step counter or a learning rate fits.
-SMALL = 1024
-NUMBER = 16  # bytes of the largest dtype
 VOTED = ("reads", "read by", "state", "default")  # why something is where it is that could be elsewhere
 
 
@@ -48,7 +42,7 @@ def place(flat: FlatProgram) -> FlatProgram:
     """
     if not flat.pins.inputs and not flat.pins.outputs and all(flat.submesh_of(n) is None for n in flat.nodes):
         raise NothingPlacedError
-    small = _small_nodes(flat)
+    small = small_nodes(flat)
     inits = {c.init for loop in flat.loops for c in loop.carries if _compat.is_var(c.init)}
     starts = {n for n in small if not n.layout_follows_loop and any(v in inits for v in n.outputs)}
     if starts:
@@ -85,7 +79,7 @@ def _states_apart(flat: FlatProgram, placement: Placement) -> dict[Var, int]:
 class _Placer:
     def __init__(self, flat: FlatProgram, small: set[Node]) -> None:
         self.flat, self.small, self.index = flat, small, flat.index
-        self.sums, self.after = _summed_up(flat), _latest_tasks(flat)
+        self.sums, self.after = summed_up(flat), latest_tasks(flat)
         self.submeshes: list[Mesh] = []
         self.number: dict[Mesh, int] = {}
         self.at: dict[Node, int] = {}
@@ -204,7 +198,7 @@ class _Placer:
     def _draw_together(self, home: dict[Var, int]) -> None:
         """Moves unmarked equations between tasks to where least crosses, and what becomes of gradients after them."""
         ours = [n for n in self.flat.nodes if self.reason.get(n) in VOTED]
-        updates = _after_gradients(self.flat).intersection(ours)
+        updates = after_gradients(self.flat).intersection(ours)
         held = (self.index.leaving - self.carried) | self.wanted.keys()
         free = [
             n
@@ -343,7 +337,7 @@ class _Placer:
         found: list[Var] = []
         while _compat.is_var(out) and out in self.producer:
             node = self.producer[out]
-            if _shrinks(node):
+            if shrinks(node):
                 return []
             found.append(out)
             before = node.inputs
@@ -429,7 +423,7 @@ class _Placer:
         most = max(votes.values(), default=0)
         if surely and nowhere > most and (largest <= NUMBER or not self._repeats(n)):
             return None
-        if surely and largest <= NUMBER and not _is_number(n):  # a number that is spread out, for whoever needs it
+        if surely and largest <= NUMBER and not is_number(n):  # a number that is spread out, for whoever needs it
             return None
         ties = _most(votes)
         if self.updates.get(n) in ties:
@@ -620,61 +614,6 @@ class _Placer:
         return found
 
 
-def _shrinks(n: Node) -> bool:
-    """Whether a node makes fewer elements than one of the values that it reads has: a sum, a slice, but no cast."""
-    read, made = ([math.prod(_compat.shape(v)) for v in each] for each in (n.inputs, n.outputs))
-    return n.task is None and max(read, default=0) > sum(made)
-
-
-def _latest_tasks(flat: FlatProgram) -> dict[Node, int]:
-    """For each node where in the program the latest task is that it is or reads from; -1 without one.
-
-    What is computed from a skip connection may stand after a task and still come from before it.
-    """
-    latest: dict[Node, int] = {}
-    for i, n in enumerate(flat.nodes):
-        producers = (flat.index.producer[v] for v in n.inputs if v in flat.index.producer)
-        latest[n] = i if n.task is not None else max((latest.get(p, -1) for p in producers), default=-1)
-    return latest
-
-
-def _summed_up(flat: FlatProgram) -> set[Node]:
-    """Unmarked equations of forward passes of which nothing but numbers comes there: a penalty on weights.
-
-    What is made for the backward pass alone does not count: that is where the gradient of the weights is.
-    """
-    found: set[Node] = set()
-    kept: set[Node] = set()  # for the backward pass
-    for n in reversed(flat.nodes):
-        if n.task is not None or n.backward or any(v in flat.index.leaving for v in n.outputs):
-            continue
-        readers = {r for v in n.outputs for r in flat.index.readers.get(v, ())}
-        forward = {r for r in readers if not r.backward} - kept
-        if (_shrinks(n) and _is_number(n)) or (forward and forward <= found):
-            found.add(n)
-        elif readers and not forward:
-            kept.add(n)
-    return found
-
-
-def _after_gradients(flat: FlatProgram) -> set[Node]:
-    """What is computed outside of backward passes and loops from what they make: updates, norms of gradients."""
-    found: set[Node] = set()
-    for n in flat.nodes:
-        if n.backward or n.loop is not None:
-            continue
-        made = [flat.index.producer.get(v) for v in n.inputs]
-        if any(v in flat.index.made_by_loop for v in n.inputs) or any(
-            p is not None and (p.backward or p in found) for p in made
-        ):
-            found.add(n)
-    return found
-
-
-def _is_number(n: Node) -> bool:
-    return sum(nbytes(v.aval) for v in n.outputs) <= NUMBER
-
-
 def _most(votes: dict[int, int]) -> set[int]:
     """Those with the most votes."""
     most = max(votes.values(), default=0)
@@ -684,26 +623,6 @@ def _most(votes: dict[int, int]) -> set[int]:
 def _winner(votes: dict[int, int]) -> int | None:
     """The first of those with the most votes."""
     return min(_most(votes), default=None)
-
-
-def _small_nodes(flat: FlatProgram) -> set[Node]:
-    """Unmarked equations that are cheap enough to compute wherever they are read: of small values, or of nothing."""
-    inner = {c.inner for loop in flat.loops for c in loop.carries}
-    index = flat.index
-    small = set(constants(flat))
-
-    def is_small_input(v: Var) -> bool:
-        if v in index.producer:
-            return index.producer[v] in small
-        return v not in inner and v not in index.made_by_loop and nbytes(v.aval) <= SMALL
-
-    for n in flat.nodes:
-        if n.task is not None or n.eqn.effects or flat.submesh_of(n) is not None or calls_back(n.eqn):
-            continue
-        is_small = sum(nbytes(v.aval) for v in n.outputs) <= SMALL and all(is_small_input(v) for v in n.inputs)
-        if not n.inputs or is_small:
-            small.add(n)
-    return small
 
 
 def _check_submeshes(meshes: Sequence[Mesh]) -> None:

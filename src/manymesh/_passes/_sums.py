@@ -25,9 +25,9 @@ from .._program._nodes import Carry, Node, nbytes, nodes_where, shape_and_dtype
 from .._program._placement import Placement
 from .._program._rewrite import making, substitute, trace_nodes
 from ._pieces import SHAPES
+from ._roles import NUMBER
 
 _ADDS = ("add", "add_any")
-NUMBER = 16  # bytes of the largest dtype
 
 
 def regroup_sums(flat: FlatProgram) -> FlatProgram:
