@@ -19,7 +19,7 @@ from .._errors import MeshError
 from .._findings import sentences
 from .._layout._groups import Groups
 from .._mark import Recording
-from .._runtime._exchange import put_apart
+from .._runtime._exchange import is_key, put_apart
 from .._runtime._execute import Kept
 from .._runtime._memories import in_memories, lying
 from .._runtime._observe import Observer
@@ -215,11 +215,14 @@ class _Lowering:
     def _moved(self, results: Sequence[Atom], record: Recording) -> dict[int, NamedSharding]:
         """Where results of the step are wanted of which the user said nothing.
 
-        The next state where the step takes it, and what the last part only hands through where it was made.
+        The next state where the step takes it, and what the last part only hands through where it was made. Numbers are in
+        every process, where there are several.
         """
         through = {o: self._fitting(self.made.get(v), record) for o, v in enumerate(results) if _compat.is_var(v)}
         homes = {o: self._home(self.invars[i], record) for i, o in self.whole.states}
         found = {o: s for each in (through, homes) for o, s in each.items() if s is not None}
+        if world() is not None:
+            found = {o: s for o, s in found.items() if _compat.shape(results[o]) or is_key(_compat.dtype(results[o]))}
         return {**found, **self.whole.moved}
 
     def _is_apart(self, v: Var) -> bool:
