@@ -1,8 +1,8 @@
 """One jaxpr with marks, nested anyhow, to one flat list of equations.
 
 Only what holds a task or a loop is opened: jit, remat and custom-derivative calls are inlined, scans
-are unrolled, the scan of a microbatch loop becomes a `Loop` whose body appears once. Everything else
-stays one opaque equation.
+are unrolled unless they are long and of one submesh, the scan of a microbatch loop becomes a `Loop` whose
+body appears once. Everything else stays one opaque equation.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ from .._task import Task
 from ._inner import is_inner
 from ._known import Known
 from ._pieces import Views, in_pieces
+from ._refused import control_flow_message
 from ._resolve import resolve_names
 from ._scopes import is_backward, matched_inside, tasks_inside
 
+# A scan of more iterations is no layers one after the other. It stays a loop where one submesh has all tasks in it: as many
+# equations, and fragments to launch, would take long to compile and to run.
+UNROLLED = 32
 _CHEAP = {"sharding_constraint", "convert_element_type", "transpose", "reshape", "squeeze", "copy"}
 
 Env = dict[Var, Atom]  # variable of a nested jaxpr -> what stands for it in the flat program
@@ -182,6 +186,8 @@ class _Flattener:
             elif eqn.primitive.name == "scan":
                 if spec is not None:
                     self._loop(eqn, env, inner_stack, spec)
+                elif whole := self._whole_scan(eqn, inner_stack, loop):
+                    self._keep_whole(eqn, env, inner_stack, loop, whole)
                 else:
                     self._unroll(eqn, env, inner_stack, loop)
             elif eqn.primitive.name in ("cond", "while") and (whole := self.whole(eqn, inner_stack, loop)):
@@ -196,7 +202,7 @@ class _Flattener:
                 operands = [_lookup(env, v) for v in solver[1]]
                 self._inline_jaxpr(solver[0], operands, eqn.outvars, env, inner_stack, loop)
             else:
-                message = _control_flow_message(eqn, self._tasks_in(eqn, inner_stack))
+                message = control_flow_message(eqn, self._tasks_in(eqn, inner_stack))
                 raise (AcrossError if eqn.primitive.name == "while" else PlacementError)(message)
 
     def _plain(self, eqn: Eqn, env: Env, stack: str, loop: int | None) -> None:
@@ -427,6 +433,14 @@ class _Flattener:
             self._wholes[key] = new_mark(self.tasks, joined.name or "task")
             self.tasks[self._wholes[key]] = joined
         return self._wholes[key]
+
+    def _whole_scan(self, eqn: Eqn, stack: str, loop: int | None) -> str | None:
+        """The mark of the task that a long scan becomes where one submesh has all tasks in it: a rollout, the cell of an RNN."""
+        if self._iteration is not None or _compat.scan_parts(eqn).length <= UNROLLED or self._holds_loop(eqn):
+            return None
+        if any(t.mesh is None for t in self._tasks_in(eqn, stack)) or matched_inside(eqn, stack, self.registered):
+            return None
+        return self.whole(eqn, stack, loop)
 
     def _keep_whole(self, eqn: Eqn, env: Env, stack: str, loop: int | None, mark: str) -> None:
         """Makes one task of a conditional or a loop; the tasks in it are calls like any other."""
@@ -668,25 +682,3 @@ def cheap_chain(result: Atom, producer: Mapping[Var, Eqn], actual: Mapping[Var, 
     if not chain or not _compat.is_var(result) or not _compat.is_var(actual[result]):
         return None, []
     return result, chain[::-1]
-
-
-def _control_flow_message(eqn: Eqn, tasks: Sequence[Task]) -> str:
-    name, why, remedy = {
-        "while": (
-            "lax.while_loop (or fori_loop with a traced bound)",
-            "which submesh runs when depends on data, so that the host has to run it, and what it is in cannot be opened",
-            "take it out of there, use a loop of fixed length (lax.scan, a Python loop), or put all its tasks on one submesh",
-        ),
-    }.get(
-        eqn.primitive.name,
-        (eqn.primitive.name, "it is one operation, which runs on one submesh", "put all its tasks on one, or all of it into one task"),
-    )  # fmt: skip
-    line = _compat.source_line(eqn)
-    at = f" ({line})" if line else ""
-    where = ", ".join(sorted({f"{t.name!r}{_devices(t)}" for t in tasks}))
-    return f"{name}{at} holds the tasks {where}: {why}; {remedy}"
-
-
-def _devices(task: Task) -> str:
-    meshes = task.meshes or (() if task.mesh is None else (task.mesh,))
-    return f" on devices {[d.id for m in meshes for d in m.devices.flat]}" if meshes else ""
