@@ -21,11 +21,11 @@ DEPTH = 32  # equations one after the other that are looked through
 
 
 def compute_where_read(flat: FlatProgram) -> FlatProgram:
-    """Makes values of loops' bodies anew on the submeshes that read them, where less is sent then. Needs the placement."""
+    """Makes values anew on the submeshes that read them, where less is sent then. Needs the placement."""
     assert flat.placement is not None, "what crosses is told by where it is made and read"
-    worker = _Worker(flat, flat.placement)
+    worker = Worker(flat, flat.placement)
     for n in flat.nodes:
-        if n.loop is not None and is_cheap(n):
+        if is_cheap(n):
             worker.consider(n)
     if not worker.reads:
         return flat
@@ -35,8 +35,8 @@ def compute_where_read(flat: FlatProgram) -> FlatProgram:
     return replace(flat, nodes=nodes_where(flat.nodes, changed), placement=None)
 
 
-class _Worker:
-    """What is made anew.
+class Worker:
+    """What is made anew, in a program that is placed.
 
     Attributes:
       reads: reader -> what it reads instead.
@@ -65,22 +65,20 @@ class _Worker:
                 self.reads[reader][v] = self._made(v, n, at)
 
     def _cost_of_making(self, n: Node, at: int, depth: int = 0) -> int:
-        return sum(self._cost(v, at, depth) for v in dict.fromkeys(n.inputs))
+        return sum(self.cost(v, at, depth) for v in dict.fromkeys(n.inputs))
 
-    def _cost(self, v: Var, at: int, depth: int) -> int:
-        """What is there, or has to come for somebody else, costs nothing."""
+    def cost(self, v: Var, at: int, depth: int = 0) -> int:
+        """Bytes to be sent for a value to be somewhere. What is there, or has to come for somebody else, costs nothing."""
         if (v, at) not in self.costs:
-            there = self.placement.home.get(v) == at
-            if there or any(at in self.placement.node[r] for r in self.index.readers[v]):
+            self.costs[v, at] = 0 if self.placement.home.get(v) == at else nbytes(v.aval)
+            n = self.index.producer.get(v)
+            if self.costs[v, at] and n is not None and is_cheap(n) and depth < DEPTH:
+                cost = self._cost_of_making(n, at, depth + 1)
+                if cost < self.costs[v, at]:
+                    self.costs[v, at] = cost
+                    self.anew[v, at] = n
+            if (v, at) not in self.anew and any(at in self.placement.node[r] for r in self.index.readers[v]):
                 self.costs[v, at] = 0
-            else:
-                self.costs[v, at] = nbytes(v.aval)
-                n = self.index.producer.get(v)
-                if n is not None and n.loop is not None and is_cheap(n) and depth < DEPTH:
-                    cost = self._cost_of_making(n, at, depth + 1)
-                    if cost < self.costs[v, at]:
-                        self.costs[v, at] = cost
-                        self.anew[v, at] = n
         return self.costs[v, at]
 
     def _made(self, v: Var, n: Node, at: int) -> Var:

@@ -28,6 +28,7 @@ from ._place import place
 from ._repeat import repeat_constraints
 from ._residuals import minimise_residuals
 from ._scans import minimise_scans
+from ._shrink import shrink_where_made
 from ._split import split_weights
 from ._spread import spread_conditionals
 from ._stacks import accumulate_each_layer
@@ -85,8 +86,9 @@ PASSES: tuple[Pass, ...] = (
     Pass("hoist_loop_invariants", hoist_loop_invariants, needs=_DEAD, makes_stale=_PLACED),
     Pass("spread_conditionals", spread_conditionals, needs=ALL, makes_stale=ALL, repeats=True),
     Pass("cross_once", cross_once, needs=ALL, makes_stale=ALL),
-    Pass("compute_where_read", compute_where_read, needs=ALL, makes_stale=ALL),
     Pass("make_once", make_once, needs=ALL, makes_stale=ALL),
+    Pass("shrink_where_made", shrink_where_made, needs=ALL, makes_stale=ALL),
+    Pass("compute_where_read", compute_where_read, needs=ALL, makes_stale=ALL),
     Pass("regroup_sums", regroup_sums, needs=ALL, makes_stale=ALL),
     Pass("leave_unreduced", leave_unreduced, needs=ALL, makes_stale=ALL),
     Pass("hold_numbers", hold_numbers, needs=_DEAD, makes_stale=_PLACED),

@@ -179,7 +179,7 @@ def _split_accumulators(flat: FlatProgram, edit: Editor, loop: int, placement: P
         for n in nodes:
             edit.replace_node(n, [])
         edit.replace_node(max(nodes, key=index.position.__getitem__), inside)
-        total, _ = trace_nodes(lambda *xs: _sum(xs), [c.final for c in carries])
+        total, _ = trace_nodes(lambda *xs: summed(xs), [c.final for c in carries])
         total[-1] = making(total[-1], [carry.final])
         edit.after_loop(loop, total)
 
@@ -192,7 +192,7 @@ def add_up(inner: Var, terms: Sequence[Term], loop: int, backward: bool) -> tupl
     nodes: list[Node] = []
     parts = [inner, *alike.pop((), ())]
     for way, sources in alike.items():
-        made, (part,) = trace_nodes(lambda *xs: _sum(xs), sources, loop=loop, backward=backward)
+        made, (part,) = trace_nodes(lambda *xs: summed(xs), sources, loop=loop, backward=backward)
         for n in way:
             operand = _seen_operand(n)
             assert operand is not None, "a sum was seen through it"
@@ -200,7 +200,7 @@ def add_up(inner: Var, terms: Sequence[Term], loop: int, backward: bool) -> tupl
             (part,) = made[-1].outputs
         nodes += made
         parts.append(part)
-    made, (out,) = trace_nodes(lambda *xs: _sum(xs), parts, loop=loop, backward=backward)
+    made, (out,) = trace_nodes(lambda *xs: summed(xs), parts, loop=loop, backward=backward)
     return [*nodes, *made], out
 
 
@@ -233,10 +233,10 @@ def _regroup_chains(flat: FlatProgram, placement: Placement) -> FlatProgram:
         for at, group in groups.items():
             # What is computed wherever it is read says nothing of where it should be.
             mesh = placement.submeshes[at] if at >= 0 and all(map(homes.is_anywhere, group)) else None
-            new, (out,) = trace_nodes(lambda *xs: _sum(xs), group, loop=root.loop, backward=root.backward, mesh=mesh)
+            new, (out,) = trace_nodes(lambda *xs: summed(xs), group, loop=root.loop, backward=root.backward, mesh=mesh)
             made += new
             subtotals.append(out)
-        new, _ = trace_nodes(lambda *xs: _sum(xs), subtotals, loop=root.loop, backward=root.backward)
+        new, _ = trace_nodes(lambda *xs: summed(xs), subtotals, loop=root.loop, backward=root.backward)
         new[-1] = making(new[-1], [result])
         replaced.update({n: [] for n in nodes})
         replaced[root] = made + new
@@ -291,7 +291,8 @@ def _is_grouped(nodes: Sequence[Node], homes: _Homes) -> bool:
     return crossing <= max(len({k for k in at.values() if k is not None}) - 1, 0)
 
 
-def _sum(xs: tuple[Any, ...]) -> jax.Array:
+def summed(xs: Sequence[Any]) -> jax.Array:
+    """Values added up in order."""
     total = xs[0]
     for x in xs[1:]:
         total = lax.add(total, x)

@@ -1,0 +1,110 @@
+"""What makes less of a sum is applied to its terms, each where it is made.
+
+The gradient of a position bias that several stages read is the sum of what they send, a number for each pair of tokens; of it a
+table of a few numbers gets its own, by adding up those that belong together. That is linear: each stage does it for its part,
+and sends a table.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .. import _compat
+from .._compat import Atom, Var
+from .._program._flat import FlatProgram
+from .._program._nodes import Node, nbytes, nodes_where
+from .._program._placement import Placement
+from .._program._rewrite import making, substitute, trace_nodes
+from ._again import Worker
+from ._hoist import SMALL, stays
+from ._sums import exponents, is_addition, summed, terms_of_sum
+from ._unreduced._linear import EITHER, is_linear_in_first, linear_operands
+
+
+def shrink_where_made(flat: FlatProgram) -> FlatProgram:
+    """Applies what is linear in sums over submeshes, and makes less of them, to their terms. Needs the placement."""
+    assert flat.placement is not None, "what is sent is told by where it is made"
+    producer, uses, placement = flat.index.producer, flat.index.uses, flat.placement
+    done: set[Node] = set()
+    changed: dict[Node, list[Node]] = {}
+    for root in reversed(flat.nodes):
+        if root in done or not is_addition(root) or nbytes(root.outputs[0].aval) <= SMALL:
+            continue
+        terms, nodes = terms_of_sum(root.outputs[0], producer, uses, root.loop)
+        done.update(nodes)
+        groups: dict[int, list[Var]] = defaultdict(list)
+        for t in terms:
+            groups[placement.home.get(t, -1)].append(t)
+        if len(groups) < 2 or -1 in groups or any(n.guard for n in nodes):
+            continue
+        chain = _cheapest(root, flat, placement, sorted(groups))
+        if chain:
+            changed.update({n: [] for n in (*nodes, *chain)})
+            changed[chain[-1]] = _contracted(root, chain, dict(sorted(groups.items())), placement)
+            done.update(chain)
+    if not changed:
+        return flat
+    return replace(flat, nodes=nodes_where(flat.nodes, changed), placement=None)
+
+
+def _cheapest(root: Node, flat: FlatProgram, placement: Placement, at: Sequence[int]) -> list[Node]:
+    """The equations after a sum that are linear in it, up to where the terms are smallest; empty if that saves nothing.
+
+    Args:
+      root: the last addition of the sum.
+      flat, placement: the program, and where it is.
+      at: where the terms are.
+    """
+    index, worker = flat.index, Worker(flat, placement)
+    v = root.outputs[0]
+    sent = (len(at) - 1) * nbytes(v.aval)
+    chain: list[Node] = []
+    best = others = 0  # bytes of what else the equations read, which would have to be brought to all terms
+    while index.uses[v] == 1 and v not in index.leaving and (readers := index.readers.get(v, ())):
+        n = readers[0]
+        if n.loop != root.loop or n.guard or stays(n) or len(n.outputs) != 1 or not _is_linear(n, v, flat):
+            break
+        chain.append(n)
+        others += sum(worker.cost(x, k) for x in n.inputs if x is not v for k in at)
+        (v,) = n.outputs
+        if (now := (len(at) - 1) * nbytes(v.aval) + others) < sent:
+            best, sent = len(chain), now
+    return chain[:best]
+
+
+def _is_linear(n: Node, v: Var, flat: FlatProgram) -> bool:
+    """Whether an equation is linear in an operand, of floating-point numbers."""
+    at = [k for k, x in enumerate(n.eqn.invars) if x is v]
+    if exponents(v) == 0 or exponents(n.outputs[0]) < exponents(v) or len(at) != 1:
+        return False
+    if together := linear_operands(n.eqn):
+        return at[0] in together and all(k in at or _is_zero(n.eqn.invars[k], flat) for k in together)
+    return n.primitive in EITHER or (at == [0] and is_linear_in_first(n.eqn))
+
+
+def _is_zero(v: Atom, flat: FlatProgram) -> bool:
+    while _compat.is_var(v) and (n := flat.index.producer.get(v)) is not None:
+        if n.primitive not in ("broadcast_in_dim", "convert_element_type"):
+            return False
+        v = n.eqn.invars[0]
+    return isinstance(v, _compat.Literal) and not _compat.shape(v) and bool(v.val == 0)
+
+
+def _contracted(root: Node, chain: Sequence[Node], groups: dict[int, list[Var]], placement: Placement) -> list[Node]:
+    """The nodes that add up the terms of each submesh, make less of that there, and add up what comes of it."""
+    made: list[Node] = []
+    parts: list[Var] = []
+    for at, terms in groups.items():
+        mesh = placement.submeshes[at]
+        nodes, (part,) = trace_nodes(lambda *xs: summed(xs), terms, loop=root.loop, backward=root.backward, mesh=mesh)
+        made += nodes
+        for n in chain:
+            (v,) = [x for x in n.inputs if x in (root.outputs[0], *(c.outputs[0] for c in chain))]
+            made.append(replace(n, eqn=substitute(n.eqn, {v: part}), mesh=mesh, colocated_with=None))
+            (part,) = made[-1].outputs
+        parts.append(part)
+    nodes, _ = trace_nodes(lambda *xs: summed(xs), parts, loop=root.loop, backward=root.backward)
+    nodes[-1] = making(nodes[-1], chain[-1].outputs)
+    return [*made, *nodes]
