@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import manymesh as mm
+from manymesh._cost._view import sums
+from manymesh._program import Reduction
 from manymesh._report import Report
 from manymesh.inspect import Hardware
 from stages import WIDTH, back, loss, microbatched, parameters, rows
@@ -224,6 +226,22 @@ def test_a_sum_of_means_is_in_the_report():
     assert "are 4 times those of the whole batch" in finding
     assert f"finding: {finding}" in str(made.report()).splitlines()
     assert lowered().report().findings == ()
+
+
+def test_sums_that_are_taken_in_every_microbatch_are_told_together():
+    """As many as there are layers, for one reason."""
+    why = "stack reads its terms in every microbatch"
+    found = [Reduction(f"layer_{k}_bwd", "float32[32]", k // 3, 0, (), why) for k in range(6)]
+    found += [
+        Reduction("head_bwd", "float32[8]", 1, 0, (), "another"),
+        Reduction("a", "float32[8]", 0, 0, ("data",), ""),
+    ]
+    assert list(sums(found)) == [
+        "1 of 8 sums over a sharded batch are taken once a call",
+        "  layer_0_bwd, layer_1_bwd, layer_2_bwd, layer_3_bwd and 2 more 6 x float32[32] on submeshes (0, 1), in every "
+        f"microbatch: {why}",
+        "  head_bwd float32[8] on submesh 1, in every microbatch: another",
+    ]
 
 
 def test_a_report_is_plain_data():

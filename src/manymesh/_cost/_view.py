@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,16 @@ def sums(reductions: Sequence[Reduction]) -> Iterator[str]:
     if reductions:
         once = sum(bool(r.axes) for r in reductions)
         yield f"{once} of {len(reductions)} sums over a sharded batch are taken once a call"
-        yield from (f"  {r!r}" for r in reductions if not r.axes)
+    alike: dict[str, list[Reduction]] = {}
+    for r in reductions:
+        if not r.axes:
+            alike.setdefault(r.why, []).append(r)
+    for why, those in alike.items():
+        at = sorted({r.submesh for r in those})
+        where = f"submesh {at[0]}" if len(at) == 1 else f"submeshes {_some(at)}"
+        values = [f"{n} x {v}" if n > 1 else v for v, n in Counter(r.value for r in those).items()]
+        tasks = list(dict.fromkeys(r.task for r in those))
+        yield f"  {_few(tasks)} {_few(values)} on {where}, in every microbatch: {why}"
 
 
 def idle(axes: Sequence[IdleAxis]) -> Iterator[str]:
@@ -231,6 +241,11 @@ def _some(items: Sequence[object]) -> str:
     """The items, or, if there are many, the first of them and the last."""
     shown = [str(item) for item in items]
     return f"({', '.join(shown if len(shown) <= ROWS else [*shown[:8], '...', shown[-1]])})"
+
+
+def _few(words: Sequence[str]) -> str:
+    """Some of many words, and how many there are besides."""
+    return ", ".join(words[:4]) + (f" and {len(words) - 4} more" if len(words) > 4 else "")
 
 
 # --- units ------------------------------------------------------------------------------------------------
