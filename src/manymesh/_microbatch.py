@@ -347,6 +347,11 @@ def _count(
             where = f"microbatch({name}): args[{k}]{jax.tree_util.keystr(path)}"
             shape = tuple(np.shape(leaf))
             if not -len(shape) <= dim < len(shape):
+                if path and isinstance(path[-1], jax.tree_util.SequenceKey) and not shape:
+                    raise MicrobatchError(
+                        f"{where} is a number in a list or tuple, each of which is cut for itself; make an array of them, as by "
+                        f"np.asarray(args[{k}]{jax.tree_util.keystr(path[:-1])})"
+                    )
                 raise MicrobatchError(
                     f"{where} of shape {shape} has no dimension {dim} to cut along; what is the same in every microbatch goes in an "
                     f"argument that argnum does not name{_if_parameters(args, argnums)}"

@@ -279,6 +279,10 @@ CASES = {
     "a schedule that the program contradicts": (mistaken(num_stages=7), ValueError, "num_stages=7"),
     "argnum as a name": (mistaken(argnum="batch"), ValueError, "position of the batch, or several, found 'batch'"),
     "half an argnum": (mistaken(argnum=1.5), ValueError, "position of the batch, or several, found 1.5"),
+    "a list of numbers in a batch": (
+        lambda: mm.jit(mm.microbatch(lambda b: front(jnp.eye(WIDTH), b["x"]), num_microbatches=2))({"x": rows(), "y": [1, 2]}),
+        ValueError, "args[0]['y'][0] is a number in a list", "np.asarray(args[0]['y'])",
+    ),
     "a key for each microbatch": (
         lambda: mm.jit(mm.microbatch(lambda x, key: front(jnp.eye(WIDTH), x), num_microbatches=4, rng_argnum=1))(
             rows(), jax.random.split(jax.random.PRNGKey(0), 4)
