@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -11,6 +12,7 @@ import manymesh as mm
 from flat import lines, placed, program, run, text
 from manymesh._program._flat import Pins
 from manymesh._program._stacked import Stacked
+from stages import assert_agrees
 
 MESHES = [Mesh(np.array(jax.devices()[i : i + 1]), ("m",)) for i in (0, 1)]
 TASKS = {name: mm.Task(name, mesh=mesh) for name, mesh in zip(("one", "two"), MESHES, strict=True)}
@@ -124,3 +126,30 @@ def test_carries_of_a_loop():
     assert [c.inner.aval.shape for c in after.loops[0].carries] == [(1, 4), (1, 4)]
     assert len(after.stacked_inputs) == len(after.stacked_outputs) == 1
     assert [at for name, at in placed(run("place", after)) if name == "max"] == [0, 1]
+
+
+def test_the_gates_of_experts_are_no_layers():
+    """A router outside of tasks, whose columns the experts' submeshes read: it stays whole, and the experts are a pipeline."""
+    count, width = 4, 8
+    tasks = [mm.task(lambda w, x, g: g[:, None] * jnp.tanh(x @ w), f"expert_{i}", devices=[i]) for i in range(count)]
+
+    def loss(p, x):
+        gates = jax.nn.softmax(x @ p["router"])
+        top, which = jax.lax.top_k(gates, 2)
+        weights = (jax.nn.one_hot(which, count) * top[..., None]).sum(1)
+        y = x
+        for i, task in enumerate(tasks):
+            y = y + task(p["experts"][i], x, weights[:, i])
+        return jnp.mean(y**2) + jnp.sum(gates.mean(0) * weights.mean(0))
+
+    rng = np.random.default_rng(0)
+    p = {
+        "router": jnp.asarray(rng.normal(size=(width, count)), jnp.float32),
+        "experts": [jnp.asarray(rng.normal(size=(width, width)), jnp.float32) for _ in tasks],
+    }
+    step = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4, reduce="mean")
+    args = p, jnp.asarray(rng.normal(size=(16, width)), jnp.float32)
+    program = mm.jit(step).lower(*args).program
+    assert not program.stacked_inputs and program.loops[0].in_order
+    assert len(program.loops[0].placement) == count
+    assert_agrees(step, *args)

@@ -101,9 +101,10 @@ class _Finder:
 
     def _seeds(self) -> list[tuple[Var, Split]]:
         parts: dict[tuple[Var, int], list[tuple[int, int, Mesh | None]]] = defaultdict(list)
+        of_batch = self._of_batch()
         for n in self.flat.nodes:
             taken = taken_apart(n.eqn) if n.task is None and n.inputs else None
-            if taken is not None:
+            if taken is not None and n.inputs[0] not in of_batch:
                 for v, (a, b) in zip(n.eqn.outvars, taken.ranges, strict=True):
                     if _compat.is_var(v):
                         parts[n.inputs[0], taken.dim].append((a, b, self._mesh_of(v, self._next)))
@@ -124,6 +125,14 @@ class _Finder:
             elif _covered([(a, b) for a, b, _ in cuts], length):  # a row of a grid is no layer
                 self._note_uneven(v, d, known, submeshes)
         return seeds
+
+    def _of_batch(self) -> set[Var]:
+        """What forward passes make of a microbatch: what is taken apart of it, such as the gates of experts, are no layers."""
+        found = {p.inner for loop in self.flat.loops for p in loop.xs}
+        for n in self.flat.nodes:
+            if n.loop is not None and not n.backward and not found.isdisjoint(n.inputs):
+                found.update(n.outputs)
+        return found.intersection(self.producer)
 
     def _note_uneven(self, v: Var, d: int, known: Sequence[tuple[int, int, Mesh]], submeshes: tuple[Mesh, ...]) -> None:
         """An input, also one that is cast before it is taken apart."""
