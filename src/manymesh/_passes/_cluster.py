@@ -366,8 +366,10 @@ class _Clusterer:
         """
         if self.scope is not None:
             return False
-        made = any(p.submesh != t.submesh and not self._lead_to({p}, t) for p in self.preds[c])
-        return made or any(q.submesh != t.submesh and not self._lead_to({t}, q) for q in self.succs[c])
+        others = [p for p in self.preds[c] if p.submesh != t.submesh and not _exclude_each_other(p, t)]
+        if not all(self._lead_to({p}, t) for p in others):
+            return True
+        return any(q.submesh != t.submesh and not self._lead_to({t}, q) for q in self.succs[c])
 
     def _path_around(self, a: Cluster, b: Cluster) -> bool:
         """Whether a third cluster lies on a path between the two."""
@@ -406,6 +408,12 @@ class _Clusterer:
                     heapq.heappush(ready, (first[q], number[q], q))
         assert len(out) == len(clusters), "merging fragments made a cycle; this is a bug in ManyMesh"
         return out
+
+
+def _exclude_each_other(a: Cluster, b: Cluster) -> bool:
+    """Whether they are in two branches of one conditional, of which only one runs."""
+    taken = dict(g for n in a.nodes for g in n.guard)
+    return any(taken.get(index, number) != number for n in b.nodes for index, number in n.guard)
 
 
 def _alike(a: Cluster, b: Cluster) -> bool:
