@@ -144,7 +144,7 @@ def test_a_number_of_each_microbatch_scales_each_term():
     ],
 )
 def test_sums_are_not_seen_through_anything_else(sums):
-    flat = accumulated(*sums)
+    flat = run("remove_dead", accumulated(*sums))
     after = run("regroup_sums", flat)
     assert len(after.loops[0].carries) == 1
     assert sorted(n.primitive for n in after.nodes) == sorted(n.primitive for n in run("place", flat).nodes)

@@ -54,7 +54,7 @@ def constants(flat: FlatProgram) -> list[Node]:
     found: dict[Node, None] = {}
     made: set[Var] = set()
     for n in flat.nodes:
-        if is_cheap(n) and all(v in made for v in n.inputs) and not any(v in flat.index.leaving for v in n.outputs):
+        if made.issuperset(n.inputs) and is_cheap(n) and flat.index.leaving.isdisjoint(n.outputs):
             found[n] = None
             made.update(n.outputs)
     return list(found)

@@ -42,14 +42,15 @@ def summed_up(flat: FlatProgram) -> set[Node]:
     """
     found: set[Node] = set()
     kept: set[Node] = set()  # for the backward pass
+    leaving, readers = flat.index.leaving, flat.index.readers
     for n in reversed(flat.nodes):
-        if n.task is not None or n.backward or any(v in flat.index.leaving for v in n.outputs):
+        if n.task is not None or n.backward or not leaving.isdisjoint(n.outputs):
             continue
-        readers = {r for v in n.outputs for r in flat.index.readers.get(v, ())}
-        forward = {r for r in readers if not r.backward} - kept
-        if (shrinks(n) and is_number(n)) or (forward and forward <= found):
+        all_readers = [r for v in n.outputs for r in readers.get(v, ())]
+        forward = [r for r in all_readers if not r.backward and r not in kept]
+        if (is_number(n) and shrinks(n)) or (forward and found.issuperset(forward)):
             found.add(n)
-        elif readers and not forward:
+        elif all_readers and not forward:
             kept.add(n)
     return found
 
@@ -84,9 +85,10 @@ def small_nodes(flat: FlatProgram) -> set[Node]:
         return v not in inner and v not in index.made_by_loop and nbytes(v.aval) <= SMALL
 
     for n in flat.nodes:
-        if n.task is not None or n.eqn.effects or flat.submesh_of(n) is not None or calls_back(n.eqn):
+        if n.task is not None or not all(map(is_small_input, n.inputs)):
             continue
-        is_small = sum(nbytes(v.aval) for v in n.outputs) <= SMALL and all(is_small_input(v) for v in n.inputs)
-        if not n.inputs or is_small:
+        if n.eqn.effects or flat.submesh_of(n) is not None or calls_back(n.eqn):
+            continue
+        if not n.inputs or sum(nbytes(v.aval) for v in n.outputs) <= SMALL:
             small.add(n)
     return small
