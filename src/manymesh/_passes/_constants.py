@@ -17,18 +17,9 @@ from ._blocks._ties import ELEMENTWISE
 from ._hoist import SMALL, stays
 
 # What costs next to nothing beside reading as many numbers.
-CHEAP = {
-    "broadcast_in_dim",
-    "concatenate",
-    "gather",
-    "iota",
-    "pad",
-    "reshape",
-    "rev",
-    "slice",
-    "squeeze",
-    "transpose",
-} | {name for name in ELEMENTWISE if not name.startswith("manymesh_")}
+CHEAP = {name for name in ELEMENTWISE if not name.startswith("manymesh_")}.union(
+    ("broadcast_in_dim", "concatenate", "gather", "iota", "pad", "reshape", "rev", "slice", "squeeze", "transpose")
+)
 
 
 def repeat_constants(flat: FlatProgram) -> FlatProgram:
