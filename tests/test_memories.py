@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import manymesh as mm
+from manymesh import _compat
 from manymesh._runtime._relayout import Relayouts
 from stages import assert_same, reference
 
@@ -224,3 +225,11 @@ def test_checkpoints(tmp_path):
     compiled = step.lower(params, moments, x).compile()
     described = mm.checkpoint.argument_of(compiled, 1)
     assert {s.sharding.memory_kind for s in jax.tree.leaves(described)} == {HOST}
+
+
+@pytest.mark.parametrize("kind", [HOST, "device"])
+def test_what_is_put_together_says_in_which_memory_it_is(kind):
+    """As an array of one process does, and also what other processes have: it tells two programs of a step apart."""
+    x = jax.device_put(jnp.ones((WIDTH, WIDTH)), lying(0, kind))
+    aval = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    assert _compat.assemble(aval, _compat.pieces(x)).aval.memory_space == x.aval.memory_space

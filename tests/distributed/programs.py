@@ -475,4 +475,8 @@ def states_on_the_host():
         expected = (ws, [zeros] * 3)
         for _ in range(3):
             expected = jax.jit(step)(*expected, x)
+    # A state of one process alone: the others have to know, too, that this is another program.
+    alone = mm.jit(lambda w: tasks[0](w, w))
+    w = alone(alone(ws[0]))
+    alone(mm.jit(lambda w: w, out_shardings=host[0])(w))
     return kinds, mm.fetch(state), jax.tree.map(np.asarray, expected)

@@ -45,6 +45,8 @@ def assemble(aval: jax.ShapeDtypeStruct, arrays: Sequence[Any]) -> jax.Array:
     """The array that consists of arrays of single devices, in the order of its sharding's devices, without a copy."""
     assert aval.sharding is not None, "an array has a sharding"
     plain = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type))
+    if aval.sharding.memory_kind == "pinned_host":  # as jax.device_put says it
+        plain = plain.update(memory_space=jax.memory.Space.Host)
     return ArrayImpl(plain, aval.sharding, list(arrays), committed=True, _skip_checks=True)
 
 

@@ -39,7 +39,7 @@ def into(x: jax.Array, kind: str) -> jax.Array:
     pieces = [
         jax.device_put(p, SingleDeviceSharding(next(iter(p.devices())), memory_kind=kind)) for p in _compat.pieces(x)
     ]
-    return _compat.assemble(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), pieces)
+    return _compat.assemble(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type), pieces)
 
 
 def lying(shardings: Sequence[Any], kinds: Mapping[int, str]) -> list[Any]:
