@@ -96,7 +96,19 @@ NARROW: Mapping[str, frozenset[str]] = {
     "schedules": frozenset({"_errors", "schedules"}),
     # What a step costs is read off its plan: nothing that compiles or runs is in reach.
     "_cost": frozenset(
-        {"_compat", "_types", "_cost", "_hardware", "_key", "_layout", "_passes", "_plan", "_program", "_task"}
+        {
+            "_compat",
+            "_types",
+            "_cost",
+            "_hardware",
+            "_key",
+            "_layout",
+            "_passes",
+            "_plan",
+            "_program",
+            "_shown",
+            "_task",
+        }
     ),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-NAMED = 3  # tasks in one sentence
+from ._shown import joined
 
 
 class Finding(NamedTuple):
@@ -25,12 +25,7 @@ def sentences(findings: Iterable[Finding]) -> list[str]:
     tasks: dict[str, list[str]] = {}
     for finding in findings:
         tasks.setdefault(finding.text, []).extend([] if finding.task is None else [finding.task])
-    return [f"{_called(list(dict.fromkeys(names)))}{text}" for text, names in tasks.items()]
-
-
-def _called(names: list[str]) -> str:
-    """``tasks 'a', 'b', 'c' and 61 more: ``; nothing for no name."""
-    if not names:
-        return ""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"task{'s' * (len(names) > 1)} {', '.join(map(repr, names[:NAMED]))}{more}: "
+    called = {text: list(dict.fromkeys(map(repr, names))) for text, names in tasks.items()}
+    return [
+        f"task{'s' * (len(names) > 1)} {joined(names)}: {text}" if names else text for text, names in called.items()
+    ]

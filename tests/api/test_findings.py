@@ -70,7 +70,8 @@ def test_a_finding(name):
 
 
 @pytest.mark.parametrize(
-    ("layers", "called"), [(1, "task 'layer_0'"), (3, "tasks 'layer_0', 'layer_1', 'layer_2'"), (6, "2' and 3 more")]
+    ("layers", "called"),
+    [(1, "task 'layer_0'"), (3, "tasks 'layer_0', 'layer_1', 'layer_2'"), (6, "tasks 'layer_0' .. 'layer_5' (6)")],
 )
 def test_what_is_found_of_many_tasks_is_said_once(layers, called):
     """A name is misspelt in every layer; two of them in two names."""

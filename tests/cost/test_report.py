@@ -238,9 +238,8 @@ def test_sums_that_are_taken_in_every_microbatch_are_told_together():
     ]
     assert list(sums(found)) == [
         "1 of 8 sums over a sharded batch are taken once a call",
-        "  layer_0_bwd, layer_1_bwd, layer_2_bwd, layer_3_bwd and 2 more 6 x float32[32] on submeshes (0, 1), in every "
-        f"microbatch: {why}",
-        "  head_bwd float32[8] on submesh 1, in every microbatch: another",
+        f"  layer_0_bwd .. layer_5_bwd (6): 6 x float32[32] on submeshes (0, 1), in every microbatch: {why}",
+        "  head_bwd: float32[8] on submesh 1, in every microbatch: another",
     ]
 
 

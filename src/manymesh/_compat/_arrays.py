@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import sharding_impls
+from jax._src import core, sharding_impls
 from jax._src.array import ArrayImpl
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -44,9 +44,8 @@ def pieces(x: Any) -> list[Any]:
 def assemble(aval: jax.ShapeDtypeStruct, arrays: Sequence[Any]) -> jax.Array:
     """The array that consists of arrays of single devices, in the order of its sharding's devices, without a copy."""
     assert aval.sharding is not None, "an array has a sharding"
-    plain = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type))
-    if aval.sharding.memory_kind == "pinned_host":  # as jax.device_put says it
-        plain = plain.update(memory_space=jax.memory.Space.Host)
+    space = core.mem_kind_to_space(aval.sharding.memory_kind)
+    plain = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type), memory_space=space)
     return ArrayImpl(plain, aval.sharding, list(arrays), committed=True, _skip_checks=True)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._hardware import Hardware
 from .._program import Reduction
+from .._shown import joined
 from ._crossings import ValueLine
 from ._idle import IdleAxis
 from ._lines import EdgeLine, FragmentLine, LoopLine, Off, Prediction, SharedDevices
@@ -60,7 +61,7 @@ def sums(reductions: Sequence[Reduction]) -> Iterator[str]:
         where = f"submesh {at[0]}" if len(at) == 1 else f"submeshes {_some(at)}"
         values = [f"{n} x {v}" if n > 1 else v for v, n in Counter(r.value for r in those).items()]
         tasks = list(dict.fromkeys(r.task for r in those))
-        yield f"  {_few(tasks)} {_few(values)} on {where}, in every microbatch: {why}"
+        yield f"  {joined(tasks)}: {joined(values)} on {where}, in every microbatch: {why}"
 
 
 def idle(axes: Sequence[IdleAxis]) -> Iterator[str]:
@@ -241,11 +242,6 @@ def _some(items: Sequence[object]) -> str:
     """The items, or, if there are many, the first of them and the last."""
     shown = [str(item) for item in items]
     return f"({', '.join(shown if len(shown) <= ROWS else [*shown[:8], '...', shown[-1]])})"
-
-
-def _few(words: Sequence[str]) -> str:
-    """Some of many words, and how many there are besides."""
-    return ", ".join(words[:4]) + (f" and {len(words) - 4} more" if len(words) > 4 else "")
 
 
 # --- units ------------------------------------------------------------------------------------------------

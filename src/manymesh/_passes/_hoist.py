@@ -11,7 +11,8 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
 from ._pieces import VIEWS
 
-SMALL = 1024  # bytes
+# Bytes of what may be computed on every submesh that reads it: a random key, a step counter or a learning rate fits.
+SMALL = 1024
 
 
 def hoist_loop_invariants(flat: FlatProgram) -> FlatProgram:

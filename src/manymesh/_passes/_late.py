@@ -19,15 +19,14 @@ from jax import lax
 
 from .. import _compat
 from .._compat import Atom, Var
-from .._mark import box_constraint_p
 from .._program._edit import Editor
 from .._program._flat import FlatProgram
 from .._program._nodes import Carry, Node
 from .._program._placement import Placement
 from .._program._rewrite import making, substitute, trace_nodes
 from ._hoist import stays
-from ._sums import Term, add_up, exponents, is_addition, scaled_by, seen_through, terms_of_sum, zeros
-from ._unreduced._linear import EITHER, is_linear_in_first, linear_operands
+from ._sums import Term, add_up, exponents, is_addition, is_zero, scaled_by, seen_through, terms_of_sum, zeros
+from ._unreduced._linear import is_linear_in
 
 # The exponent of the largest float32, and bfloat16; of float16 and less, a sum over microbatches may be infinite.
 ROOM = 128
@@ -102,26 +101,13 @@ class _Worker:
     def _is_linear(self, n: Node) -> bool:
         """Whether a node is linear in all that varies of what it reads, and has room for sums of them."""
         eqn, varying = n.eqn, set(self._varying(n))
-        if (
-            n.task is not None
-            or n.primitive == "reduce_precision"
-            or any(exponents(v) < ROOM for v in (*varying, *n.outputs))
-        ):
+        if n.task is not None or any(exponents(v) < ROOM for v in (*varying, *n.outputs)):
             return False
         at = [k for k, v in enumerate(eqn.invars) if _compat.is_var(v) and v in varying]
-        if together := linear_operands(eqn):
-            return set(at) <= set(together) and all(k in at or self._is_zero(eqn.invars[k]) for k in together)
-        if len(at) > 1:
-            return False
-        return n.primitive in EITHER or (at == [0] and (is_linear_in_first(eqn) or eqn.primitive is box_constraint_p))
+        return is_linear_in(eqn, at, self._is_zero)
 
     def _is_zero(self, v: Atom) -> bool:
-        while _compat.is_var(v) and v in self.index.producer:
-            n = self.index.producer[v]
-            if n.primitive not in ("broadcast_in_dim", "convert_element_type"):
-                return False
-            v = n.eqn.invars[0]
-        return isinstance(v, _compat.Literal) and not _compat.shape(v) and bool(v.val == 0)
+        return is_zero(v, self.index.producer)
 
     # --- which accumulators ---------------------------------------------------------------------------
 

@@ -10,10 +10,8 @@ from .._program._calls import calls_back
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
 from ._constants import constants
+from ._hoist import SMALL
 
-# An equation whose results are at most this large, and that reads nothing that is already placed, is
-# computed on every submesh that reads it. Bytes; a random key, a step counter or a learning rate fits.
-SMALL = 1024
 NUMBER = 16  # bytes of the largest dtype
 
 
@@ -70,6 +68,7 @@ def after_gradients(flat: FlatProgram) -> set[Node]:
 
 
 def is_number(n: Node) -> bool:
+    """Whether a node makes no more than a number."""
     return sum(nbytes(v.aval) for v in n.outputs) <= NUMBER
 
 

@@ -11,16 +11,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .. import _compat
-from .._compat import Atom, Var
+from .._compat import Var
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes, nodes_where
 from .._program._placement import Placement
 from .._program._rewrite import making, substitute, trace_nodes
 from ._again import Worker
 from ._hoist import SMALL, stays
-from ._sums import exponents, is_addition, summed, terms_of_sum
-from ._unreduced._linear import EITHER, is_linear_in_first, linear_operands
+from ._sums import exponents, is_addition, is_zero, summed, terms_of_sum
+from ._unreduced._linear import is_linear_in
 
 
 def shrink_where_made(flat: FlatProgram) -> FlatProgram:
@@ -79,17 +78,7 @@ def _is_linear(n: Node, v: Var, flat: FlatProgram) -> bool:
     at = [k for k, x in enumerate(n.eqn.invars) if x is v]
     if exponents(v) == 0 or exponents(n.outputs[0]) < exponents(v) or len(at) != 1:
         return False
-    if together := linear_operands(n.eqn):
-        return at[0] in together and all(k in at or _is_zero(n.eqn.invars[k], flat) for k in together)
-    return n.primitive in EITHER or (at == [0] and is_linear_in_first(n.eqn))
-
-
-def _is_zero(v: Atom, flat: FlatProgram) -> bool:
-    while _compat.is_var(v) and (n := flat.index.producer.get(v)) is not None:
-        if n.primitive not in ("broadcast_in_dim", "convert_element_type"):
-            return False
-        v = n.eqn.invars[0]
-    return isinstance(v, _compat.Literal) and not _compat.shape(v) and bool(v.val == 0)
+    return is_linear_in(n.eqn, at, lambda x: is_zero(x, flat.index.producer))
 
 
 def _contracted(root: Node, chain: Sequence[Node], groups: dict[int, list[Var]], placement: Placement) -> list[Node]:
@@ -100,10 +89,10 @@ def _contracted(root: Node, chain: Sequence[Node], groups: dict[int, list[Var]],
         mesh = placement.submeshes[at]
         nodes, (part,) = trace_nodes(lambda *xs: summed(xs), terms, loop=root.loop, backward=root.backward, mesh=mesh)
         made += nodes
+        (whole,) = root.outputs
         for n in chain:
-            (v,) = [x for x in n.inputs if x in (root.outputs[0], *(c.outputs[0] for c in chain))]
-            made.append(replace(n, eqn=substitute(n.eqn, {v: part}), mesh=mesh, colocated_with=None))
-            (part,) = made[-1].outputs
+            made.append(replace(n, eqn=substitute(n.eqn, {whole: part}), mesh=mesh, colocated_with=None))
+            (part,), (whole,) = made[-1].outputs, n.outputs
         parts.append(part)
     nodes, _ = trace_nodes(lambda *xs: summed(xs), parts, loop=root.loop, backward=root.backward)
     nodes[-1] = making(nodes[-1], chain[-1].outputs)

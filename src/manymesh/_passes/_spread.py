@@ -14,7 +14,7 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes, nodes_where
 from .._program._rewrite import rename
 from ._flatten import open_conditional
-from ._roles import SMALL
+from ._hoist import SMALL
 
 
 def spread_conditionals(flat: FlatProgram) -> FlatProgram:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _compat
-from .._compat import Var
+from .._compat import Atom, Var
 from .._mark import box_constraint_p, constraint_p
 from .._program._edit import Editor
 from .._program._flat import FlatProgram
@@ -213,6 +213,15 @@ def zeros(edit: Editor, like: Var) -> Var:
     return new
 
 
+def is_zero(v: Atom, producer: Mapping[Var, Node]) -> bool:
+    """Whether a value is known to be all zeros."""
+    while _compat.is_var(v) and (n := producer.get(v)) is not None:
+        if n.primitive not in ("broadcast_in_dim", "convert_element_type"):
+            return False
+        v = n.eqn.invars[0]
+    return isinstance(v, _compat.Literal) and not _compat.shape(v) and bool(v.val == 0)
+
+
 def _regroup_chains(flat: FlatProgram, placement: Placement) -> FlatProgram:
     """Adds up on each submesh first, wherever a sum's terms lie on several."""
     producer, uses = flat.index.producer, flat.index.uses
@@ -266,12 +275,12 @@ class _Homes:
             roots, todo, seen = set[Var](), [v], {v}
             while todo:
                 x = todo.pop()
-                made = self._producer.get(x)
-                if made is None or x is not v and not self.is_anywhere(x):
+                if not self.is_anywhere(x):
                     roots.add(x)
                     continue
-                todo += [y for y in made.inputs if y not in seen]
-                seen.update(made.inputs)
+                new = [y for y in self._producer[x].inputs if y not in seen]
+                seen.update(new)
+                todo += new
             places = {self._of_inputs.get(x) for x in roots if nbytes(x.aval) > NUMBER}
             if len(places) == 1 and None not in places:
                 return places.pop()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from ... import _compat
 from ..._compat import Atom, Eqn
+from ..._mark import box_constraint_p
 from ..._program._nodes import shape_and_dtype
 from ._dims import Frame
 from ._links import shape_of, updated_dims
@@ -37,6 +40,18 @@ def linear_operands(eqn: Eqn) -> tuple[int, ...]:
         return tuple(range(1, len(eqn.invars)))
     linear = TOGETHER.get(eqn.primitive.name, ())
     return tuple(range(len(eqn.invars))) if linear is None else linear
+
+
+def is_linear_in(eqn: Eqn, at: Sequence[int], is_zero: Callable[[Atom], bool]) -> bool:
+    """Whether an equation is linear in some operands together, where others that are part of the sum have to be zero."""
+    if eqn.primitive.name == "reduce_precision":
+        return False
+    if together := linear_operands(eqn):
+        return set(at) <= set(together) and all(k in at or is_zero(eqn.invars[k]) for k in together)
+    if len(at) > 1:
+        return False
+    in_first = is_linear_in_first(eqn) or eqn.primitive is box_constraint_p
+    return eqn.primitive.name in EITHER or (list(at) == [0] and in_first)
 
 
 def summed_dims(eqn: Eqn) -> list[list[tuple[int, int]]]:
