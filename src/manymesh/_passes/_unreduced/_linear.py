@@ -48,10 +48,10 @@ def is_linear_in(eqn: Eqn, at: Sequence[int], is_zero: Callable[[Atom], bool]) -
         return False
     if together := linear_operands(eqn):
         return set(at) <= set(together) and all(k in at or is_zero(eqn.invars[k]) for k in together)
-    if len(at) > 1:
+    if len(at) != 1:
         return False
-    in_first = is_linear_in_first(eqn) or eqn.primitive is box_constraint_p
-    return eqn.primitive.name in EITHER or (list(at) == [0] and in_first)
+    in_first = at[0] == 0 and (is_linear_in_first(eqn) or eqn.primitive is box_constraint_p)
+    return eqn.primitive.name in EITHER or in_first
 
 
 def summed_dims(eqn: Eqn) -> list[list[tuple[int, int]]]:
