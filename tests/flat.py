@@ -81,7 +81,8 @@ def program(source, **given):
 
     Args:
       given: other fields of the program; ``rows``: of a custom schedule; ``states``: (name of an input, position of a result);
-        ``stacked``: name -> names of its slices; ``tasks``: name -> `Task`, for meshes.
+        ``stacked``: name -> names of its slices; ``results``: name of a task's result -> which one it is;
+        ``tasks``: name -> `Task`, for meshes.
     """
     return _Reader(given).read(text(source))
 
@@ -122,11 +123,19 @@ class _Reader:
                 self.equation(line.strip())
         states = tuple((self.vars[name], o) for name, o in self.given.pop("states", ()))
         stacked = {self.vars[k]: tuple(self.vars[v] for v in c) for k, c in self.given.pop("stacked", {}).items()}
+        results = {self.vars[k]: which for k, which in self.given.pop("results", {}).items()}
         self.given.setdefault("pins", Pins(states=states))
         self.given.setdefault("registered", Matcher(registered()))
         loops = tuple(self.loop(i) for i in range(len(self.specs)))
         return FlatProgram(
-            self.inputs, outvars, tuple(self.nodes), loops, tasks=self.tasks, stacked=stacked, **self.given
+            self.inputs,
+            outvars,
+            tuple(self.nodes),
+            loops,
+            tasks=self.tasks,
+            stacked=stacked,
+            results=results,
+            **self.given,
         )
 
     def declare(self, word):

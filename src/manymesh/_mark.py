@@ -274,7 +274,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         static = [_TRACED if is_dynamic(leaf) else leaf for leaf in out_leaves]
         out_tree.append((tree, static))
         dynamic = [leaf for leaf in out_leaves if is_dynamic(leaf)]
-        return dynamic if described.mesh is None else [border_p.bind(leaf) for leaf in dynamic]
+        return dynamic if described.mesh is None else [border_p.bind(leaf, result=i) for i, leaf in enumerate(dynamic)]
 
     mark = record.new_mark(described.name or "task")
     record.tasks[mark] = described
@@ -459,7 +459,10 @@ def _surroundings(described: Task, scope: Scope) -> Iterator[None]:
 
 # The identity at the end of a task. Its result is traced on no mesh: a value that kept the mesh of the task that made
 # it would be brought to the mesh of the task that reads it, and differentiating that fails where the sizes differ.
-border_p = _compat.linear_identity("manymesh_border", lambda x: x, lambda params, dim: params, keeps_mesh=False)
+# It says which result of the task the value is, where the task is computed again, too.
+border_p = _compat.linear_identity(
+    "manymesh_border", lambda x, **_: x, lambda params, dim: params, keeps_mesh=False, of_tangents=lambda params: {}
+)
 
 
 def _flax_rules(described: Task) -> contextlib.AbstractContextManager[Any]:

@@ -94,6 +94,7 @@ def flatten(closed: AbstractJaxpr, record: Recording) -> FlatProgram:
         tasks=worker.tasks,
         consts=worker.consts,
         stacked=worker.stacked,
+        results=worker.results,
         registered=record.implicit,
         findings=tuple({**dict.fromkeys(record.findings), **worker.findings}),
     )
@@ -157,6 +158,7 @@ class _Flattener:
         self._iteration: tuple[int, int] | None = None  # of the scans around, as one: index and number
         self.guard: tuple[tuple[Atom, int], ...] = ()  # the branches around
         self.findings: dict[Finding, None] = {}
+        self.results: dict[Var, object] = {}  # results of tasks -> mark, iteration and number of the result
         self._wholes: dict[tuple[object, ...], str] = {}  # what control flow that stays whole holds -> its mark
 
     def hold(self, v: Var, const: object) -> None:
@@ -237,10 +239,15 @@ class _Flattener:
         part = self._of_iteration(mark)
         if part is None:
             return self._call(eqn, env, stack, loop, None)
+        marked = _compat.open_jaxpr(eqn.params["jaxpr"])
         eqn = eqn.replace(params={**eqn.params, "jaxpr": self._without_borders(eqn.params["jaxpr"])})
         inner = _compat.open_jaxpr(eqn.params["jaxpr"])
         new = substitute(eqn, env)
         self._append(Node(new, part, is_backward(stack), loop, stack=stack, guard=self.guard))
+        number = {e.outvars[0]: e.params["result"] for e in marked.eqns if e.primitive is border_p and e.params}
+        for v, result in zip(new.outvars, marked.outvars, strict=True):
+            if _compat.is_var(v) and _compat.is_var(result) and result in number:
+                self.results[v] = part, self._iteration, number[result]
         actual: Env = dict(zip(inner.invars, new.invars, strict=True))
         producer = {v: e for e in inner.eqns for v in e.outvars}
         for outer, result in zip(eqn.outvars, inner.outvars, strict=True):

@@ -13,6 +13,7 @@ from enum import Enum
 
 from .._program._flat import FlatProgram
 from ._again import compute_where_read
+from ._apart import recompute_apart
 from ._blocks._spread_stacks import spread_stacks
 from ._casts import cast_once
 from ._constants import repeat_constants
@@ -74,6 +75,7 @@ PROVIDERS: Mapping[Fact, Pass] = {
 PASSES: tuple[Pass, ...] = (
     Pass("mark_scopes", mark_scopes, needs=_DEAD, makes_stale=ALL),
     Pass("advance_inner_gradients", advance_inner_gradients, makes_stale=_PLACED),
+    Pass("recompute_apart", recompute_apart, makes_stale=ALL),
     Pass("repeat_constraints", repeat_constraints, needs=_DEAD, makes_stale=_PLACED, repeats=True),
     Pass("join_parts", join_parts, needs=_DEAD, makes_stale=ALL, repeats=True),
     Pass("accumulate_each_layer", accumulate_each_layer, needs=_DEAD, makes_stale=ALL),

@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
+from .._implicit import Iteration, path_of
 from ._cluster import Cluster
 
 
@@ -127,20 +128,27 @@ def _stages_of_forward(
 ) -> dict[Cluster, int]:
     """The stage of the forward pass that each backward cluster of a task belongs to.
 
-    The calls of a task in a scan have one mark, and so has what an inner gradient transposes: of these the last one is the
-    first that the backward pass comes to. Where some have no backward pass, it is the last one that kept something for it.
+    The calls of a task in a scan have one mark: the iteration tells them apart. So has what an inner gradient transposes: of
+    these the last one is the first that the backward pass comes to. Where some have no backward pass, it is the last one
+    that kept something for it.
     """
     forward: defaultdict[str, list[int]] = defaultdict(list)
+    in_iteration: defaultdict[tuple[str | None, tuple[Iteration, ...]], list[int]] = defaultdict(list)
     for c in order:
         if c.task is not None and c in stage:
             forward[c.task].append(stage[c])
+            in_iteration[c.task, _iterations(c)].append(stage[c])
     passes = [c for c in order if c.task in forward and c not in stage]
-    count = Counter(c.task for c in passes if c.phase == 1)
-    seen: Counter[str | None] = Counter()
     found: dict[Cluster, int] = {}
     for c in passes:
+        calls = in_iteration.get((c.task, _iterations(c)), [])
+        if c.phase == 1 and len(calls) == 1:
+            found[c] = calls[0]
+    count = Counter(c.task for c in passes if c.phase == 1 and c not in found)
+    seen: Counter[str | None] = Counter()
+    for c in passes:
         assert c.task is not None, "it has the mark of a forward pass"
-        if c.phase == 1:
+        if c.phase == 1 and c not in found:
             calls = forward[c.task]
             each = math.ceil(count[c.task] / len(calls))  # several where jax.checkpoint computes the forward pass again
             keeps = [stage[p] for p in preds[c] if p.task == c.task and p in stage]
@@ -155,3 +163,9 @@ def _stages_of_forward(
         else:
             found[c] = last.get(c.task, forward[str(c.task)][-1])
     return found
+
+
+def _iterations(c: Cluster) -> tuple[Iteration, ...]:
+    """The iterations of unrolled scans that a cluster's task is in."""
+    node = next(n for n in c.nodes if n.task == c.task)
+    return tuple([part for part in path_of(node.stack) if isinstance(part, Iteration)])

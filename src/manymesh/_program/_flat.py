@@ -68,6 +68,7 @@ class FlatProgram:
       registered: the tasks registered by name when the step was traced.
       findings: what is suspicious, found by the passes so far.
       reductions: what is known of the sums over a sharded batch.
+      results: result of a task -> which one of which call it is; the same for the forward pass and for what computes it again.
       placement: where every node runs; None where nothing computed it for these nodes.
       stacked_inputs, stacked_outputs: arguments and results that are in blocks on several submeshes; each block is an
         input, or a result, of its own.
@@ -84,12 +85,13 @@ class FlatProgram:
     registered: Matcher = field(default_factory=Matcher)
     findings: tuple[Finding, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    results: Mapping[Var, object] = field(default_factory=dict)
     placement: Placement | None = None
     stacked_inputs: tuple[Stacked, ...] = ()
     stacked_outputs: tuple[Stacked, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("tasks", "consts", "stacked"):
+        for name in ("tasks", "consts", "stacked", "results"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @cached_property

@@ -1,0 +1,80 @@
+"""What ``jax.checkpoint`` computes again, each submesh computes again from what came to it in the forward pass.
+
+Around tasks of several submeshes it would go through all of them once more, from one to the next, before the backward pass
+could begin: no pipeline. What crosses from one submesh to the next is there, from the forward pass, and is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .. import _compat
+from .._compat import Var
+from .._key import Keys
+from .._program._edit import Editor
+from .._program._flat import FlatProgram
+from .._program._nodes import Node
+from .._program._rewrite import reading
+from ._dead import remove_dead
+from ._place import place
+from ._scopes import is_rematerialised
+
+
+def recompute_apart(flat: FlatProgram) -> FlatProgram:
+    """Reads what another submesh would compute again as it came in the forward pass."""
+    if not any(n.task is not None and is_rematerialised(n.stack) for n in flat.nodes):
+        return flat
+    slim = place(remove_dead(flat))  # few programs need it here, and it takes long
+    worker = _Worker(slim)
+    edit = Editor(slim)
+    for n in slim.nodes:
+        env = {v: worker.again[v] for v in n.inputs if v in worker.again and worker.crosses(v, n)}
+        if env:
+            edit.replace_node(n, [reading(n, env)])
+    after = edit.result()
+    return flat if after is slim else after
+
+
+class _Worker:
+    """What a program computes again.
+
+    Attributes:
+      again: value that is computed again -> the same value in the forward pass.
+    """
+
+    def __init__(self, flat: FlatProgram) -> None:
+        assert flat.placement is not None, "what crosses is told by where it is made and read"
+        self._flat, self._placement, self._keys = flat, flat.placement, Keys()
+        self.again: dict[Var, Var] = {}
+        self._find()
+
+    def _find(self) -> None:
+        """Fills in the values that are computed again, in order: one of them may be made of others."""
+        forward: dict[object, Var | None] = {}  # what a value is -> the value; None where there are several
+        for n in self._flat.nodes:
+            again = is_rematerialised(n.stack)
+            if n.eqn.effects or (n.backward and not again):
+                continue
+            for v, what in self._described(n):
+                if not again:
+                    forward[what] = None if what in forward else v
+                elif (same := forward.get(what)) is not None:
+                    self.again[v] = same
+
+    def _described(self, n: Node) -> Iterable[tuple[Var, object]]:
+        """What each value is that a node makes: the result of a call, or of an equation of the same values."""
+        around = n.loop, tuple((self.again.get(v, v), k) if _compat.is_var(v) else (v, k) for v, k in n.guard)
+        if n.task is not None:
+            return [(v, (self._flat.results[v], around)) for v in n.outputs if v in self._flat.results]
+        one = self._keys(_compat.new_jaxpr(tuple(dict.fromkeys(n.inputs)), n.outputs, [n.eqn]))
+        operands = tuple([self.again.get(v, v) for v in dict.fromkeys(n.inputs)])
+        return [(v, (one, operands, i, around)) for i, v in enumerate(n.outputs)]
+
+    def crosses(self, v: Var, reader: Node) -> bool:
+        """Whether a value that is computed again is read elsewhere than it is made: of both, where the forward pass had them."""
+        return set(self._at(reader)).isdisjoint(self._at(self._flat.index.producer[v]))
+
+    def _at(self, n: Node) -> tuple[int, ...]:
+        """The submeshes of a node, or of the one that it computes again."""
+        before = next((self.again[v] for v in n.outputs if v in self.again), None)
+        return self._placement.node[n if before is None else self._flat.index.producer[before]]

@@ -1,0 +1,253 @@
+"""What `jax.checkpoint` computes again around tasks of several submeshes starts, on each, from what came there before."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import manymesh as mm
+from flat import lines, program, run, switch_off
+from stages import assert_agrees
+
+BODY = """
+    tasks: one 0, two 1
+    inputs: w f32[4], x f32[8]
+    loop 0: 2 microbatches, gpipe
+    xs b f32[4] = p, q
+    carry z f32[4] = w, then t, at last total
+    p = x[:4]
+    q = x[4:]
+    0: h = one: lax.sin(b)
+    0: k = two: lax.sin(h)
+    0: again = one_bwd: lax.sin(b) [in rematted_computation]
+    {}
+    results: total
+"""
+MADE_AGAIN = {"results": {"h": "one", "again": "one"}}
+
+
+def reads(equations, name):
+    """Which value a node reads, of the one of the forward pass and the one computed again, before and after."""
+    flat = program(BODY.format("\n".join(f"0: {line}" for line in equations)), **MADE_AGAIN)
+    after = run("recompute_apart", flat)
+    forward, again = flat.results
+    found = []
+    for each in (flat, after):
+        (node,) = [n for n in each.nodes if (n.task or n.primitive) == name and n.backward]
+        found.append(["forward" if v is forward else "again" for v in node.inputs if v in (forward, again)])
+    return found
+
+
+def test_another_submesh_reads_what_came_in_the_forward_pass():
+    assert reads(["t = two_bwd: z + k * lax.cos(again)"], "two") == [["again"], ["forward"]]
+
+
+def test_the_same_submesh_computes_it_again():
+    text = BODY.format("0: k2 = two_bwd: lax.cos(h)\n0: t = one_bwd: z + k2 * lax.cos(again)")
+    flat = program(text, **MADE_AGAIN)
+    assert lines(run("recompute_apart", flat)) == lines(flat)
+
+
+def test_what_is_outside_of_tasks_counts_to_those_it_goes_to():
+    equations = ["g = lax.exp(again) [in rematted_computation]", "t = two_bwd: z + k * g"]
+    assert reads(equations, "exp") == [["again"], ["forward"]]
+    equations[1] = "t = one_bwd: z + k * g"
+    assert reads(equations, "exp") == [["again"], ["again"]]
+
+
+# Whole steps
+
+WIDTH, STAGES = 8, 4
+
+
+def layer(w, x):
+    return x + jax.nn.relu(jax.nn.gelu(x @ w[0]) @ w[1])
+
+
+TASKS = [mm.task(layer, f"layer{i}", devices=[i // 2]) for i in range(2 * STAGES)]
+
+
+def parameters():
+    draw = np.random.default_rng(0)
+    return [(0.3 * draw.normal(size=(2, WIDTH, WIDTH))).astype(np.float32) for _ in TASKS]
+
+
+def batch(rows=16):
+    return np.random.default_rng(1).normal(size=(rows, WIDTH)).astype(np.float32)
+
+
+def through(ws, x):
+    """All layers, a skip connection around the third one, and a scale between two stages."""
+    for i, (task, w) in enumerate(zip(TASKS, ws, strict=True)):
+        x = task(w, x) + (0.1 * x if i == 2 else 0) if i != 3 else 1.5 * task(w, x)
+    return x
+
+
+def loss(ws, x):
+    return jnp.mean(through(ws, x) ** 2)
+
+
+def step(loss, schedule="1f1b"):
+    """Gradients over four microbatches; a warning is an error."""
+    return mm.jit(
+        mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4, schedule=schedule, reduce="mean"),
+        strict=True,
+    )
+
+
+def crossing(lowered):
+    """Bytes that cross in each microbatch, forward and back."""
+    return sum(e.nbytes for e in lowered.program.edges if e.loop is not None)
+
+
+POLICIES = {
+    "nothing": None,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "no batch dims": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h1", "gpipe"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_checkpoint_around_the_whole_model_is_a_pipeline(schedule, policy):
+    """Nothing more crosses than without it."""
+    whole = step(jax.checkpoint(loss, policy=POLICIES[policy]), schedule)
+    lowered = whole.lower(parameters(), batch())
+    assert lowered.program.loops[0].in_order
+    assert lowered.program.loops[0].placement == tuple(range(STAGES))
+    assert crossing(lowered) == crossing(step(loss, schedule).lower(parameters(), batch()))
+    assert_agrees(whole.fun, parameters(), batch())
+
+
+def test_without_the_pass_it_is_none(monkeypatch):
+    switch_off(monkeypatch, "recompute_apart")
+    with pytest.raises(mm.errors.PlacementError, match="one after the other"):
+        step(jax.checkpoint(loss)).lower(parameters(), batch())
+
+
+def test_only_what_crosses_is_kept():
+    """Each stage but the first keeps what came to it for its backward pass, and no value of its two layers."""
+
+    def kept(loss):
+        program = step(loss).lower(parameters(), batch()).program
+        forward = {v for f in program.body(0) if f.kind == "F" for v in f.outvars}
+        read = {(v, f.submesh) for f in program.body(0) if f.kind != "F" for v in f.invars if v in forward}
+        return len(read)
+
+    assert kept(jax.checkpoint(loss)) == STAGES - 1
+    assert kept(loss) > 4 * STAGES
+
+
+def halves(ws, x):
+    """Two stages in each checkpoint, one in a checkpoint more."""
+
+    def half(ws, x, first):
+        for task, w in zip(TASKS[first : first + STAGES], ws, strict=True):
+            x = task(w, x)
+        return x
+
+    x = jax.checkpoint(lambda ws, x: half(ws, x, 0))(ws[:STAGES], x)
+    x = jax.checkpoint(jax.checkpoint(lambda ws, x: half(ws, x, STAGES)))(ws[STAGES:], x)
+    return jnp.mean(x**2)
+
+
+def scanned(ws, x):
+    """A scan over all layers, each of which goes through two submeshes."""
+    here, there = (mm.task(layer, name, devices=[i]) for i, name in enumerate(("here", "there")))
+
+    def both(x, w):
+        return there(w, here(w, x)), None
+
+    return jnp.mean(jax.checkpoint(lambda ws, x: jax.lax.scan(both, x, ws)[0])(jnp.stack(ws[:2]), x) ** 2)
+
+
+def scanned_by_layer(ws, x):
+    """The same with the checkpoint inside of the scan."""
+    here, there = (mm.task(layer, name, devices=[i]) for i, name in enumerate(("here", "there")))
+
+    def both(x, w):
+        return jax.checkpoint(lambda w, x: there(w, here(w, x)))(w, x), None
+
+    return jnp.mean(jax.lax.scan(both, x, jnp.stack(ws[:2]))[0] ** 2)
+
+
+def branches(ws, x):
+    """A branch that goes through other stages than its counterpart."""
+
+    def run(ws, x):
+        x = TASKS[0](ws[0], x)
+        x = jax.lax.cond(
+            jnp.sum(x) > 0,
+            lambda x: TASKS[6](ws[6], TASKS[4](ws[4], TASKS[2](ws[2], x))),
+            lambda x: TASKS[6](ws[5], x),
+            x,
+        )
+        return TASKS[7](ws[7], x)
+
+    return jnp.mean(jax.checkpoint(run)(ws, x) ** 2)
+
+
+def vmapped(ws, x):
+    """Each row by itself."""
+    return jnp.mean(jax.checkpoint(jax.vmap(through, (None, 0)))(ws, x) ** 2)
+
+
+def several_results(ws, x):
+    """Tasks with results that swap places, of which one is an integer and one is handed through."""
+
+    def both(w, a, b):
+        return b, layer(w, a), jnp.argmax(a, axis=-1), a
+
+    tasks = [mm.task(both, f"both{i}", devices=[i]) for i in range(3)]
+
+    def run(ws, x):
+        a, b = x, 2 * x
+        for task, w in zip(tasks, ws[:3], strict=True):
+            a, b, at, same = task(w, a, b)
+            b = b + at[:, None] * 1e-2 + 0.1 * same
+        return a * b
+
+    return jnp.mean(jax.checkpoint(run)(ws, x))
+
+
+def penalised(ws, x):
+    """A gradient within the forward pass, checkpointed as well."""
+
+    def critic(x):
+        return jnp.mean(jax.checkpoint(through)(jax.tree.map(lambda w: 0.3 * w, ws), x) ** 2)
+
+    return critic(x) + jnp.sum(jax.grad(critic)(x) ** 2)
+
+
+@pytest.mark.parametrize(
+    "loss", [halves, scanned, scanned_by_layer, branches, vmapped, several_results, penalised], ids=lambda f: f.__name__
+)
+def test_it_is_the_same_function(loss):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if loss is penalised else "error")
+        assert_agrees(
+            mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4, schedule="1f1b", reduce="mean"),
+            parameters(), batch(),
+        )  # fmt: skip
+        assert_agrees(jax.value_and_grad(loss), parameters(), batch(8))
+
+
+def test_tangents_of_what_is_computed_again_are_no_results():
+    """Forward mode over a gradient makes each result twice: itself, and how it changes."""
+
+    def product(ws, x):
+        along = jax.tree.map(jnp.ones_like, ws)
+        return jax.jvp(jax.grad(lambda ws: jax.checkpoint(loss)(ws, x)), (ws,), (along,))
+
+    assert_agrees(product, parameters(), batch(4))
+
+
+def test_a_gradient_of_tangents():
+    """The forward pass makes tangents as well, and both are computed again."""
+
+    def along(ws, x):
+        return jax.jvp(lambda x: jax.checkpoint(loss)(ws, x), (x,), (x,))[1]
+
+    assert_agrees(jax.grad(along), parameters(), batch(4))
