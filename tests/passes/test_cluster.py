@@ -231,3 +231,57 @@ def test_what_one_fragment_alone_waits_for_joins_it():
         v = total * e
         results: u, v, count
     """)[-1] == ["add", "convert_element_type", "sin", "div", "mul"]
+
+
+AGAIN = """
+    tasks: one 0, two 1
+    inputs: x f32[512]
+    a = one: x + 1.0
+    b = two: a + 1.0
+    c = two_bwd: a + 1.0 [in rematted_computation]
+    d = two_bwd: c * b
+    {}
+    results: d
+"""
+
+
+def test_what_a_task_computes_again_is_one_with_its_backward_pass():
+    """Not so where another one reads it, too, as where `jax.checkpoint` is around both."""
+    assert clusters(AGAIN.format("")) == [["one"], ["two"], ["two", "two"]]
+    assert clusters(AGAIN.format("e = one_bwd: c * a").replace("results: d", "results: d, e")) == [
+        ["one"], ["two"], ["two"], ["two"], ["one"],
+    ]  # fmt: skip
+
+
+def hidden(w, x):
+    return x + jax.nn.gelu(x @ w[0]) @ w[1]
+
+
+def as_it_is(fun):
+    return fun
+
+
+def trained(inside, around, schedule):
+    """Fragments, their names, and bytes at the peak of a step of four layers on two submeshes."""
+    tasks = [mm.task(inside(hidden), f"layer{i}", devices=[i // 2]) for i in range(4)]
+
+    def loss(ws, x):
+        for task, w in zip(tasks, ws, strict=True):
+            x = around(task)(w, x)
+        return jnp.mean(x**2)
+
+    step = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4, schedule=schedule, reduce="mean")
+    ws = [(jnp.ones((8, 64)), jnp.ones((64, 8)))] * 4
+    assert_agrees(step, ws, jnp.ones((16, 8)) / 8)
+    compiled = mm.jit(step).lower(ws, jnp.ones((16, 8))).compile()
+    return [f.name for f in compiled.program.fragments], [m.peak_bytes for m in compiled.memory_analysis().values()]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h1"])
+def test_a_checkpoint_around_a_task_costs_what_one_inside_does(schedule):
+    inside = trained(jax.checkpoint, as_it_is, schedule)
+    around = trained(as_it_is, jax.checkpoint, schedule)
+    none = trained(as_it_is, as_it_is, schedule)
+    assert sorted(around[0]) == sorted(inside[0])
+    assert around[1] == inside[1]
+    assert max(around[1]) < max(none[1])

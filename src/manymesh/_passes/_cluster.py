@@ -17,6 +17,7 @@ from .. import _compat
 from .._compat import Var
 from .._program._flat import FlatProgram
 from .._program._nodes import Node
+from ._scopes import is_rematerialised
 
 
 @dataclass(eq=False)
@@ -76,6 +77,7 @@ class _Clusterer:
         self._seed()
         self._join_readers()
         self._build_edges()
+        self._join_recomputed()
         self._join_feeders()
         self._join_levels()
         self._join_followers()
@@ -278,6 +280,15 @@ class _Clusterer:
         for q in self.succs.pop(c, set()):
             self.preds[q].discard(c)
             self._edge(into, q)
+
+    def _join_recomputed(self) -> None:
+        """What a task computes again for its backward pass alone is computed there: what goes between is never kept."""
+        for c in self._clusters():
+            back = [b for b in self.succs[c] if b.phase == c.phase]
+            if c.task is None or c.phase != 1 or len(back) != 1 or not all(is_rematerialised(n.stack) for n in c.nodes):
+                continue
+            if all(b.task == c.task and b.submesh == c.submesh for b in self.succs[c]):
+                self._merge(back[0], c)
 
     def _join_feeders(self) -> None:
         """An unmarked cluster that one task alone feeds joins it (a loss, a gradient's accumulator)."""
