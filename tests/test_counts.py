@@ -560,3 +560,23 @@ def test_weights_that_one_task_reads_and_another_trains_are_where_they_are_train
     assert {program.home[v] for v in program.invars if np.size(v.aval) >= 32 * 32} == {1}
     assert [e for e in program.edges if e.nbytes >= 4 * 32 * 32] == []
     assert_same(jitted(ws, optimizer.init(ws), x), reference(jitted, ws, optimizer.init(ws), x))
+
+
+def test_what_a_task_returns_twice_crosses_once():
+    """As the last state and as a skip connection; so does its gradient, the sum of both."""
+
+    def down(w, x):
+        h = dense(w, x)
+        return h, (x, h)
+
+    down = mm.task(down, "down", devices=[0])
+    up = mm.task(lambda w, h, skip: dense(w, h) * skip, "up", devices=[1])
+
+    def f(p, x):
+        h, skips = down(p["front"], x)
+        return jnp.mean(up(p["back"], h, skips[1]) ** 2)
+
+    step = microbatched(jax.value_and_grad(f))
+    program = mm.jit(step).lower(parameters(), rows()).program
+    assert [(e.source, e.target) for e in program.edges if e.loop is not None] == [(0, 1), (1, 0)]
+    assert_same(mm.jit(step)(parameters(), rows()), reference(jax.jit(step), parameters(), rows()))

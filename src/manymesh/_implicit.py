@@ -268,13 +268,19 @@ def registered() -> tuple[Rule, ...]:
 
 @dataclass(frozen=True)
 class Iteration:
-    """A step of an unrolled scan, among the scopes around an equation."""
+    """A step of an unrolled scan, among the scopes around an equation.
+
+    Attributes:
+      index, length: which step of how many.
+      layers: which scans step through the layers that are here: 0 this one, 1 the one around it.
+    """
 
     index: int
     length: int
+    layers: tuple[int, ...] = field(default=(0,), compare=False)
 
     def __str__(self) -> str:
-        return f"\x00{self.index}:{self.length}"
+        return ":".join(["\x00" + str(self.index), str(self.length), *map(str, self.layers)])
 
 
 Path = tuple[str | Iteration, ...]
@@ -302,8 +308,8 @@ def path_of(stack: str) -> Path:
             transformed = True
             continue
         if name.startswith("\x00"):
-            index, length = name[1:].split(":")
-            path.append(Iteration(int(index), int(length)))
+            index, length, *layers = map(int, name[1:].split(":"))
+            path.append(Iteration(index, length, tuple(layers)))
         else:
             path.append(name)
         begins.append(transformed)
@@ -361,13 +367,14 @@ class Matched:
     pattern: str
 
     @property
-    def iteration(self) -> tuple[int, int] | None:
-        """Index and number of the iterations of the scans around the scope, as one; None outside scans."""
-        index, length = 0, 1
-        for part in self.scope:
-            if isinstance(part, Iteration):
-                index, length = index * part.length + part.index, length * part.length
-        return (index, length) if any(isinstance(p, Iteration) for p in self.scope) else None
+    def names(self) -> tuple[str, ...]:
+        """The names of the scopes on the path, in any iteration."""
+        return tuple([part for part in self.scope if isinstance(part, str)])
+
+    @property
+    def iterations(self) -> tuple[Iteration, ...]:
+        """Those of the scans around the scope, the outermost first."""
+        return tuple([part for part in self.scope if isinstance(part, Iteration)])
 
 
 class Matcher:

@@ -244,7 +244,11 @@ def _check_function(fun: Any) -> None:
         )
 
 
-_TRACED = object()
+@dataclass(frozen=True)
+class _Result:
+    """Stands for a traced result of a task among those that are none."""
+
+    number: int
 
 
 def call_marked(record: Recording, described: Task, fun: Callable[..., Any], args: PyTree, kwargs: PyTree) -> PyTree:
@@ -271,10 +275,11 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         with _surroundings(described, scope):
             out = fun(*a, **k)
         out_leaves, tree = jax.tree.flatten(out)
-        static = [_TRACED if is_dynamic(leaf) else leaf for leaf in out_leaves]
-        out_tree.append((tree, static))
-        dynamic = [leaf for leaf in out_leaves if is_dynamic(leaf)]
-        return dynamic if described.mesh is None else [border_p.bind(leaf, result=i) for i, leaf in enumerate(dynamic)]
+        dynamic = {id(leaf): leaf for leaf in out_leaves if is_dynamic(leaf)}  # what is returned twice is one result
+        number = {key: i for i, key in enumerate(dynamic)}
+        out_tree.append((tree, [_Result(number[id(leaf)]) if is_dynamic(leaf) else leaf for leaf in out_leaves]))
+        results = list(dynamic.values())
+        return results if described.mesh is None else [border_p.bind(x, result=i) for i, x in enumerate(results)]
 
     mark = record.new_mark(described.name or "task")
     record.tasks[mark] = described
@@ -282,12 +287,12 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
     stands_for(body, fun, [paths[i][0] for i in traced])
     try:
         operands = [_on_no_mesh(leaves[i]) for i in traced]
-        outs = iter(_call_equal(record, described, mark, jax.jit(body), operands))
+        outs = _call_equal(record, described, mark, jax.jit(body), operands)
     except Exception as error:
         _note(error, described)
         raise
-    tree, static = out_tree[-1]
-    return jax.tree.unflatten(tree, [next(outs) if s is _TRACED else s for s in static])
+    tree, leaves = out_tree[-1]
+    return jax.tree.unflatten(tree, [outs[x.number] if isinstance(x, _Result) else x for x in leaves])
 
 
 def _at_border(value: Any) -> Any:

@@ -29,6 +29,7 @@ from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
 from .._task import Task
 from ._inner import is_inner
 from ._known import Known
+from ._layers import NONE, Layers
 from ._pieces import Views, in_pieces
 from ._refused import control_flow_message
 from ._resolve import resolve_names
@@ -74,7 +75,7 @@ def flatten(closed: AbstractJaxpr, record: Recording) -> FlatProgram:
       TaskError: a task with several meshes that is in no scan.
     """
     parts = _compat.open_jaxpr(closed)
-    worker = _Flattener(record.tasks, record.loops, record.implicit)
+    worker = _Flattener(record.tasks, record.loops, record.implicit, closed)
     env: Env = {}
     for v, c in zip(parts.constvars, parts.consts, strict=True):
         worker.hold(v, c)
@@ -140,7 +141,13 @@ def _lookup(env: Env, atom: Atom) -> Atom:
 
 
 class _Flattener:
-    def __init__(self, tasks: Mapping[str, Task], specs: Mapping[str, LoopSpec], registered: Matcher) -> None:
+    def __init__(
+        self,
+        tasks: Mapping[str, Task],
+        specs: Mapping[str, LoopSpec],
+        registered: Matcher,
+        program: AbstractJaxpr | None = None,
+    ) -> None:
         self.tasks, self.specs, self.registered = dict(tasks), specs, registered
         self.nodes: list[Node] = []
         self.loops: list[Loop] = []
@@ -155,7 +162,9 @@ class _Flattener:
         self._varying: set[Var] = set()
         self._layers: dict[tuple[Atom, int, int | None], Atom] = {}  # (stacked value, index, loop) -> its slice
         self._split: dict[Task, bool] = {}  # tasks with several meshes -> whether a scan ran them
-        self._iteration: tuple[int, int] | None = None  # of the scans around, as one: index and number
+        self._iterations: tuple[Iteration, ...] = ()  # of the scans around, the outermost first
+        split = registered or any(task.meshes for task in tasks.values())
+        self._layers_of = Layers(program, tasks, specs) if split and program is not None else NONE
         self.guard: tuple[tuple[Atom, int], ...] = ()  # the branches around
         self.findings: dict[Finding, None] = {}
         self.results: dict[Var, object] = {}  # results of tasks -> mark, iteration and number of the result
@@ -247,7 +256,7 @@ class _Flattener:
         number = {e.outvars[0]: e.params["result"] for e in marked.eqns if e.primitive is border_p and e.params}
         for v, result in zip(new.outvars, marked.outvars, strict=True):
             if _compat.is_var(v) and _compat.is_var(result) and result in number:
-                self.results[v] = part, self._iteration, number[result]
+                self.results[v] = part, self._iterations, number[result]
         actual: Env = dict(zip(inner.invars, new.invars, strict=True))
         producer = {v: e for e in inner.eqns for v in e.outvars}
         for outer, result in zip(eqn.outvars, inner.outvars, strict=True):
@@ -297,10 +306,10 @@ class _Flattener:
         if not task.meshes:
             return mark
         self._split.setdefault(task, False)
-        if self._iteration is None:
+        if (layer := self._layers_of.of_task(mark, self._iterations)) is None:
             return None
         self._split[task] = True
-        part = task.at(*self._iteration)
+        part = task.at(*layer)
         assert part.mesh is not None, "each of the meshes is one"
         of_part = f"{mark}_{task.meshes.index(part.mesh)}"
         self.tasks[of_part] = part
@@ -344,22 +353,21 @@ class _Flattener:
             [None] * scan.length for _ in inner.outvars[scan.num_carry :]
         ]  # by result, by step
         steps = range(scan.length)
-        outer = self._iteration
+        outer = self._iterations
+        levels = self._layers_of.levels(eqn)
         for i in reversed(steps) if scan.reverse else steps:
-            self._iteration = (
-                (i, scan.length) if outer is None else (outer[0] * scan.length + i, outer[1] * scan.length)
-            )
+            self._iterations = (*outer, Iteration(i, scan.length, levels))
             # What no microbatch changes, such as stacked weights, is taken apart once, outside their loop.
             pieces = [self._layer(x, i, loop if x in self._varying else None) for x in stacked]
             results = [_compat.new_var(v.aval) for v in inner.outvars]
             sub: Env = {}
-            inner_stack = f"{stack}/{Iteration(i, scan.length)}"
+            inner_stack = f"{stack}/{self._iterations[-1]}"
             self._inline_jaxpr(scan.jaxpr, [*consts, *carry, *pieces], results, sub, inner_stack, loop)
             values = [sub[r] for r in results]
             carry = values[: scan.num_carry]
             for column, y in zip(collected, values[scan.num_carry :], strict=True):
                 column[i] = y
-        self._iteration = outer
+        self._iterations = outer
         outs = carry + (
             [self._stack(column, loop) for column in collected]
             if scan.length
@@ -419,7 +427,7 @@ class _Flattener:
     def whole(self, eqn: Eqn, stack: str, loop: int | None) -> str | None:
         """The mark of the task that a conditional or a loop becomes where one submesh has all tasks in it; else None."""
         marks = self._explicit(eqn)
-        if self._iteration is not None and not self._scans_tasks(eqn, stack):  # of one layer
+        if self._iterations and not self._scans_tasks(eqn, stack):  # of one layer
             marks = [self._of_iteration(mark) or mark for mark in marks]
         tasks = self._tasks(marks, eqn, stack)
         conditional = eqn.primitive.name == "cond"
@@ -443,7 +451,7 @@ class _Flattener:
 
     def _whole_scan(self, eqn: Eqn, stack: str, loop: int | None) -> str | None:
         """The mark of the task that a long scan becomes where one submesh has all tasks in it: a rollout, the cell of an RNN."""
-        if self._iteration is not None or _compat.scan_parts(eqn).length <= UNROLLED or self._holds_loop(eqn):
+        if self._iterations or _compat.scan_parts(eqn).length <= UNROLLED or self._holds_loop(eqn):
             return None
         if any(t.mesh is None for t in self._tasks_in(eqn, stack)) or matched_inside(eqn, stack, self.registered):
             return None

@@ -14,7 +14,7 @@ from dataclasses import replace
 from .. import _compat
 from .._compat import Atom, Eqn, Var
 from .._errors import TaskError
-from .._implicit import Matched
+from .._implicit import Iteration, Matched
 from .._mark import box_constraint_p, check_nested
 from .._program._calls import call_body
 from .._program._flat import FlatProgram
@@ -23,6 +23,7 @@ from .._program._rewrite import reading, rename, substitute
 from .._task import Task
 from ._contract import Group, Part, cut_convex
 from ._flatten import cheap_chain, new_mark
+from ._layers import layer_of
 from ._resolve import resolve_names
 from ._scopes import is_rematerialised
 
@@ -61,20 +62,27 @@ def _grouped(flat: FlatProgram, matches: Matches) -> dict[Group, list[Node]]:
 
 def _match(flat: FlatProgram) -> Matches:
     """Finds each equation's task."""
+    found = ((n, flat.registered.match(n.stack, n.backward)) for n in flat.nodes if n.stack)
+    matched = {n: at for n, at in found if at is not None}
+    deepest: dict[
+        tuple[str, ...], tuple[Iteration, ...]
+    ] = {}  # scope -> the scans around it; the forward pass is first
+    for at in matched.values():
+        if at.task.meshes and len(at.iterations) > len(deepest.get(at.names, ())):
+            deepest[at.names] = at.iterations
     matches: Matches = {}
     outside_scans: dict[str, Matched] = {}
     in_scans: set[str] = set()
-    for n in flat.nodes:
-        at = flat.registered.match(n.stack, n.backward) if n.stack else None
-        if at is None:
-            continue
+    for n, at in matched.items():
         if at.task.meshes:
             name = at.task.name or "task"
-            if at.iteration is None:  # differentiation took it out of the scan, because every iteration needs it alike
+            around = deepest.get(at.names, ())
+            layer = layer_of(at.iterations, [x.length for x in around], around[-1].layers) if around else None
+            if layer is None:  # differentiation took it out of the scan, because every iteration needs it alike
                 outside_scans[name] = at
                 continue
             in_scans.add(name)
-            at = Matched(at.scope, at.task.at(*at.iteration), at.pattern)
+            at = Matched(at.scope, at.task.at(*layer), at.pattern)
         if n.task is not None:
             check_nested(flat.tasks[n.task], at.task, at.pattern)
         matches[n] = at
