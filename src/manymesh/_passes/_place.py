@@ -529,7 +529,7 @@ class _Placer:
                 todo += node.inputs
 
     def _finish(self, home: dict[Var, int]) -> Placement:
-        places, needed = self._copies({})
+        places, needed = self._copies(None)
         if idle := [n for n, at in places.items() if not at]:
             places, needed = self._copies(self._beside_operands(idle[::-1], needed, home))
         reason = {**self.reason, **dict.fromkeys((n for n in places if n not in self.at), "cloned")}
@@ -546,11 +546,11 @@ class _Placer:
                 result.update({v: result.get(p.inner, 0) for v in p.outer if _compat.is_var(v)})
         return Placement(tuple(self.submeshes), places, result, reason)
 
-    def _copies(self, idle: Mapping[Node, int]) -> tuple[dict[Node, tuple[int, ...]], dict[Var, set[int]]]:
+    def _copies(self, idle: Mapping[Node, int] | None) -> tuple[dict[Node, tuple[int, ...]], dict[Var, set[int]]]:
         """Where each node runs, those that are nowhere yet wherever they are read; and where each value is needed.
 
         Args:
-          idle: where those are that are read nowhere; without it they are in no place.
+          idle: where those are that are read nowhere, the first submesh where it does not say; without it, in no place.
         """
         places: dict[Node, tuple[int, ...]] = {}
         needed: dict[Var, set[int]] = defaultdict(set)
@@ -561,7 +561,7 @@ class _Placer:
                 places[n] = (self.at[n],)
             else:
                 found = set().union(*(self._needs(v, needed) for v in n.outputs))
-                places[n] = tuple(sorted(found)) or ((idle[n],) if n in idle else ())
+                places[n] = tuple(sorted(found)) or (() if idle is None else (idle.get(n, 0),))
             for v in n.inputs:
                 needed[v].update(places[n])
         return places, needed
@@ -569,9 +569,10 @@ class _Placer:
     def _beside_operands(
         self, idle: Sequence[Node], needed: Mapping[Var, set[int]], home: Mapping[Var, int]
     ) -> dict[Node, int]:
-        """Small nodes that no submesh needs, in order -> where most of what they read is, else the first submesh.
+        """Small nodes that no submesh needs, in order -> where most of what they read is, as far as that is anywhere.
 
-        The next value of a small state that no gradient comes to, say: it should not bring a parameter elsewhere.
+        The next value of a small state that no gradient comes to, say: it should not bring a parameter elsewhere. What reads
+        nothing that is somewhere, as a moment that is scaled, says nothing, and goes with what is made of it.
         """
         found: dict[Node, int] = {}
         for n in idle:
@@ -581,7 +582,8 @@ class _Placer:
                 at = found.get(made) if made in found else home.get(v, min(needed.get(v, ()), default=None))
                 if at is not None and (made is None or made in found or len(needed[v]) == 1):
                     votes[at] += nbytes(v.aval)
-            found[n] = _winner(votes) or 0
+            if votes:
+                found[n] = min(_most(votes))
         return found
 
     @staticmethod
