@@ -230,6 +230,16 @@ def test_a_piece_that_does_not_divide_over_devices():
     assert "each of 8 microbatches has 1 of 8 along dimension 0" in str(caught.value.__notes__)
 
 
+def test_a_forgotten_argnum_is_told_where_shapes_do_not_fit():
+    """The parameters are cut, and JAX speaks of the shapes of a product."""
+    layer = mm.task(lambda w, x: x @ w, "layer", devices=[0])
+    step = mm.jit(mm.microbatch(lambda w, x: layer(w, x), num_microbatches=2, reduce="mean"))
+    with pytest.raises(TypeError) as caught:
+        step(jnp.ones((4, 4)), jnp.ones((8, 4)))
+    assert "2 of 4 along dimension 0 of args[0]" in str(caught.value.__notes__)
+    assert "if args[0] is not the batch, write argnum=1" in str(caught.value.__notes__)
+
+
 def test_a_task_in_a_while_loop():
     """The construct, the line, and what to do instead."""
 

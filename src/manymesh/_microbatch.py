@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _compat, schedules
-from ._errors import AxisError, MicrobatchError, ScheduleError
+from ._errors import MicrobatchError, ScheduleError
 from ._findings import Finding
 from ._mark import Recording, constrain, current_recording, is_spec
 from ._means import is_mean
@@ -156,7 +156,8 @@ def microbatch(
         try:
             return call.traced(record, spec)
         except Exception as error:
-            pieces = [call.about_pieces(name)] if isinstance(error, AxisError) else []
+            # A shape that does not fit comes of how the batch was cut; so does what a class of the user's refuses.
+            pieces = [call.about_pieces(name)] if isinstance(error, (TypeError, ValueError)) else []
             for text in (*suspect, *pieces, *_about_modules(name, args)):  # it may well be the cause
                 error.add_note(text)
             raise
@@ -492,11 +493,16 @@ class _Call:
         return piece if wanted is None else constrain("microbatch: arg_shardings", piece, wanted)
 
     def about_pieces(self, name: str) -> str:
-        """A sentence about how long the pieces are, for what does not divide."""
+        """A sentence about what is cut into which pieces."""
         (length, *_) = [
             np.shape(x)[self.dim] for k in self.argnums for x in jax.tree.leaves(self.args[k]) if np.ndim(x)
         ]
-        return f"microbatch({name}): each of {self.count} microbatches has {length // self.count} of {length} along dimension {self.dim}"
+        which = ", ".join(f"args[{k}]" for k in self.argnums)
+        return (
+            f"microbatch({name}): each of {self.count} microbatches has {length // self.count} of {length} along dimension "
+            f"{self.dim} of {which}; all pieces are also put into one pytree, with a dimension more for their "
+            f"number{_if_parameters(self.args, self.argnums)}"
+        )
 
     def _piece(self, x: Any, i: int) -> Any:
         length = np.shape(x)[self.dim] // self.count
