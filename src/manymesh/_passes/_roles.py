@@ -90,4 +90,22 @@ def small_nodes(flat: FlatProgram) -> set[Node]:
             continue
         if not n.inputs or sum(nbytes(v.aval) for v in n.outputs) <= SMALL:
             small.add(n)
-    return small
+    return small - _summed_where_given(flat, small)
+
+
+def _summed_where_given(flat: FlatProgram, small: set[Node]) -> set[Node]:
+    """Those that make less of arguments that are on a submesh, such as the norm of a gradient: the number goes elsewhere."""
+    given = {v for v in flat.pins.inputs if nbytes(v.aval) > NUMBER}
+    found: set[Node] = set()
+    for n in flat.nodes if given else ():
+        if n in small and not given.isdisjoint(n.inputs):
+            if shrinks(n):
+                found.add(n)
+            else:
+                given.update(n.outputs)
+    for n in reversed(flat.nodes if found else ()):
+        readers = [r for v in n.outputs for r in flat.index.readers.get(v, ())]
+        if n in small and readers and found.issuperset(readers) and not given.isdisjoint(n.inputs):
+            if flat.index.leaving.isdisjoint(n.outputs):
+                found.add(n)
+    return found
