@@ -105,7 +105,7 @@ def _summed_where_given(flat: FlatProgram, small: set[Node]) -> set[Node]:
                 given.update(n.outputs)
     for n in reversed(flat.nodes if found else ()):
         readers = [r for v in n.outputs for r in flat.index.readers.get(v, ())]
-        if n in small and readers and found.issuperset(readers) and not given.isdisjoint(n.inputs):
-            if flat.index.leaving.isdisjoint(n.outputs):
-                found.add(n)
+        kept = not readers or not flat.index.leaving.isdisjoint(n.outputs)
+        if n in small and not kept and found.issuperset(readers) and not given.isdisjoint(n.inputs):
+            found.add(n)
     return found
