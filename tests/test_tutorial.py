@@ -147,7 +147,8 @@ def test_rematerialised_layers(remat):
         names = re.findall(r"^  (\S+): submesh \d, (.*)$", program(make(plain), parameters(), batch()), re.M)
     forward = dict(names)["layer_0"]
     assert forward.endswith("-> 1")  # nothing but its result
-    assert dict(names)["layer_0_bwd_2"]  # computed again, then differentiated
+    # Computed again and differentiated: in one where nothing is in between, the other layers of the group.
+    assert ("layer_0_bwd_2" in dict(names)) == (remat > 1)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
