@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from jax.sharding import Mesh
+
 from .. import _compat
 from .._compat import Var
 from .._key import Keys
@@ -22,7 +24,7 @@ from ._scopes import is_rematerialised
 
 def recompute_apart(flat: FlatProgram) -> FlatProgram:
     """Reads what another submesh would compute again as it came in the forward pass."""
-    if not any(n.task is not None and is_rematerialised(n.stack) for n in flat.nodes):
+    if not _goes_through_several(flat):
         return flat
     slim = place(remove_dead(flat))  # few programs need it here, and it takes long
     worker = _Worker(slim)
@@ -33,6 +35,21 @@ def recompute_apart(flat: FlatProgram) -> FlatProgram:
             edit.replace_node(n, [reading(n, env)])
     after = edit.result()
     return flat if after is slim else after
+
+
+def _goes_through_several(flat: FlatProgram) -> bool:
+    """Whether a task that is computed again reads what comes of one on another submesh that is computed again, too."""
+    comes_from: dict[Var, frozenset[Mesh | None]] = {}
+    for n in flat.nodes:
+        if is_rematerialised(n.stack):
+            before = frozenset[Mesh | None]().union(*(comes_from.get(v, ()) for v in n.inputs))
+            if n.task is not None:
+                here = flat.submesh_of(n)
+                if before - {here}:
+                    return True
+                before |= {here}
+            comes_from.update(dict.fromkeys(n.outputs, before))
+    return False
 
 
 class _Worker:
