@@ -38,17 +38,15 @@ def recompute_apart(flat: FlatProgram) -> FlatProgram:
 
 
 def _goes_through_several(flat: FlatProgram) -> bool:
-    """Whether a task that is computed again reads what comes of one on another submesh that is computed again, too."""
+    """Whether a task reads what comes of one on another submesh that is computed again."""
     comes_from: dict[Var, frozenset[Mesh | None]] = {}
     for n in flat.nodes:
+        before = frozenset[Mesh | None]().union(*(comes_from.get(v, ()) for v in n.inputs))
+        if n.task is not None and before - {flat.submesh_of(n)}:
+            return True
         if is_rematerialised(n.stack):
-            before = frozenset[Mesh | None]().union(*(comes_from.get(v, ()) for v in n.inputs))
-            if n.task is not None:
-                here = flat.submesh_of(n)
-                if before - {here}:
-                    return True
-                before |= {here}
-            comes_from.update(dict.fromkeys(n.outputs, before))
+            own = [flat.submesh_of(n)] if n.task is not None else []
+            comes_from.update(dict.fromkeys(n.outputs, before.union(own)))
     return False
 
 
