@@ -27,7 +27,8 @@ class Task(Shown):
         module that is wrapped.
       mesh: the submesh. Excludes ``devices`` and ``device_axes``. Several meshes of one shape, in a list or tuple,
         are for a task in the body of ``lax.scan``: its iterations are split over them in order, as evenly as it goes,
-        the first ones getting one more.
+        the first ones getting one more. Of scans in each other those are split that cut off most of the arrays that the
+        task reads, its parameters: a scan over layers, or over rounds of layers, and not one over steps around it.
       devices: jax devices or their positions in `jax.devices()`. The shape of an ndarray is the shape of the mesh.
       device_axes: a name for each dimension of ``devices``; a string is one name, as in `jax.sharding.Mesh`. Without
         it, constraints inside the task mean replication.
