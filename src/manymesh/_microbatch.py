@@ -156,9 +156,8 @@ def microbatch(
         try:
             return call.traced(record, spec)
         except Exception as error:
-            # A shape that does not fit comes of how the batch was cut; so does what a class of the user's refuses.
             pieces = [call.about_pieces(name)] if isinstance(error, (TypeError, ValueError)) else []
-            for text in (*suspect, *pieces, *_about_modules(name, args)):  # it may well be the cause
+            for text in (*suspect, *pieces, *_about_modules(name, args)):
                 error.add_note(text)
             raise
 
@@ -493,7 +492,7 @@ class _Call:
         return piece if wanted is None else constrain("microbatch: arg_shardings", piece, wanted)
 
     def about_pieces(self, name: str) -> str:
-        """A sentence about what is cut into which pieces."""
+        """A sentence about what is cut into which pieces: of that come shapes that do not fit, or that a class refuses."""
         (length, *_) = [
             np.shape(x)[self.dim] for k in self.argnums for x in jax.tree.leaves(self.args[k]) if np.ndim(x)
         ]
