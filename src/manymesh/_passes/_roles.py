@@ -94,11 +94,14 @@ def small_nodes(flat: FlatProgram) -> set[Node]:
 
 
 def _summed_where_given(flat: FlatProgram, small: set[Node]) -> set[Node]:
-    """Those that make less of arguments that are on a submesh, such as the norm of a gradient: the number goes elsewhere."""
+    """Those that make less of arguments that are on a submesh, such as the norm of a gradient: the number goes elsewhere.
+
+    Not in loops, where the argument crosses once a call, and the number would in each microbatch.
+    """
     given = {v for v in flat.pins.inputs if nbytes(v.aval) > NUMBER}
     found: set[Node] = set()
     for n in flat.nodes if given else ():
-        if n in small and not given.isdisjoint(n.inputs):
+        if n in small and n.loop is None and not given.isdisjoint(n.inputs):
             if shrinks(n):
                 found.add(n)
             else:
