@@ -33,9 +33,8 @@ def note_pipeline(record: Recording, program: Program | None) -> None:
             text = (
                 f"microbatch({plan.name}): its stages are on submeshes {described(plan.placement)} and in no order that schedule "
                 f"{name!r} could run: {plan.against}, against the order of the stages; its microbatches run one after the "
-                "other. Let values go from each stage to later ones only, and state be read where it is written; put "
-                "jax.checkpoint inside of tasks, not around several. What goes back and forth by nature, as with a gradient in "
-                "the loss, is right as it is, but no pipeline"
+                "other. Let values go from each stage to later ones only, and state be read where it is written. What goes back "
+                "and forth by nature, as with a gradient in the loss, is right as it is, but no pipeline"
             )
             record.findings[Finding(text)] = PlacementError
 

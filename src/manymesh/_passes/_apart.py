@@ -71,7 +71,9 @@ class _Worker:
             if n.eqn.effects or (n.backward and not again):
                 continue
             for v, what in self._described(n):
-                if not again:
+                if not again and isinstance(self._flat.results.get(v), int):
+                    forward.setdefault(what, v)  # of what is computed alike, any is the value
+                elif not again:
                     forward[what] = None if what in forward else v
                 elif (same := forward.get(what)) is not None:
                     self.again[v] = same

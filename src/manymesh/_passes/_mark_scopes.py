@@ -24,6 +24,7 @@ from .._task import Task
 from ._contract import Group, Part, cut_convex
 from ._flatten import cheap_chain, new_mark
 from ._layers import layer_of
+from ._numbered import numbers
 from ._resolve import resolve_names
 from ._scopes import is_rematerialised
 
@@ -42,6 +43,8 @@ def mark_scopes(flat: FlatProgram) -> FlatProgram:
     flat, matches = attach_box_constraints(flat, _match(flat))
     if not matches:
         return flat
+    if any(is_rematerialised(n.stack) for n in flat.nodes):  # calls of a scope say nothing of which result is which
+        flat = replace(flat, results={**numbers(flat.nodes), **flat.results})
     flat, groups = _leave_sums(flat, matches, _grouped(flat, matches))
     flat, parts = cut_convex(flat, groups)
     flat, made = _contract(flat, parts)

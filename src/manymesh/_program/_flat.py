@@ -69,6 +69,7 @@ class FlatProgram:
       findings: what is suspicious, found by the passes so far.
       reductions: what is known of the sums over a sharded batch.
       results: result of a task -> which one of which call it is; the same for the forward pass and for what computes it again.
+        A number tells values that are computed alike.
       placement: where every node runs; None where nothing computed it for these nodes.
       stacked_inputs, stacked_outputs: arguments and results that are in blocks on several submeshes; each block is an
         input, or a result, of its own.
