@@ -74,15 +74,15 @@ def blank(tree):
 saved = state(first, second, "x")
 with mm.checkpoint.Manager(directory, max_to_keep=2) as manager:
     for step in range(3):
-        manager.save(step, saved, metadata={"process": me})
-assert manager.all_steps() == [1, 2] and manager.metadata() == {"process": 0}
+        manager.save(step, saved, metadata={"step": step, "own": [mm.checkpoint.ByProcess({"rows": me})]})
+assert manager.all_steps() == [1, 2] and manager.metadata() == {"step": 2, "own": [[{"rows": 0}, {"rows": 1}]]}
 same(manager.restore(like=blank(saved)), saved)
 other = state(second, first, None, "x")
 same(manager.restore(like=blank(other)), other)
 before = read()
 manager.restore(like=blank({k: saved[k] for k in ("first", "second")}))
 assert 1 <= (read() - before) / 2**18 < 1.1, read() - before
-for wrong, words in (({"w": jnp.ones(2 + me)}, "9: process 1 saves another tree than process 0"),
+for wrong, words in (({"w": jnp.ones(2 + me)}, "9: nothing was saved; process 1 saves another tree than process 0"),
                      ({"w": jnp.ones(2 + me)}, "of w, process 0 has float32[2], process 1 has float32[3]"),
                      ({"a": 1, "b": 2} if me else {"a": 1}, "of b, process 0 lacks it, process 1 has int64[]"), ({"first": saved[["first", "second"][me]]}, "numbers were")):
     try:
@@ -90,6 +90,23 @@ for wrong, words in (({"w": jnp.ones(2 + me)}, "9: process 1 saves another tree 
         assert False, "processes that save different trees"
     except CheckpointError as error:
         assert words in str(error), error
+def generator():
+    return np.random.default_rng(me).bit_generator.state
+
+rows = {"rows": array(0, first), "position": np.arange(3) + me, "keys": jax.random.key(me), "many": np.arange(2**17) + me}
+for wrong, metadata, words in (({"seen": 10 + me}, None, ["1 saves other values", "\\n  seen: process 0 has int64[] 10, process 1 has int64[] 11"]),
+                               ({"seen": 10}, {"batch": me, "rng": generator()}, ["has 0, process 1 has 1\\n  metadata['rng']['state']['inc']:", "ByProcess"]),
+                               (rows, None, ["position: process 0 has int64[3] [0, 1, 2]", "\\n  keys: ", "\\n  many: "]),
+                               ({}, {"a": 1, "b": 2} if me else {"a": 1}, ["metadata['b']: process 0 lacks it, process 1 has 2"]),
+                               ({}, mm.checkpoint.ByProcess(1) if me else 1, ["metadata: process 0 has 1, process 1 has ByProcess"])):
+    try:
+        mm.checkpoint.save(directory + "/8", wrong, metadata=metadata)
+        assert False, "processes that save different values"
+    except CheckpointError as error:
+        assert all(word in str(error) for word in words) and "rows:" not in str(error) and "'a'" not in str(error), error
+assert not os.path.exists(directory + "/8.orbax-checkpoint-tmp")
+mm.checkpoint.save(directory + "-alike", {"w": np.array([np.nan])}, metadata=dict(sorted({"a": 1, "b": 2}.items(), reverse=bool(me))))
+assert mm.checkpoint.metadata(directory + "-alike") == {"a": 1, "b": 2}
 try:
     mm.checkpoint.save(f"{directory}-of-{me}/9", saved)
     assert False, "a disk for each process"

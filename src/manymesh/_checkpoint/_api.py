@@ -28,10 +28,12 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, metadata: Any = None) ->
       tree: any pytree: arrays on any submeshes, of NumPy, numbers, typed random keys. Functions, and text in fields of
         classes, as in modules of Equinox, belong to the program and are left out; other leaves are refused, or warned of
         where they are fields of classes.
-      metadata: anything that JSON can say, as the position in the data; in several processes that of the first.
+      metadata: anything that JSON can say, as the position in the data. In several processes the same in each; what each
+        has one of is given as `ByProcess`.
 
     Raises:
-      CheckpointError: there is a checkpoint of this name, a leaf cannot be saved, or a process could not write.
+      CheckpointError: there is a checkpoint of this name, a leaf cannot be saved, a process could not write, or processes save
+        different trees, values of the host or metadata; nothing is saved then.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, manymesh as mm

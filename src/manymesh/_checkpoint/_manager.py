@@ -72,7 +72,7 @@ class Manager:
         Args:
           step: its number, from 0.
           state: any pytree; see `save`.
-          metadata: anything that JSON can say, as the position in the data.
+          metadata: anything that JSON can say, as the position in the data; see `save`.
           force: whether to save steps between those of `save_interval_steps` too.
 
         Returns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,13 +148,37 @@ class Processes:
             client = _compat.coordination_client()
             key = f"manymesh.checkpoint/{place}"
             if error is not None:
-                client.key_value_set(f"{key}/{self.index}", f"process {self.index}: {type(error).__name__}: {error}")
+                client.key_value_set(
+                    f"{key}/failed/{self.index}", f"process {self.index}: {type(error).__name__}: {error}"
+                )
             client.wait_at_barrier(key, timeout_in_ms=int(PATIENCE * 1000))
-            failed = [text for _, text in client.key_value_dir_get(f"{key}/")]
+            failed = [text for _, text in client.key_value_dir_get(f"{key}/failed/")]
             if failed and error is None:
                 raise CheckpointError(f"nothing was saved, because of {'; '.join(failed)}")
         if error is not None:
             raise error
+
+    def exchange(self, place: str, say: Callable[[], str]) -> list[str]:
+        """What every process says at a place, in order. Waits until all have come there, as `meet` does.
+
+        Args:
+          place: a name that is used once, the same in every process.
+          say: gives what this process says, a short text.
+
+        Raises:
+          CheckpointError: something went wrong in another process.
+        """
+        if self.count == 1:
+            return [say()]
+        client, error = _compat.coordination_client(), None
+        key = f"manymesh.checkpoint/{place}/said"
+        try:
+            client.key_value_set(f"{key}/{self.index}", say())
+        except Exception as raised:  # the others are waiting, and have to hear of it whatever it is
+            error = raised
+        self.meet(place, error)
+        said = {int(name.rpartition("/")[2]): text for name, text in client.key_value_dir_get(f"{key}/")}
+        return [said[p] for p in range(self.count)]
 
 
 def _key(number: int, process: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ class Part:
       shape, dtype: of the whole array on disk.
       chunk: shape of a chunk there.
       pieces: what this process has, nothing of it twice in all processes.
+      whole: the value, where every process has all of it, and several have to have the same.
     """
 
     record: Record
@@ -32,13 +34,14 @@ class Part:
     dtype: np.dtype[Any]
     chunk: tuple[int, ...]
     pieces: list[Piece]
+    whole: np.ndarray[Any, Any] | None = None
 
 
 def snapshot(leaves: Sequence[Leaf], processes: Processes, *, keep: bool) -> list[Part]:
     """Brings the shards that this process owns to the host. Waits until they are computed.
 
     Of equal shards the process with the first writes it; what is on the host, and arrays that JAX could put anywhere, are
-    the same in every process and written by the first.
+    the same in every process and written by the first; the whole of them is with each part, to be compared.
 
     Args:
       leaves: those of a tree.
@@ -51,7 +54,7 @@ def snapshot(leaves: Sequence[Leaf], processes: Processes, *, keep: bool) -> lis
     arrays = [leaf for leaf in leaves if is_array(leaf.value)]
     for leaf in arrays:
         _check(leaf)
-    plans = [_plan(leaf, processes) for leaf in arrays]
+    plans = [_plan(leaf) for leaf in arrays]
     check_names([part.record for part, _ in plans])
     for _, shards in plans:
         for _, data in shards:
@@ -59,7 +62,24 @@ def snapshot(leaves: Sequence[Leaf], processes: Processes, *, keep: bool) -> lis
                 data.copy_to_host_async()
     for part, shards in plans:
         part.pieces.extend((box, _on_host(data, part, keep)) for box, data in shards)
-    return [part for part, _ in plans]
+    return [
+        _once(part, processes) if shared else part
+        for (part, _), shared in zip(plans, map(_is_everywhere, arrays), strict=True)
+    ]
+
+
+def _is_everywhere(leaf: Leaf) -> bool:
+    """Whether every process has all of a leaf: it is on the host, or where JAX liked."""
+    value = leaf.value
+    return not isinstance(value, jax.Array) or (not value.committed and len(value.sharding.device_set) == 1)
+
+
+def _once(part: Part, processes: Processes) -> Part:
+    """A part that every process has all of, which the first writes, and of which all are compared."""
+    if processes.count == 1:
+        return part
+    ((_, whole),) = part.pieces
+    return dataclasses.replace(part, pieces=part.pieces if processes.first else [], whole=whole)
 
 
 def _check(leaf: Leaf) -> None:
@@ -82,7 +102,7 @@ def _check(leaf: Leaf) -> None:
         )
 
 
-def _plan(leaf: Leaf, processes: Processes) -> tuple[Part, list[tuple[tuple[slice, ...], Any]]]:
+def _plan(leaf: Leaf) -> tuple[Part, list[tuple[tuple[slice, ...], Any]]]:
     """A part without pieces yet, and the shards that they are to be made of."""
     value = leaf.value
     if not isinstance(value, jax.Array):
@@ -91,7 +111,7 @@ def _plan(leaf: Leaf, processes: Processes) -> tuple[Part, list[tuple[tuple[slic
         held = dtype_on_disk(array.dtype)
         record = Record(leaf.name, leaf.in_sequence, kind, dtype=None if held == array.dtype else array.dtype.name)
         part = Part(record, array.shape, held, chunk_shape(array.shape, held.itemsize), [])
-        return part, [(_whole(array.shape), array)] if processes.first else []
+        return part, [(_whole(array.shape), array)]
     shape, shard = value.shape, value.sharding.shard_shape(value.shape)
     held = dtype_on_disk(value.dtype)
     random = None
@@ -102,14 +122,8 @@ def _plan(leaf: Leaf, processes: Processes) -> tuple[Part, list[tuple[tuple[slic
     dtype = None if random is not None or held == value.dtype else value.dtype.name
     record = Record(leaf.name, leaf.in_sequence, "jax.Array", random, dtype)
     part = Part(record, shape, held, chunk_shape(shard, held.itemsize), [])
-    return part, [(_box(s.index, shape), s.data) for s in _owned(value, processes)]
-
-
-def _owned(value: jax.Array, processes: Processes) -> list[Any]:
-    """The shards of an array that a process writes."""
-    shards = [s for s in value.addressable_shards if s.replica_id == 0]
-    anywhere = not value.committed and len(value.sharding.device_set) == 1
-    return [] if anywhere and not processes.first else shards
+    owned = [s for s in value.addressable_shards if s.replica_id == 0]
+    return part, [(_box(s.index, shape), s.data) for s in owned]
 
 
 def _whole(shape: Sequence[int]) -> tuple[slice, ...]:

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 from .._errors import CheckpointError
 from .._types import PyTree
+from ._alike import check_alike
 from ._format import ASIDE, write_descriptions, write_json
 from ._leaves import Leaf, leaves_of, text
 from ._left_out import check_left_out
+from ._metadata import own, settled, with_all
 from ._processes import Processes
 from ._snapshot import Part, snapshot
 from ._store import Database, merge
@@ -41,7 +40,7 @@ class Writing:
       item: name of its only item, or None.
       leaves: leaves and empty containers of the tree.
       parts: what this process writes.
-      metadata: the user's.
+      metadata: the user's, settled.
       processes: who else writes.
       number: how many saves this process began before.
       calls: how many steps and other things that all processes do together.
@@ -76,6 +75,8 @@ class Writing:
           CheckpointError: a process could not, so nothing was saved.
         """
         self.processes.agree(self.number, self.path, self.calls)
+        if self.processes.count > 1:
+            check_alike(self.path, self._place_of("alike"), self.processes, self.parts, self.metadata)
         finish = functools.partial(self._finish, afterwards)
         for place, work in (("made", self._make), ("written", self._write), ("current", finish)):
             error = None
@@ -83,7 +84,11 @@ class Writing:
                 work()
             except Exception as raised:  # the others are waiting, and have to hear of it whatever it is
                 error = raised
-            self.processes.meet(f"{self.number}/{self.path.name}/{place}", error)
+            self.processes.meet(self._place_of(place), error)
+
+    def _place_of(self, name: str) -> str:
+        """What processes call a place at which they meet."""
+        return f"{self.number}/{self.path.name}/{name}"
 
     def _make(self) -> None:
         if self.processes.first:
@@ -99,32 +104,27 @@ class Writing:
         database.commit()
         if self.processes.count > 1:
             counts = [sum(math.prod(piece.shape) for _, piece in part.pieces) for part in self.parts]
-            described = [[*part.record.name, str(part.dtype), list(part.shape)] for part in self.parts]
-            write_json(self._account(self.processes.index), {"arrays": described, "counts": counts})
+            write_json(self._account(self.processes.index), {"counts": counts, "own": own(self.metadata)})
 
     def _finish(self, afterwards: Callable[[], None] | None) -> None:
         if not self.processes.first:
             return
+        owns = [own(self.metadata)]
         if self.processes.count > 1:
             everyone = range(self.processes.count)
-            self._check([self._read_account(k) for k in everyone])
+            accounts = [self._read_account(k) for k in everyone]
+            self._check(accounts)
+            owns = [account["own"] for account in accounts]
             merge(self.directory, [place for k in everyone if (place := self._place(k)).exists()])
-        write_descriptions(
-            self.aside, self.item, self.leaves, [(part.record, part.chunk) for part in self.parts], self.metadata
-        )
+        records = [(part.record, part.chunk) for part in self.parts]
+        write_descriptions(self.aside, self.item, self.leaves, records, with_all(self.metadata, owns))
         os.rename(self.aside, self.path)
         _sync(self.path.parent)
         if afterwards is not None:
             afterwards()
 
     def _check(self, accounts: Sequence[Any]) -> None:
-        """Every process has the same tree, and together they wrote each number of it once."""
-        for k, account in enumerate(accounts):
-            if account["arrays"] != accounts[0]["arrays"]:
-                raise CheckpointError(
-                    f"{self.path}: process {k} saves another tree than process 0; every process saves the same one, with the "
-                    f"same shapes and dtypes: {_first_difference(k, accounts[0]['arrays'], account['arrays'])}"
-                )
+        """Together the processes wrote each number of the tree once."""
         for i, part in enumerate(self.parts):
             written = sum(account["counts"][i] for account in accounts)
             if written != math.prod(part.shape):
@@ -159,7 +159,7 @@ def prepare(path: Path, item: str | None, tree: PyTree, metadata: Any, *, keep: 
       path: what the checkpoint is going to be called.
       item: name of its only item, or None.
       tree: any pytree.
-      metadata: anything that JSON can say.
+      metadata: anything that JSON can say, with `ByProcess` in it.
       keep: whether the arrays may be overwritten before it is written.
 
     Raises:
@@ -168,7 +168,7 @@ def prepare(path: Path, item: str | None, tree: PyTree, metadata: Any, *, keep: 
     processes, number = Processes.of_this_run(), next(_numbers)
     calls = processes.calls()
     with processes.preparing(number, path):
-        _check_metadata(path, metadata)
+        metadata = settled(path, metadata)
         if path.exists():
             raise CheckpointError(f"{path} exists already: remove it, or save under another name")
         if ASIDE in path.name:
@@ -177,46 +177,6 @@ def prepare(path: Path, item: str | None, tree: PyTree, metadata: Any, *, keep: 
         check_left_out(path, leaves)
         parts = snapshot(leaves, processes, keep=keep)
     return Writing(path, item, leaves, parts, metadata, processes, number, calls)
-
-
-def _check_metadata(path: Path, metadata: Any) -> None:
-    """Refuses what JSON cannot say, and names it."""
-    try:
-        json.dumps(metadata)
-    except (TypeError, ValueError) as error:
-        found = _unsayable("metadata", metadata) if isinstance(error, TypeError) else None  # not in a circle
-        where, value = found or ("it", metadata)
-        remedy = str(error)
-        if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-            number = {"b": "bool", "i": "int", "u": "int"}.get(getattr(value.dtype, "kind", ""), "float")
-            remedy = f"write {number}(...) around it" if value.ndim == 0 else "write its .tolist()"
-        raise CheckpointError(
-            f"metadata= of {path}: expected is what JSON can say; {where} is {type(value).__name__}: {remedy}"
-        ) from None
-
-
-def _unsayable(where: str, value: Any) -> tuple[str, Any] | None:
-    """The first part of a value that JSON cannot say, and where it is, as ``metadata['loss']``."""
-    if isinstance(value, dict):
-        parts = [(f"{where}[{key!r}]", part) for key, part in value.items()]
-    elif isinstance(value, (list, tuple)):
-        parts = [(f"{where}[{k}]", part) for k, part in enumerate(value)]
-    else:
-        return None if value is None or isinstance(value, (str, bool, int, float)) else (where, value)
-    return next((found for place, part in parts if (found := _unsayable(place, part)) is not None), None)
-
-
-def _first_difference(other: int, first: Sequence[Any], second: Sequence[Any]) -> str:
-    """``process 0 has w of shape [2] and dtype float32, process 1 none`` for the first leaf that two processes differ in."""
-    here, there = ({tuple(name): (dtype, shape) for *name, dtype, shape in arrays} for arrays in (first, second))
-    name = next((n for n in [*here, *there] if here.get(n) != there.get(n)), None)
-    if name is None:
-        return "the order of the leaves is another"
-
-    def said(process: int, array: tuple[str, list[int]] | None) -> str:
-        return f"process {process} " + ("lacks it" if array is None else f"has {array[0]}{array[1]}")
-
-    return f"of {text(name)}, {said(0, here.get(name))}, {said(other, there.get(name))}"
 
 
 def _sync(directory: Path) -> None:
