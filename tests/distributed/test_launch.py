@@ -335,3 +335,58 @@ def test_strangers_are_cut_off():
     assert (1, None) not in heard
     for wires in (one, two):
         wires.close()
+
+
+ADOPTED = """
+import os, sys, jax, jax.numpy as jnp
+import manymesh as mm
+from jax.sharding import NamedSharding, PartitionSpec as P
+address, count, me = (os.environ["MANYMESH_" + word] for word in ("COORDINATOR", "PROCESSES", "PROCESS"))
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, int(count), int(me), coordinator_bind_address="127.0.0.1:0")
+joins = "joins" in sys.argv
+if joins: mm.distributed.initialize()
+
+def step(*devices):
+    f, g = (mm.task(lambda w, x: x @ w, name, devices=places) for name, places in zip("fg", devices))
+    return mm.jit(lambda w, x: jnp.mean(g(w, f(w, x))))
+
+def tells(function, *args):
+    try:
+        return function(*args)
+    except mm.errors.ProcessError as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+arguments = jnp.eye(4), jnp.ones((8, 4))
+print("plans", len(step([0], [2]).lower(*arguments).program.submeshes))
+print("crosses", tells(step([0], [2]), *arguments))
+print("spans", tells(step([1, 3], [0, 2]), *arguments))
+ones = jax.make_array_from_callback((4,), NamedSharding(jax.make_mesh((4,), ("x",)), P("x")), lambda at: jnp.ones(4)[at])
+print("fetches", tells(mm.fetch, ones))
+own = [0, 1] if joins else [k for k, d in enumerate(jax.devices()) if d.process_index == int(me)]
+print("has", tells(step(*([k] for k in own)), *arguments), tells(step(range(4), range(4)), *arguments))
+"""
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_an_initialize_beside_that_of_jax(joins):
+    """Takes over what JAX has begun. Where it is forgotten, what would cross is refused in each process, at once; what is a
+    process's own, and one program for all, is as ever."""
+    output = io.StringIO()
+    command = [sys.executable, "-c", ADOPTED, *["joins"] * joins]
+    assert run_processes(command, 2, 2, output=output, timeout=100) == 0, output.getvalue()
+    for p, where in enumerate(("1 is on devices 2048 of process 1", "0 is on devices 0 of process 0")):
+        wrong = f"; this is process {p}, which has not joined the others: JAX runs 2 processes, but manymesh.distributed.initialize()"
+        wanted = {
+            "plans": "2",
+            "crosses": "1.0" if joins else f"ProcessError: mm.jit(<lambda>): submesh {where}{wrong}",
+            "spans": "1.0"
+            if joins
+            else f"ProcessError: mm.jit(<lambda>): submesh 0 is on devices 1, 2049 of processes 0, 1{wrong}",
+            "fetches": "[1. 1. 1. 1.]"
+            if joins
+            else f"ProcessError: fetch: an array is on devices of other processes{wrong}",
+            "has": "1.0 1.0",
+        }
+        for word, words in wanted.items():
+            assert f"[{p}] {word} {words}" in output.getvalue(), output.getvalue()

@@ -33,7 +33,7 @@ from .._runtime._compile import Executables
 from .._runtime._exchange import everywhere, put
 from .._runtime._lower import compile_and_look, lower
 from .._runtime._memories import in_memories
-from .._runtime._ownership import ownership
+from .._runtime._ownership import check_joined, ownership
 from .._runtime._stacks import collapsed
 from .._shown import Shown
 from .._task import mesh_devices
@@ -188,6 +188,7 @@ class Lowered(Shown):
 
         Raises:
           MeshError: a submesh has `planned_devices`.
+          ProcessError: processes derived different programs, or did not join each other.
         """
         step = self._step
         require_devices(step.name, self.program.submeshes)
@@ -195,7 +196,9 @@ class Lowered(Shown):
         before = (executables.compiled, executables.reused)
         layout = self.layout
         owner, processes = ownership(self.program.submeshes, jax.process_index()), world()
-        if processes is not None:
+        if processes is None:
+            check_joined(step.name, self.program.submeshes)
+        else:
             self._agree(processes, layout)
         with compiling(step.name, len(self.program.fragments)) as progress:
             lowered = lower(

@@ -17,6 +17,7 @@ from .._types import PyTree
 from ._carrier import Piece
 from ._carriers import carrier
 from ._exchange import everywhere
+from ._ownership import not_joined
 from ._processes import committed_sharding
 
 
@@ -35,7 +36,7 @@ def fetch(tree: PyTree, process: int | None = None) -> PyTree:
       None in the others.
 
     Raises:
-      ProcessError: `process` is no process; the processes gave different arrays.
+      ProcessError: `process` is no process; the processes gave different arrays, or did not join each other.
 
     Example:
       >>> import jax.numpy as jnp, manymesh as mm
@@ -49,6 +50,8 @@ def fetch(tree: PyTree, process: int | None = None) -> PyTree:
     structure: Any
     leaves, structure = jax.tree.flatten(tree)
     if processes is None:
+        if any(not (x.is_fully_addressable or x.is_fully_replicated) for x in leaves if isinstance(x, jax.Array)):
+            raise ProcessError(f"fetch: an array is on devices of other processes; {not_joined()}")
         return structure.unflatten([np.asarray(_compat.key_words(x)) for x in leaves])
     takers = range(count) if process is None else (process,)
     shardings = [committed_sharding(x) for x in leaves]
