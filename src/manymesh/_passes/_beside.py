@@ -58,13 +58,19 @@ def of_literals(flat: FlatProgram, placement: Placement) -> dict[int, int]:
 
 def _idle(flat: FlatProgram, placement: Placement) -> set[Node]:
     """Nodes that were cloned to no submesh in particular: what comes of them only leaves the step."""
-    idle: set[Node] = set()
     wanted = flat.index.read_by_loops.union(v for o in flat.pins.outputs if _compat.is_var(v := flat.outvars[o]))
-    for n in reversed(flat.nodes):
-        free = placement.reason[n] == "cloned" and n.loop is None and wanted.isdisjoint(n.outputs)
-        if free and all(reader in idle for v in n.outputs for reader in flat.index.readers.get(v, ())):
-            idle.add(n)
-    return idle
+    while True:
+        idle: set[Node] = set()
+        for n in reversed(flat.nodes):
+            free = placement.reason[n] == "cloned" and n.loop is None and wanted.isdisjoint(n.outputs)
+            if free and all(reader in idle for v in n.outputs for reader in flat.index.readers.get(v, ())):
+                idle.add(n)
+        # The next value of a state that something else reads goes where the state is.
+        read = (o for v, o in flat.pins.states if not idle.issuperset(flat.index.readers.get(v, ())))
+        placed = {v for o in read if _compat.is_var(v := flat.outvars[o])}
+        if placed <= wanted:
+            return idle
+        wanted |= placed
 
 
 def _only_read_by(flat: FlatProgram, v: Var, nodes: set[Node]) -> bool:
