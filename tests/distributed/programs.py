@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -268,9 +269,17 @@ def disagreement(case):
         x = {"b": jnp.ones(4)} | ({"a": jnp.ones(4)} if me else {})
     if case == "place" and me == 0:
         x = jax.device_put(jnp.ones(7), device)
-    step = mm.fetch if case == "place" and me == 0 else mm.jit(fun)
+    settings, options = contextlib.nullcontext(), {}
+    if case in ("task", "precision", "nans", "donated"):
+        inner = mm.task(lambda w: jnp.tanh(w @ w) * (2.5 if me and case == "task" else 1.5), "inner", devices=[0])
+        fun, x = (lambda w: w - jax.grad(lambda w: inner(w).sum())(w)), jnp.eye(4)
+        options = {"donate_argnums": () if me and case == "donated" else 0}
+        if me and case in ("precision", "nans"):
+            settings = jax.default_matmul_precision("highest") if case == "precision" else jax.debug_nans(True)
+    step = mm.fetch if case == "place" and me == 0 else mm.jit(fun, **options)
     try:
-        step(x)
+        with settings:
+            step(x)
     except mm.errors.ProcessError as error:
         return str(error)
     return None

@@ -91,6 +91,23 @@ def test_results_go_where_they_are_wanted(pool):
     ("case", "words"),
     [
         ("program", ["in: program", "1.5", "2.5"]),
+        ("task", ["in: program\n  program:\n    process 0: …", " 1.5:float32()", " 2.5:float32()"]),
+        (
+            "precision",
+            [
+                "in: settings, program\n  settings:\n    process 0: jax_default_matmul_precision: None\n    process 1: jax_default_"
+                "matmul_precision: highest\n  program:\n    process 0: …",
+                "precision=None",
+            ],
+        ),
+        (
+            "nans",
+            ["in: settings, ", "process 0: jax_debug_nans: False\n    process 1: jax_debug_nans: True\n  donation:"],
+        ),
+        (
+            "donated",
+            ["in: settings, ", "process 0: donate_argnums: (0,)\n    process 1: donate_argnums: ()\n", "\n  donation:"],
+        ),
         ("shape", ["in: arguments\n", "args[0]: float32[4]", "args[0]: float32[5]"]),
         (
             "more",

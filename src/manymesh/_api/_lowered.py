@@ -253,7 +253,12 @@ class Lowered(Shown):
                 return self._values
             return self._named(section, lines(section, self.program, self.plan, **said))
 
-        agree(processes, f"mm.jit({self._step.name})", number, sections, text)
+        agree(processes, f"mm.jit({self._step.name})", number, sections, text, self._settings)
+
+    def _settings(self) -> Iterable[str]:
+        """What may make processes derive different programs from the same lines."""
+        donated = {"donate_argnums": self._step.donate_argnums, "donate_argnames": self._step.donate_argnames}
+        return (f"{name}: {value}" for name, value in {**donated, **_compat.named_settings()}.items())
 
     def _named(self, section: str, said: Iterable[str]) -> Iterable[str]:
         """The lines of a section, with the names that users know: ``args[0]['w']: float32[4]`` for ``argument 0: ...``."""

@@ -145,6 +145,24 @@ def trace_settings() -> tuple[Any, ...]:
     return settings
 
 
+# Those of JAX that change what is traced, planned or compiled, and that people set.
+_NAMED_SETTINGS = (
+    "jax_debug_infs",
+    "jax_debug_nans",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_threefry_partitionable",
+)
+
+
+def named_settings() -> dict[str, str]:
+    """The settings of JAX that change programs, as they hold now, as text."""
+    return {name: str(getattr(jax.config, name, None)) for name in _NAMED_SETTINGS}
+
+
 def default_key_kind() -> str:
     """The implementation of random keys that are plain arrays."""
     return str(config.default_prng_impl.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 
 from .._errors import ProcessError
@@ -11,11 +12,18 @@ from ._world import World
 
 SHOWN_LINES = 4  # of each section that differs
 SHOWN_WIDTH = 240  # characters of a line
+SHOWN_BEFORE = 80  # of these, before what differs
 FIRST = "arguments"  # the section that all others follow from
+SETTINGS = "settings"
 
 
 def agree(
-    world: World, what: str, number: int, sections: Mapping[str, str], lines: Callable[[str], Iterable[str]]
+    world: World,
+    what: str,
+    number: int,
+    sections: Mapping[str, str],
+    lines: Callable[[str], Iterable[str]],
+    settings: Callable[[], Iterable[str]] = tuple,
 ) -> None:
     """Goes on once all processes have said the same, and refuses to go on otherwise: in every process.
 
@@ -25,6 +33,7 @@ def agree(
       number: of this thing among all that the processes do together.
       sections: name -> digest of what is said.
       lines: gives the text of a section, line by line, to show what differs.
+      settings: gives lines that are no reason to refuse anything, and are shown where they may be the cause of what differs.
 
     Raises:
       ProcessError: a process said something else; the message shows the lines that differ. Or it is somewhere else, or
@@ -47,17 +56,23 @@ def agree(
             "steps, and manymesh.fetch, in the same order"
         )
     names = [name for name, digest in ours.items() if theirs.get(name) != digest]
-    if FIRST in names:
-        names = [FIRST]
+    names = [FIRST] if FIRST in names else names
     if world.process in (0, different[0]):
-        world.write(f"{key}/lines/{world.process}", json.dumps({name: list(lines(name)) for name in names}))
+        own_lines = {SETTINGS: list(settings()), **{name: list(lines(name)) for name in names}}
+        world.write(f"{key}/lines/{world.process}", json.dumps(own_lines))
     texts = [json.loads(world.read(f"{key}/lines/{p}")) for p in (0, different[0])]
-    shown = [line for name in names for line in _difference(name, different[0], *(text[name] for text in texts))]
+    names = [SETTINGS, *names]
+    found = {name: _difference(name, different[0], *(text[name] for text in texts)) for name in names}
+    names = [name for name in names if name != SETTINGS or found[name]]
+    # A plan may differ in what its text leaves out; what makes it differ is then shown below another name.
+    shown = [line for name in names for line in found[name]] or ["  in nothing that their lines show"]
     raise ProcessError(
         f"{what}: the processes did not derive the same; {_numbers(different)} differ{'s' * (len(different) == 1)} from "
-        f"process 0 in: {', '.join(names)}\n" + "\n".join(shown) + "\nEvery process has to run the same script on "
-        "arguments of the same shapes, put on the same devices; host values, and arrays that were put nowhere, have to be the same "
-        "ones: a batch of which each process loads a part is put together first"
+        f"process 0 in: {', '.join(names)}\n"
+        + "\n".join(shown)
+        + "\nEvery process has to run the same script, under the "
+        "same settings, on arguments of the same shapes, put on the same devices; host values, and arrays that were put nowhere, have "
+        "to be the same ones: a batch of which each process loads a part is put together first"
     )
 
 
@@ -92,12 +107,20 @@ def _difference(name: str, other: int, first: list[str], second: list[str]) -> l
     alone = [line for line in first if line not in there], [line for line in second if line not in here]
     pairs = itertools.zip_longest(*(alone if any(alone) else (first, second)), fillvalue="(nothing)")
     different = [(a, b) for a, b in pairs if a != b]
-    shown = [f"  {name}:"]
+    shown = [f"  {name}:"] if different else []
     for a, b in different[:SHOWN_LINES]:
-        shown += [f"    process 0: {a[:SHOWN_WIDTH]}", f"    process {other}: {b[:SHOWN_WIDTH]}"]
+        equal = len(os.path.commonprefix([a, b]))
+        shown += [f"    process 0: {_around(a, equal)}", f"    process {other}: {_around(b, equal)}"]
     if len(different) > SHOWN_LINES:
         shown.append(f"    and {len(different) - SHOWN_LINES} more lines")
     return shown
+
+
+def _around(line: str, place: int) -> str:
+    """The part of a line around the place where it differs from another one, with … where something is left out."""
+    start = max(min(place - SHOWN_BEFORE, len(line) - SHOWN_WIDTH), 0)
+    end = start + SHOWN_WIDTH
+    return f"{'…' * (start > 0)}{line[start:end]}{'…' * (end < len(line))}"
 
 
 def _numbers(processes: list[int]) -> str:
