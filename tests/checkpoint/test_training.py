@@ -174,6 +174,36 @@ def test_nnx_goes_on_as_the_undisturbed_run(tmp_path) -> None:
     assert [float(train_step(model, optimizer, x)) for _ in range(2)] == expected
 
 
+def test_nnx_in_dictionaries_goes_on_as_the_undisturbed_run(tmp_path) -> None:
+    """Modules below a dictionary, and a state of averages beside them, are wanted by the names that they are saved under."""
+
+    def fresh(seed):
+        model = mm.nnx.task(nnx.Linear(4, 8, rngs=nnx.Rngs(seed)), "linear", devices=[2])
+        return {"model": model, "optimizer": nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)}
+
+    @mm.nnx.jit
+    def train_step(state, average, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(state["model"])
+        state["optimizer"].update(state["model"], grads)
+        params = nnx.state(state["model"], nnx.Param)
+        return loss, jax.tree.map(lambda mean, p: 0.9 * mean + 0.1 * p, average, params)
+
+    x, state = jnp.ones((2, 4)), fresh(0)
+    _, average = train_step(state, nnx.state(state["model"], nnx.Param), x)
+    mm.checkpoint.save(tmp_path / "state", {"state": nnx.state(state), "average": average})
+    expected = train_step(state, average, x)
+
+    state = fresh(1)
+    lowered = train_step.lower(state, nnx.state(state["model"], nnx.Param), x)
+    like = {"state": mm.checkpoint.argument_of(lowered, 0), "average": mm.checkpoint.argument_of(lowered, 1)}
+    assert jax.tree.structure(like["average"]) == jax.tree.structure(average)
+    restored = mm.checkpoint.restore(tmp_path / "state", like)
+    for name, node in state.items():
+        nnx.update(node, restored["state"][name])
+    assert state["model"].kernel.get_value().sharding.device_set == {jax.devices()[2]}
+    jax.tree.map(np.testing.assert_array_equal, train_step(state, restored["average"], x), expected)
+
+
 # --- what is read -------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import jax
+
 from .._api._lowered import Lowered
 from .._compiled import Compiled
 from .._errors import ArgumentError
@@ -15,7 +17,8 @@ def argument_of(step: Lowered | Compiled, argument: int | str = 0) -> Any:
 
     Args:
       step: what ``lower`` or ``compile`` of a step returned. Lowering is enough.
-      argument: its position or name. A module of NNX gives its state, as ``nnx.state`` does.
+      argument: its position or name. A module of NNX gives its state, as ``nnx.state`` does, also
+        in a dictionary of modules.
 
     Returns:
       The argument with a ``jax.ShapeDtypeStruct`` for each array, whose sharding is that of its home.
@@ -34,13 +37,29 @@ def argument_of(step: Lowered | Compiled, argument: int | str = 0) -> Any:
         raise ArgumentError(
             f"argument_of takes what step.lower(...) or step.lower(...).compile() returned, found {type(step).__name__}"
         )
-    args, kwargs = step.arguments
+    args, kwargs = _with_states(step.arguments)
     found = kwargs if isinstance(argument, str) else dict(enumerate(args))
     if argument not in found:
         known = ", ".join(map(repr, [*range(len(args)), *kwargs]))
         raise ArgumentError(f"argument_of(..., {argument!r}): the step has the arguments {known}")
-    wanted = found[argument]
+    return found[argument]
+
+
+def _with_states(arguments: Any) -> Any:
+    """The arguments with the states of modules, also below dictionaries.
+
+    A module or a variable that an argument before has too is only named where it comes again, so all are put together first.
+    """
     nnx: Any = sys.modules.get("flax.nnx")
-    if nnx is not None and isinstance(wanted, nnx.NodeStates):
-        return wanted.states[0]
-    return wanted
+    if nnx is None:
+        return arguments
+
+    def is_split(x: object) -> bool:
+        return isinstance(x, nnx.NodeStates)
+
+    def is_module(x: object) -> bool:
+        return isinstance(x, nnx.Pytree)
+
+    if not any(map(is_split, jax.tree.leaves(arguments, is_leaf=is_split))):
+        return arguments
+    return jax.tree.map(lambda x: nnx.state(x) if is_module(x) else x, nnx.from_tree(arguments), is_leaf=is_module)
