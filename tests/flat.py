@@ -35,7 +35,7 @@ from manymesh._passes import _build, _run
 from manymesh._passes._scopes import is_backward
 from manymesh._program import Carry, FlatProgram, Loop, Node, Pieces
 from manymesh._program._check import check
-from manymesh._program._flat import Pins
+from manymesh._program._flat import Pins, Result
 from manymesh._program._rewrite import trace_eqns
 
 DTYPES = {"f32": "float32", "i32": "int32", "bool": "bool"}
@@ -123,7 +123,7 @@ class _Reader:
                 self.equation(line.strip())
         states = tuple((self.vars[name], o) for name, o in self.given.pop("states", ()))
         stacked = {self.vars[k]: tuple(self.vars[v] for v in c) for k, c in self.given.pop("stacked", {}).items()}
-        results = {self.vars[k]: which for k, which in self.given.pop("results", {}).items()}
+        results = {self.vars[k]: Result((which,)) for k, which in self.given.pop("results", {}).items()}
         self.given.setdefault("pins", Pins(states=states))
         self.given.setdefault("registered", Matcher(registered()))
         loops = tuple(self.loop(i) for i in range(len(self.specs)))

@@ -270,7 +270,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
     def body(*values: jax.Array) -> list[Any]:
         full = list(leaves)
         for i, v in zip(traced, values, strict=True):
-            full[i] = v if described.mesh is None else _at_border(v)
+            full[i] = v if described.mesh is None else _at_border(v, i)
         a, k = jax.tree.unflatten(treedef, full)
         with _surroundings(described, scope):
             out = fun(*a, **k)
@@ -295,9 +295,9 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
     return jax.tree.unflatten(tree, [outs[x.number] if isinstance(x, _Result) else x for x in leaves])
 
 
-def _at_border(value: Any) -> Any:
+def _at_border(value: Any, operand: int) -> Any:
     """What enters a task comes on no mesh; so does its cotangent, which leaves the task, on its way back."""
-    return border_p.bind(value) if jax.numpy.issubdtype(value.dtype, np.inexact) else value
+    return value if jax.numpy.issubdtype(value.dtype, jax.dtypes.extended) else border_p.bind(value, operand=operand)
 
 
 def _on_no_mesh(value: Any) -> Any:
@@ -464,7 +464,7 @@ def _surroundings(described: Task, scope: Scope) -> Iterator[None]:
 
 # The identity at the end of a task. Its result is traced on no mesh: a value that kept the mesh of the task that made
 # it would be brought to the mesh of the task that reads it, and differentiating that fails where the sizes differ.
-# It says which result of the task the value is, where the task is computed again, too.
+# It says which operand or result of the task the value is, where the task is computed again, too.
 border_p = _compat.linear_identity(
     "manymesh_border", lambda x, **_: x, lambda params, dim: params, keeps_mesh=False, of_tangents=lambda params: {}
 )

@@ -258,6 +258,63 @@ def test_a_gradient_of_tangents():
     assert_agrees(jax.grad(along), parameters(), batch(4))
 
 
+# One function, which JAX traces once, in several calls: they have one mark, and one may be dead
+
+
+def chained(ws, x):
+    for task, w in zip(TASKS[::2], ws, strict=False):
+        x = task(w, x)
+    return x
+
+
+once = jax.checkpoint(chained)
+
+
+def swapped(w, a, b):
+    return layer(w, a) - 0.5 * b
+
+
+def of_two(ws, a, b):
+    first, second = (mm.task(swapped, f"of_two{i}", devices=[i]) for i in range(2))
+    return second(ws[1], first(ws[0], a, b), first(ws[2], b, a))
+
+
+of_two_once = jax.checkpoint(of_two)
+
+SEVERAL = {
+    "a metric, then a gradient of others": lambda ws, x: (
+        jnp.mean(once(ws, x)), jax.grad(lambda ws: jnp.mean(once(ws, 2 * x)))(ws),
+    ),
+    "one of the other": jax.grad(lambda ws, x: jnp.mean(once(ws, once(ws, x)))),
+    "each for itself, and together": jax.grad(
+        lambda ws, x: jnp.mean(once(ws, x) ** 2) + jnp.mean(jax.vmap(lambda x: once(ws, x))(jnp.stack([2 * x, 3 * x])))
+    ),
+    "values of some, then gradients of others": lambda ws, x: (
+        jax.lax.map(lambda x: jnp.mean(once(ws, x)), jnp.stack([3 * x, 2 * x, x])),
+        jax.lax.map(lambda x: jax.grad(lambda ws: jnp.mean(once(ws, x)))(ws), jnp.stack([x, 2 * x, 3 * x])),
+    ),
+    "operands that change places": lambda ws, x: (
+        jnp.mean(of_two_once(ws, x, 2 * x)), jax.grad(lambda ws: jnp.mean(of_two_once(ws, 2 * x, x)))(ws),
+    ),
+    "whole numbers that change places": lambda ws, x: (
+        jnp.mean(counted(ws, x, jnp.arange(8), jnp.arange(8)[::-1])),
+        jax.grad(lambda ws: jnp.mean(counted(ws, x, jnp.arange(8)[::-1], jnp.arange(8))))(ws),
+    ),
+}  # fmt: skip
+
+
+@jax.checkpoint
+def counted(ws, x, i, j):
+    first = mm.task(lambda w, x, i, j: layer(w, x)[i] * j[:, None], "first", devices=[0])
+    second = mm.task(layer, "second", devices=[1])
+    return second(ws[1], first(ws[0], x, i, j))
+
+
+@pytest.mark.parametrize("step", SEVERAL)
+def test_calls_of_one_function_are_told_apart(step):
+    assert_agrees(SEVERAL[step], [0.5 * w for w in parameters()], batch(8))
+
+
 # Scopes, which no call marks
 
 

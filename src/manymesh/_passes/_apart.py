@@ -6,15 +6,17 @@ could begin: no pipeline. What crosses from one submesh to the next is there, fr
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
+import numpy as np
 from jax.sharding import Mesh
 
 from .. import _compat
-from .._compat import Var
+from .._compat import Atom, Var
 from .._key import Keys
 from .._program._edit import Editor
-from .._program._flat import FlatProgram
+from .._program._flat import FlatProgram, Result
 from .._program._nodes import Node
 from .._program._rewrite import reading
 from ._dead import remove_dead
@@ -65,18 +67,37 @@ class _Worker:
 
     def _find(self) -> None:
         """Fills in the values that are computed again, in order: one of them may be made of others."""
-        forward: dict[object, Var | None] = {}  # what a value is -> the value; None where there are several
+        forward: dict[object, list[tuple[Var, Node]]] = defaultdict(list)  # what a value is -> such values
         for n in self._flat.nodes:
             again = is_rematerialised(n.stack)
             if n.eqn.effects or (n.backward and not again):
                 continue
             for v, what in self._described(n):
-                if not again and isinstance(self._flat.results.get(v), int):
-                    forward.setdefault(what, v)  # of what is computed alike, any is the value
-                elif not again:
-                    forward[what] = None if what in forward else v
-                elif (same := forward.get(what)) is not None:
-                    self.again[v] = same
+                if not again:
+                    forward[what].append((v, n))
+                elif same := [w for w, before in forward.get(what, ()) if self._is_call(n, v, before, w)]:
+                    self.again[v] = same[0]
+
+    def _is_call(self, n: Node, v: Var, before: Node, w: Var) -> bool:
+        """Whether a value that is computed again is what one of the forward pass is: of the same call, if of a task.
+
+        A function that JAX traced once has one mark in all of its calls: they are told apart by what they read. What is
+        computed again reads no other operands, and of what the call made that which is kept of it.
+        """
+        one, other = self._flat.results.get(v), self._flat.results.get(w)
+        if n.task is None or not isinstance(one, Result) or not isinstance(other, Result):
+            return True  # of equal operands, by what it is
+        for k, x in one.operands.items():
+            if k not in other.operands or not self._is_same(x, other.operands[k]):
+                return False
+        named = {x for x in one.operands.values() if _compat.is_var(x)}
+        rest = {self.again.get(x, x) for x in n.inputs if x not in named}
+        return rest <= {*before.inputs, *before.outputs}
+
+    def _is_same(self, x: Atom, y: Atom) -> bool:
+        if isinstance(x, _compat.Literal):
+            return isinstance(y, _compat.Literal) and np.array_equal(x.val, y.val)
+        return self.again.get(x, x) is y
 
     def _described(self, n: Node) -> Iterable[tuple[Var, object]]:
         """What each value is that a node makes: the result of a call, or of an equation of the same values."""

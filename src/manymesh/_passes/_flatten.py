@@ -23,10 +23,11 @@ from .._implicit import Iteration, Matcher
 from .._mark import MARK, Recording, border_p
 from .._microbatch import LoopSpec
 from .._program._calls import call_body, is_transparent
-from .._program._flat import FlatProgram
+from .._program._flat import FlatProgram, Result
 from .._program._nodes import Carry, Loop, Node, Pieces, shape_and_dtype
 from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
 from .._task import Task
+from ._borders import results_of
 from ._inner import is_inner
 from ._known import Known
 from ._layers import NONE, Layers
@@ -167,7 +168,7 @@ class _Flattener:
         self._layers_of = Layers(program, tasks, specs) if split and program is not None else NONE
         self.guard: tuple[tuple[Atom, int], ...] = ()  # the branches around
         self.findings: dict[Finding, None] = {}
-        self.results: dict[Var, object] = {}  # results of tasks -> mark, iteration and number of the result
+        self.results: dict[Var, Result] = {}
         self._wholes: dict[tuple[object, ...], str] = {}  # what control flow that stays whole holds -> its mark
 
     def hold(self, v: Var, const: object) -> None:
@@ -253,10 +254,7 @@ class _Flattener:
         inner = _compat.open_jaxpr(eqn.params["jaxpr"])
         new = substitute(eqn, env)
         self._append(Node(new, part, is_backward(stack), loop, stack=stack, guard=self.guard))
-        number = {e.outvars[0]: e.params["result"] for e in marked.eqns if e.primitive is border_p and e.params}
-        for v, result in zip(new.outvars, marked.outvars, strict=True):
-            if _compat.is_var(v) and _compat.is_var(result) and result in number:
-                self.results[v] = part, self._iterations, number[result]
+        self.results.update(results_of(marked, new, (part, self._iterations)))
         actual: Env = dict(zip(inner.invars, new.invars, strict=True))
         producer = {v: e for e in inner.eqns for v in e.outvars}
         for outer, result in zip(eqn.outvars, inner.outvars, strict=True):

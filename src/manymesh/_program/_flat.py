@@ -49,6 +49,20 @@ class Pins:
     given: Mapping[Var, NamedSharding] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Result:
+    """A result of a task.
+
+    Attributes:
+      which: the mark of the task, the iterations that it is in, the number of the result: the same for the forward pass and
+        for what computes it again, and for all calls of a function that JAX traced once.
+      operands: number of an operand -> what it is in this call.
+    """
+
+    which: tuple[object, ...]
+    operands: Mapping[int, Atom] = field(default_factory=dict, compare=False)
+
+
 @dataclass(frozen=True, eq=False)
 class FlatProgram:
     """A whole step, flat: nodes in an order in which every value is made before it is read.
@@ -68,8 +82,7 @@ class FlatProgram:
       registered: the tasks registered by name when the step was traced.
       findings: what is suspicious, found by the passes so far.
       reductions: what is known of the sums over a sharded batch.
-      results: result of a task -> which one of which call it is; the same for the forward pass and for what computes it again.
-        A number tells values that are computed alike.
+      results: value -> which result of a task it is, or a number that values have which are computed alike.
       placement: where every node runs; None where nothing computed it for these nodes.
       stacked_inputs, stacked_outputs: arguments and results that are in blocks on several submeshes; each block is an
         input, or a result, of its own.
@@ -86,7 +99,7 @@ class FlatProgram:
     registered: Matcher = field(default_factory=Matcher)
     findings: tuple[Finding, ...] = ()
     reductions: tuple[Reduction, ...] = ()
-    results: Mapping[Var, object] = field(default_factory=dict)
+    results: Mapping[Var, Result | int] = field(default_factory=dict)
     placement: Placement | None = None
     stacked_inputs: tuple[Stacked, ...] = ()
     stacked_outputs: tuple[Stacked, ...] = ()
