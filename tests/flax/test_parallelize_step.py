@@ -174,6 +174,8 @@ def test_the_seed_may_be_a_key():
     by_number, by_key, other = (on_host(kernel(rng)) for rng in (1, jax.random.key(1), 2))
     assert_same(by_number, by_key, tolerance=0)
     assert (np.asarray(other.value) != np.asarray(by_key.value)).all()
+    plain = MeanSquare().init(jax.random.split(jax.random.key(1))[0], jnp.ones((4, 3)))  # as the documentation says
+    assert_same(by_key, plain["params"]["Dense_0"]["kernel"], tolerance=1e-6)
 
 
 # --- training -------------------------------------------------------------------------------------------------

@@ -106,7 +106,8 @@ def parallelize_step(
       num_microbatches: cut the batch along dimension 0; None trains on it whole.
       schedule: schedule of the microbatches, as for `manymesh.microbatch`.
       reduce: how losses and gradients of microbatches combine, as for `manymesh.microbatch`.
-      rng: key, or seed, of the initial parameters and of ``rngs``.
+      rng: key, or seed, of the initial parameters and of ``rngs``. It is split: the parameters are those of
+        ``model.init(jax.random.split(rng)[0], ...)``, and ``rngs`` are made of the other half.
       rngs: names of the random streams that ``apply`` gets, such as ``("dropout",)``: other keys in every
         step and microbatch.
       strict: as for `manymesh.jit`.
