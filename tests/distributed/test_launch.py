@@ -137,6 +137,53 @@ def test_ctrl_c_comes_to_the_script(tmp_path, how):
     assert output.count("KeyboardInterrupt") == (2 if how == "raises" else 0), output
 
 
+PREEMPTED = """
+import itertools, os, signal, sys, time
+import manymesh as mm
+mm.distributed.initialize()
+import jax, jax.numpy as jnp
+from jax.experimental import multihost_utils
+front, back = (mm.task(lambda w, x: x @ w, name, devices=[p]) for p, name in enumerate(("front", "back")))
+step = mm.jit(lambda w, x: (back(w["back"], front(w["front"], x)).sum(), w))
+state = {"front": jnp.eye(2), "back": jnp.eye(2)}
+with mm.checkpoint.Manager(sys.argv[1], save_interval_steps=10**6) as manager:
+    for number in itertools.count(1):
+        loss, state = step(state, jnp.ones((4, 2)))
+        last = multihost_utils.reached_preemption_sync_point(number)
+        manager.save(number, state, force=last)
+        if number == 3: print("ready", flush=True)
+        if last: break
+        time.sleep(0.02)
+time.sleep(2.5)  # longer than the two seconds that there are without --grace
+print("stopped after", number, manager.all_steps() == [number], flush=True)
+"""
+
+
+@pytest.mark.parametrize("grace", [["--grace", "60"], []])
+def test_a_sigterm_is_a_step_at_which_all_stop(tmp_path, grace):
+    """JAX takes the signal, and all processes save the same step, if they are given the time."""
+    (tmp_path / "script.py").write_text(PREEMPTED)
+    command = [sys.executable, "-m", "manymesh", "launch", "-n", "2", "--devices-per-process", "1", *grace]
+    child = subprocess.Popen(
+        [*command, str(tmp_path / "script.py"), str(tmp_path / "saved")],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output = ""
+        while output.count("ready") < 2:
+            output += (line := child.stdout.readline())
+            assert line, output
+        child.send_signal(signal.SIGTERM)
+        output += child.communicate(timeout=100)[0]
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == 130
+    assert f"manymesh: ended by SIGTERM; all processes are ended, after {60 if grace else 2} s by force" in output
+    found = re.findall(r"\[([01])\] stopped after (\d+) True", output)
+    assert len({number for _, number in found}) == bool(grace) and len(found) == 2 * bool(grace), output
+
+
 def test_a_wrong_count(script, capsys):
     """Said before anything starts."""
     assert main(["launch", "-n", "0", script]) == 2
@@ -179,6 +226,12 @@ def test_what_cannot_be_meant(script, capsys, words, says):
     assert main(["launch", "-n", "2", *(script if word == "SCRIPT" else word for word in words)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and says in err
+
+
+def test_no_grace_at_all(script, capsys):
+    """Said before anything starts."""
+    assert main(["launch", "-n", "2", "--grace", "0", script]) == 2
+    assert "launch: grace has to be a positive number of seconds, found 0.0" in capsys.readouterr().err
 
 
 def test_a_module(tmp_path, monkeypatch, capsys):

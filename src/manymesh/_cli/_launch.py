@@ -39,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="end all of them after so long, with code 124")
     parser.add_argument(
+        "--grace", type=float, metavar="SECONDS",
+        help="how long they may go on after Ctrl-C or SIGTERM, to save something; without it 5 after Ctrl-C, 2 after SIGTERM",
+    )  # fmt: skip
+    parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="R",
         help="when one fails, start all again, so many times at most; MANYMESH_RESTARTS tells them how often that was",
     )  # fmt: skip
@@ -61,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
     command = [sys.executable, *["-m"] * args.module, args.script, *args.arguments]
     restarts = Restarts(args.max_restarts, args.min_processes)
     try:
-        code = run_processes(command, args.processes, args.devices_per_process, timeout=args.timeout, restarts=restarts)
+        code = run_processes(
+            command, args.processes, args.devices_per_process, timeout=args.timeout, restarts=restarts, grace=args.grace
+        )
         _flush()
         return code
     except ProcessError as error:

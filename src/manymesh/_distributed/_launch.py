@@ -42,6 +42,7 @@ def run_processes(
     more: Mapping[str, str] | None = None,
     timeout: float | None = None,
     restarts: Restarts | None = None,
+    grace: float | None = None,
 ) -> int:
     """Runs a command in several processes that find each other, and waits for all of them.
 
@@ -58,6 +59,8 @@ def run_processes(
       more: further variables for the environment of all.
       timeout: seconds after which all are ended, restarts included.
       restarts: whether they are started again when one fails.
+      grace: seconds that they have after Ctrl-C or SIGTERM before what is left is killed; by default 5 after Ctrl-C, 2 after
+        SIGTERM.
 
     Returns:
       0 where all ended well, else the exit code of the first that failed; 128 and the signal, where it was killed. With
@@ -71,8 +74,9 @@ def run_processes(
             raise ProcessError(f"launch: {name} has to be an int, found {number!r}")
         if number is not None and number < 1:
             raise ProcessError(f"launch: {name} has to be at least 1, found {number}")
-    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
-        raise ProcessError(f"launch: timeout has to be a positive number of seconds, found {timeout!r}")
+    for name, seconds in (("timeout", timeout), ("grace", grace)):
+        if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
+            raise ProcessError(f"launch: {name} has to be a positive number of seconds, found {seconds!r}")
     restarts = restarts or Restarts()
     restarts.check(processes)
     until = (time.monotonic(), timeout)
@@ -82,7 +86,7 @@ def run_processes(
     with _terminated_as_interrupted(), tempfile.TemporaryDirectory(prefix="manymesh-") as notes:
         while again is not None:
             variables = {**_environment(devices_per_process), **(more or {}), RESTARTS: str(len(endings)), NOTES: notes}
-            ending = _attempt(command, again, variables, out, until)
+            ending = _attempt(command, again, variables, out, until, grace)
             if out.error is not None:
                 if not isinstance(out.error, BrokenPipeError):  # whose reader has seen enough
                     Output(sys.stderr).line(
@@ -111,6 +115,7 @@ def _attempt(
     variables: Mapping[str, str],
     output: Output,
     limit: tuple[float, float | None],
+    grace: float | None,
 ) -> Ending:
     """Starts all processes, and leaves none.
 
@@ -119,6 +124,7 @@ def _attempt(
       variables: the environment of all.
       output: where lines go.
       limit: when the first attempt began, and how many seconds all have together.
+      grace: see `run_processes`.
     """
     with _service(processes) as address:
         children: list[subprocess.Popen[str]] = []
@@ -137,7 +143,9 @@ def _attempt(
             return _wait(children, output, limit)
         except KeyboardInterrupt as error:
             if not isinstance(error, _Terminated):  # a script may save something then; JAX keeps SIGTERM to itself
-                steps.insert(0, (signal.SIGINT, GRACE))
+                steps.insert(0, (signal.SIGINT, grace or GRACE))
+            else:
+                steps = [(signal.SIGTERM, grace or TERMINATION)]
             said = "ended by SIGTERM" if isinstance(error, _Terminated) else "interrupted"
             output.line(f"manymesh: {said}; all processes are ended, after {steps[0][1]:g} s by force")
             raise
