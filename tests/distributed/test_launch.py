@@ -191,6 +191,42 @@ def test_a_wrong_count(script, capsys):
 
 
 @pytest.mark.parametrize(
+    ("ends", "code", "words"),
+    [
+        ("sys.exit(0)", 75, "ended with exit code 0"),
+        ("sys.exit(3)", 3, "ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+    ],
+)
+def test_a_process_that_ends_before_it_joins(ends, code, words):
+    """Ends the others, which would wait for it as long as for one that is late."""
+    output, program = io.StringIO(), "import os, sys\nif os.environ['MANYMESH_PROCESS'] == '1': "
+    program += f"{ends}\nimport manymesh as mm\nmm.distributed.initialize()\nprint('joined')"
+    started = time.monotonic()
+    assert run_processes([sys.executable, "-c", program], 3, output=output, timeout=100) == code
+    assert time.monotonic() - started < 60
+    words = f"manymesh: process 1 {words} before it called manymesh.distributed.initialize(), in which process "
+    assert words in output.getvalue() and "would wait for it; all are ended" in output.getvalue()
+    assert "joined" not in output.getvalue()
+
+
+def test_a_process_that_ends_after_it_joined_and_one_that_joins_by_itself(capsys):
+    """Are no reason to end others: the first may have no more to do, the second may mean other processes."""
+    output = io.StringIO()
+    program = "import os, time, manymesh as mm\nmm.distributed.initialize()\ntime.sleep(0.5 * int(os.environ['MANYMESH_PROCESS']))"
+    assert run_processes([sys.executable, "-c", program], 2, output=output, timeout=100) == 0, output.getvalue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    program = (
+        "import os, sys, manymesh as mm\nme = int(os.environ['MANYMESH_PROCESS'])\nif me == 2: sys.exit(0)\n"
+        f"mm.distributed.initialize('{address}', 2, me)\nprint('joined')"
+    )
+    assert run_processes([sys.executable, "-c", program], 3, output=output, timeout=100) == 0, output.getvalue()
+    assert output.getvalue().count("joined") == 2
+
+
+@pytest.mark.parametrize(
     ("calls", "processes", "says"), [("", 2, 1), ("", 1, 0), ("mm.distributed.initialize()", 2, 0)]
 )
 def test_a_forgotten_initialize(calls, processes, says):

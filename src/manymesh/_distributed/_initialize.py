@@ -29,7 +29,7 @@ from ._world import Doing, World, enter, flood_of, world
 # What `launch` tells the processes that it starts.
 COORDINATOR, COUNT, PROCESS = "MANYMESH_COORDINATOR", "MANYMESH_PROCESSES", "MANYMESH_PROCESS"
 RESTARTS = "MANYMESH_RESTARTS"  # how often all were started again
-NOTES = "MANYMESH_NOTES"  # a folder of `launch`, where a process notes that it called `initialize`
+NOTES = "MANYMESH_NOTES"  # a folder of `launch`, where a process notes that it called `initialize`, and that it joins
 # The number that the system gives to the process that has joined; what that one starts finds it, and does not join.
 JOINED = "MANYMESH_JOINED"
 # JAX's own watch looks at the coordinator only and ends a process without words: it comes after ours.
@@ -78,8 +78,7 @@ def initialize(
     """
     if world() is not None:
         raise ProcessError("distributed.initialize is called twice; call it once, at the beginning of the script")
-    with contextlib.suppress(KeyError, OSError):  # nobody launched it, or launch is gone
-        (Path(os.environ[NOTES]) / "called").touch()
+    _note("called")
     asked = asked_for(transport)
     given = coordinator_address is not None or num_processes is not None or process_id is not None
     if _is_started_by_one_that_joined(given):
@@ -98,6 +97,8 @@ def initialize(
             "alone; call it first, before anything makes an array or asks for jax.devices()"
         )
     _widen_pool()
+    if launched:
+        _note(joins(os.environ[PROCESS]))
     if not adopted:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         host = (coordinator_address or "").rpartition(":")[0]
@@ -121,6 +122,16 @@ def initialize(
             timer.cancel()
     os.environ[JOINED] = str(os.getpid())
     _enter(death_timeout, stall_timeout, start_timeout, asked)
+
+
+def joins(process: int | str) -> str:
+    """The note of a process that it joins the others that `launch` has started, all of whom it then waits for."""
+    return f"joins-{process}"
+
+
+def _note(name: str) -> None:
+    with contextlib.suppress(KeyError, OSError):  # nobody launched it, or launch is gone
+        (Path(os.environ[NOTES]) / name).touch()
 
 
 def _is_started_by_one_that_joined(given: bool) -> bool:

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from .. import _compat
 from .._errors import ProcessError
-from ._initialize import COORDINATOR, COUNT, JOINED, NOTES, PROCESS, RESTARTS
+from ._initialize import COORDINATOR, COUNT, JOINED, NOTES, PROCESS, RESTARTS, joins
 from ._output import Output
 from ._ports import reserve_port
 from ._restarts import Ending, Restarts
@@ -83,17 +83,24 @@ def run_processes(
     out = Output(sys.stdout if output is None else output)
     endings: tuple[Ending, ...] = ()
     again: int | None = processes
-    with _terminated_as_interrupted(), tempfile.TemporaryDirectory(prefix="manymesh-") as notes:
+    with _terminated_as_interrupted():
         while again is not None:
-            variables = {**_environment(devices_per_process), **(more or {}), RESTARTS: str(len(endings)), NOTES: notes}
-            ending = _attempt(command, again, variables, out, until, grace)
+            with tempfile.TemporaryDirectory(prefix="manymesh-") as notes:
+                variables = {
+                    **_environment(devices_per_process),
+                    **(more or {}),
+                    RESTARTS: str(len(endings)),
+                    NOTES: notes,
+                }
+                ending = _attempt(command, again, variables, out, until, grace)
+                silent = not os.listdir(notes)
             if out.error is not None:
                 if not isinstance(out.error, BrokenPipeError):  # whose reader has seen enough
                     Output(sys.stderr).line(
                         f"manymesh: what the processes print cannot be written: {out.error}; all are ended"
                     )
                 return out.code
-            if again > 1 and not os.listdir(notes):
+            if again > 1 and silent:
                 out.line(
                     "manymesh: that was before any process called manymesh.distributed.initialize()"
                     if ending.code
@@ -140,7 +147,7 @@ def _attempt(
                 children.append(child)
                 pumps.append(threading.Thread(target=_copy, args=(process, child, output), daemon=True))
                 pumps[-1].start()
-            return _wait(children, output, limit)
+            return _wait(children, output, limit, variables[NOTES])
         except KeyboardInterrupt as error:
             if not isinstance(error, _Terminated):  # a script may save something then; JAX keeps SIGTERM to itself
                 steps.insert(0, (signal.SIGINT, grace or GRACE))
@@ -207,8 +214,10 @@ def _copy(process: int, child: subprocess.Popen[str], output: Output) -> None:
         output.line(f"[{process}] {line.removesuffix(chr(10))}")
 
 
-def _wait(children: Sequence[subprocess.Popen[str]], output: Output, limit: tuple[float, float | None]) -> Ending:
-    """Waits until all have ended, or the first that failed was given company."""
+def _wait(
+    children: Sequence[subprocess.Popen[str]], output: Output, limit: tuple[float, float | None], notes: str
+) -> Ending:
+    """Waits until all have ended, or the first that failed was given company, or others wait for one that has ended."""
     codes: dict[int, int] = {}
     started, failed = time.monotonic(), None
     first_start, timeout = limit
@@ -218,6 +227,10 @@ def _wait(children: Sequence[subprocess.Popen[str]], output: Output, limit: tupl
             if ended is not None:
                 codes.setdefault(process, ended)
         now = time.monotonic()
+        if (words := _never_comes(codes, len(children), notes)) is not None:
+            output.line(f"manymesh: {words}; all are ended")
+            code = next((c for c in codes.values() if c), ENDED_WITH_OTHERS)
+            return Ending(code if code > 0 else 128 - code, words, now - started)
         if failed is None and any(codes.values()):
             failed = now
         if failed is not None and now - failed > GRACE:
@@ -234,13 +247,28 @@ def _wait(children: Sequence[subprocess.Popen[str]], output: Output, limit: tupl
     failure = next((p for p, code in wrong.items() if code != ENDED_WITH_OTHERS), next(iter(wrong), None))
     if failure is None:
         return Ending(0, "all ended well", time.monotonic() - started)
-    first = wrong[failure]
-    how = f"was killed by {signal.Signals(-first).name}" if first < 0 else f"ended with exit code {first}"
+    first, how = wrong[failure], _how(wrong[failure])
     output.line(f"manymesh: process {failure} {how}")
     if left := _unfinished(codes, children):
         output.line(f"manymesh: process {left} did not end by itself and is killed")
     seconds = (failed or started) - started
     return Ending(first if first > 0 else 128 - first, f"process {failure} {how}", seconds)
+
+
+def _never_comes(codes: Mapping[int, int], count: int, notes: str) -> str | None:
+    """What has happened where a process has ended before it joined, and others wait in `initialize` for all to join."""
+    gone = next((p for p in codes if not os.path.exists(os.path.join(notes, joins(p)))), None)
+    waiting = [str(p) for p in range(count) if p not in codes and os.path.exists(os.path.join(notes, joins(p)))]
+    if gone is None or not waiting:
+        return None
+    return (
+        f"process {gone} {_how(codes[gone])} before it called manymesh.distributed.initialize(), in which process "
+        f"{', '.join(waiting)} would wait for it"
+    )
+
+
+def _how(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _unfinished(codes: Mapping[int, int], children: Sequence[object]) -> str:
