@@ -163,15 +163,14 @@ def generated(ws, x):
 
 
 def masked(ws, x):
-    """A mask for each piece of the batch, and a scale for each layer."""
-    layer = mm.task(lambda w, b, m, x: dense(w, x * m) + b, "layer", mesh=meshes(2))
-    biases = ws[:, 0]
+    """A mask and a time for each piece of the batch."""
+    layer = mm.task(lambda w, m, t, x: dense(w, x * m) + t, "layer", mesh=meshes(2))
 
-    def piece(_, xm):
-        x, m = xm
-        return None, jax.lax.scan(lambda x, wb: (layer(*wb, m, x), None), x, (ws, biases))[0]
+    def piece(_, xmt):
+        x, m, t = xmt
+        return None, jax.lax.scan(lambda x, w: (layer(w, m, t, x), None), x, ws)[0]
 
-    return jax.lax.scan(piece, None, (pieces(x), pieces(1 + x)))[1]
+    return jax.lax.scan(piece, None, (pieces(x), pieces(1 + x), pieces(x)[:, :1]))[1]
 
 
 def in_chunks(ws, x):
@@ -179,6 +178,10 @@ def in_chunks(ws, x):
     layer = mm.task(dense, "layer", mesh=meshes(2))
     through = lambda x, w: (jax.lax.map(lambda part: layer(w, part), pieces(x)).reshape(x.shape), None)  # noqa: E731
     return jax.lax.scan(through, x, ws)[0]
+
+
+def in_chunks_and_back(ws, x):
+    return jax.grad(lambda ws: jnp.mean(in_chunks(ws, x) ** 2))(ws)
 
 
 def in_rounds(ws, x):
@@ -195,7 +198,7 @@ TWICE, EACH = [0, 0, 1, 1] * 2, [0, 0, 0, 0, 1, 1, 1, 1]
     ("step", "submeshes"),
     [
         (accumulated, TWICE), (accumulated_by_number, None), (trained, TWICE), (evaluated, TWICE), (differentiated, None),
-        (generated, TWICE), (masked, TWICE), (in_chunks, EACH), (in_rounds, [0, 0, 1, 1]),
+        (generated, TWICE), (masked, TWICE), (in_chunks, EACH), (in_chunks_and_back, EACH), (in_rounds, [0, 0, 1, 1]),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )  # fmt: skip

@@ -53,7 +53,10 @@ class _Nest:
     def levels(self) -> tuple[int, ...]:
         """The scans that step through layers: 0 the innermost, 1 the one around it."""
         count = Counter(self.read.values())
-        best = max(count, key=lambda cut: (count[cut], -cut.root, max(cut.scans)), default=None)
+        most = max(count.values(), default=0)
+        # A layer may have few parameters, and a piece of a batch a mask or two.
+        rivals = [cut for cut in count if 2 * count[cut] >= most]
+        best = max(rivals, key=lambda cut: (-cut.root, max(cut.scans), count[cut]), default=None)
         return INNERMOST if best is None else tuple(sorted(len(self.lengths) - 1 - k for k in best.scans))
 
 
@@ -83,8 +86,8 @@ class Layers:
         nest = self._around.get(mark)
         return None if nest is None else layer_of(scans, nest.lengths, nest.levels())
 
-    def _visit(self, jaxpr: AbstractJaxpr, given: _Cuts, nest: _Nest) -> None:
-        """Looks at equations.
+    def _visit(self, jaxpr: AbstractJaxpr, given: _Cuts, nest: _Nest) -> list[_Cut | None]:
+        """Looks at equations; where the results come from.
 
         Args:
           jaxpr: theirs.
@@ -103,14 +106,16 @@ class Layers:
             if marked or not _compat.jaxprs_in(eqn):
                 floats = (v for v in reads if v in cuts and jnp.issubdtype(shape_and_dtype(v)[1], jnp.inexact))
                 nest.read.update({v: cuts[v] for v in floats if cuts[v].scans})
-                if not marked and (cut := _of_result(eqn, reads, cuts)) is not None:
+                # What differentiation takes out of a task, as it is the same in each iteration, is of parameters as well.
+                if (cut := _of_result(eqn, reads, cuts)) is not None:
                     cuts.update((v, cut) for v in eqn.outvars if _compat.is_var(v))
-            elif eqn.primitive.name == "scan":
-                self._scan(eqn, cuts, nest)
             else:
-                self._call(eqn, cuts, nest)
+                look = self._scan if eqn.primitive.name == "scan" else self._call
+                found = zip(eqn.outvars, look(eqn, cuts, nest), strict=False)
+                cuts.update((v, cut) for v, cut in found if _compat.is_var(v) and cut is not None)
+        return [cuts.get(v) if _compat.is_var(v) else None for v in _compat.open_jaxpr(jaxpr).outvars]
 
-    def _scan(self, eqn: Eqn, cuts: _Cuts, nest: _Nest) -> None:
+    def _scan(self, eqn: Eqn, cuts: _Cuts, nest: _Nest) -> list[_Cut | None]:
         parts = _compat.scan_parts(eqn)
         depth = len(nest.lengths)
         inner: dict[Var, _Cut] = {}
@@ -122,17 +127,21 @@ class Layers:
                 inner[v] = cut if k < parts.num_consts else _Cut(cut.scans | {depth}, cut.root)
         body = _Nest((*nest.lengths, parts.length))
         self._scans.setdefault(id(eqn), body)
-        self._visit(parts.jaxpr, inner, body)
+        found = self._visit(parts.jaxpr, inner, body)
+        # What is made of each of some layers, such as a cast that differentiation takes out, is of layers again.
+        stacks = [_Cut(cut.scans - {depth}, cut.root) if cut and depth in cut.scans else None for cut in found]
+        return [None] * parts.num_carry + stacks[parts.num_carry :]
 
-    def _call(self, eqn: Eqn, cuts: _Cuts, nest: _Nest) -> None:
+    def _call(self, eqn: Eqn, cuts: _Cuts, nest: _Nest) -> list[_Cut | None]:
         body = call_body(eqn)
         if body is not None and _compat.is_jit(eqn) and eqn.params["name"] in self._loops:
             for loop in _compat.open_jaxpr(body).eqns:
                 self._whole(loop, {}, nest)
         elif body is not None:
-            self._visit(body, _given(body, eqn.invars, cuts), nest)
+            return self._visit(body, _given(body, eqn.invars, cuts), nest)
         else:
             self._whole(eqn, cuts, nest)
+        return []
 
     def _whole(self, eqn: Eqn, cuts: _Cuts, nest: _Nest) -> None:
         """Looks into what is no scan over layers: a conditional, a loop of unknown length, one over microbatches."""
