@@ -44,7 +44,7 @@ class _Nest:
 
     Attributes:
       lengths: of this scan and those around it, the outermost first.
-      read: what it reads that scans cut off, each value once.
+      read: its operands that scans cut off.
     """
 
     lengths: tuple[int, ...] = ()
@@ -104,8 +104,6 @@ class Layers:
                 if before is None or len(before.lengths) < len(nest.lengths):
                     self._around[eqn.params["name"]] = nest
             if marked or not _compat.jaxprs_in(eqn):
-                floats = (v for v in reads if v in cuts and jnp.issubdtype(shape_and_dtype(v)[1], jnp.inexact))
-                nest.read.update({v: cuts[v] for v in floats if cuts[v].scans})
                 # What differentiation takes out of a task, as it is the same in each iteration, is of parameters as well.
                 if (cut := _of_result(eqn, reads, cuts)) is not None:
                     cuts.update((v, cut) for v in eqn.outvars if _compat.is_var(v))
@@ -126,6 +124,9 @@ class Layers:
             elif cut is not None:
                 inner[v] = cut if k < parts.num_consts else _Cut(cut.scans | {depth}, cut.root)
         body = _Nest((*nest.lengths, parts.length))
+        read = {v for e in _compat.open_jaxpr(parts.jaxpr).eqns for v in e.invars if _compat.is_var(v)}
+        floats = (v for v in inner if v in read and jnp.issubdtype(shape_and_dtype(v)[1], jnp.inexact))
+        body.read.update({v: inner[v] for v in floats if inner[v].scans})
         self._scans.setdefault(id(eqn), body)
         found = self._visit(parts.jaxpr, inner, body)
         # What is made of each of some layers, such as a cast that differentiation takes out, is of layers again.
