@@ -326,6 +326,11 @@ def path_of(stack: str) -> Path:
     return tuple(path)
 
 
+def iterations_of(path: Path) -> tuple[Iteration, ...]:
+    """Those of the unrolled scans on a path, the outermost first."""
+    return tuple([part for part in path if isinstance(part, Iteration)])
+
+
 def called(path: Path, at: int, depth: int) -> tuple[str, ...]:
     """The names of the scope at a position of a path, alone and after up to ``depth - 1`` of the scopes around it.
 
@@ -374,7 +379,7 @@ class Matched:
     @property
     def iterations(self) -> tuple[Iteration, ...]:
         """Those of the scans around the scope, the outermost first."""
-        return tuple([part for part in self.scope if isinstance(part, Iteration)])
+        return iterations_of(self.scope)
 
 
 class Matcher:

@@ -466,7 +466,7 @@ def _surroundings(described: Task, scope: Scope) -> Iterator[None]:
 # it would be brought to the mesh of the task that reads it, and differentiating that fails where the sizes differ.
 # It says which operand or result of the task the value is, where the task is computed again, too.
 border_p = _compat.linear_identity(
-    "manymesh_border", lambda x, **_: x, lambda params, dim: params, keeps_mesh=False, of_tangents=lambda params: {}
+    "manymesh_border", lambda x, **_: x, lambda params, dim: params, keeps_mesh=False, of_values=True
 )
 
 

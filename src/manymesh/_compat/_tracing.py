@@ -84,7 +84,7 @@ def linear_identity(
     batch: Callable[[dict[str, Any], int], dict[str, Any]],
     *,
     keeps_mesh: bool = True,
-    of_tangents: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    of_values: bool = False,
 ) -> Any:
     """A primitive that is the identity under every transformation and keeps its parameters.
 
@@ -93,7 +93,7 @@ def linear_identity(
       lower: ``lower(x, **params)``: what it becomes in an executable.
       batch: the parameters under ``vmap``, from those without and the position of the new dimension.
       keeps_mesh: whether the result is traced on the mesh of the operand; if not, on none.
-      of_tangents: the parameters for tangents and cotangents, from those for values; the same by default.
+      of_values: whether the parameters are those of values alone: tangents and cotangents come without.
     """
     prim = core.Primitive(name)
 
@@ -104,12 +104,12 @@ def linear_identity(
         value, (tangent,) = prim.bind(*primals, **params), tangents
         if type(tangent) is ad.Zero:
             return value, ad.Zero(jax.typeof(value).to_tangent_aval())
-        return value, prim.bind(tangent, **of_tangents(params))  # type: ignore[misc]  # not used without it
+        return value, prim.bind(tangent)
 
     prim.def_impl(lambda x, **_: x)
     prim.def_abstract_eval(lambda x, **_: x if keeps_mesh else _without_mesh(x))
     ad.deflinear2(prim, lambda ct, _, **params: [prim.bind(ct, **params)])
-    if of_tangents is not None:
+    if of_values:
         ad.primitive_jvps[prim] = with_tangent
     batching.primitive_batchers[prim] = batched
     mlir.register_lowering(prim, mlir.lower_fun(lower, multiple_results=False))

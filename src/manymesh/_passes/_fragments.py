@@ -168,8 +168,7 @@ class _Builder:
         invars = [v for v in dict.fromkeys(v for n in nodes for v in n.inputs) if v not in made]
         outvars = [v for n in nodes for v in n.outputs if self._leaves(v, c)]
         invars, outvars = self._states_first(invars, outvars)
-        marks = [n.task for n in nodes if n.task is not None]
-        marks = marks if c.phase == 0 else list(dict.fromkeys(marks))  # what it computes again is no other task
+        marks = dict.fromkeys(n.task for n in nodes if n.task is not None)  # what is computed again is no other task
         tasks = tuple(self.flat.tasks[mark].name or "task" for mark in marks)
         name = "_".join(tasks) + ("", "_bwd", "_wgt")[c.phase] if tasks else f"{fallback}_{c.submesh}"
         self.names[name] += 1

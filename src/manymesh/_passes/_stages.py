@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from .._implicit import Iteration, path_of
+from .._implicit import Iteration, iterations_of, path_of
 from ._cluster import Cluster
 
 
@@ -168,4 +168,4 @@ def _stages_of_forward(
 def _iterations(c: Cluster) -> tuple[Iteration, ...]:
     """The iterations of unrolled scans that a cluster's task is in."""
     node = next(n for n in c.nodes if n.task == c.task)
-    return tuple([part for part in path_of(node.stack) if isinstance(part, Iteration)])
+    return iterations_of(path_of(node.stack))
