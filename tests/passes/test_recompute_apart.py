@@ -315,6 +315,22 @@ def test_calls_of_one_function_are_told_apart(step):
     assert_agrees(SEVERAL[step], [0.5 * w for w in parameters()], batch(8))
 
 
+def test_an_encoder_called_twice_is_a_pipeline():
+    """Numbers between its tasks are made in each call, and are equal."""
+
+    @jax.checkpoint
+    def encode(ws, x):
+        for i, (task, w) in enumerate(zip(TASKS, ws, strict=True)):
+            x = task(w, x) + (0.1 * jnp.arange(WIDTH) if i == 3 else 0)
+        return x
+
+    def loss(ws, x):
+        return jnp.mean((encode(ws, x) - encode(ws, 0.5 * x)) ** 2)
+
+    assert step(loss).lower(parameters(), batch()).program.loops[0].in_order
+    assert_agrees(step(loss).fun, parameters(), batch())
+
+
 # Scopes, which no call marks
 
 

@@ -63,6 +63,7 @@ class _Worker:
         assert flat.placement is not None, "what crosses is told by where it is made and read"
         self._flat, self._placement, self._keys = flat, flat.placement, Keys()
         self.again: dict[Var, Var] = {}
+        self._first: dict[Var, Var] = {}  # value -> the first of those that are computed alike
         self._find()
 
     def _find(self) -> None:
@@ -75,8 +76,18 @@ class _Worker:
             for v, what in self._described(n):
                 if not again:
                     forward[what].append((v, n))
-                elif same := [w for w, before in forward.get(what, ()) if self._is_call(n, v, before, w)]:
-                    self.again[v] = same[0]
+                    if n.task is None:
+                        self._first[v] = forward[what][0][0]
+                elif same := [(w, m) for w, m in forward.get(what, ()) if self._is_call(n, v, m, w)]:
+                    # One where it is computed again, too, if there is one: a constant is made in many places.
+                    self.again[v] = next(
+                        (w for w, m in same if self._placement.node[m] == self._placement.node[n]), same[0][0]
+                    )
+                    self._first[v] = self._known(self.again[v])
+
+    def _known(self, v: Var) -> Var:
+        """The value, or the first one that is computed alike."""
+        return self._first.get(v, v)
 
     def _is_call(self, n: Node, v: Var, before: Node, w: Var) -> bool:
         """Whether a value that is computed again is what one of the forward pass is: of the same call, if of a task.
@@ -91,21 +102,21 @@ class _Worker:
             if k not in other.operands or not self._is_same(x, other.operands[k]):
                 return False
         named = {x for x in one.operands.values() if _compat.is_var(x)}
-        rest = {self.again.get(x, x) for x in n.inputs if x not in named}
-        return rest <= {*before.inputs, *before.outputs}
+        rest = {self._known(x) for x in n.inputs if x not in named}
+        return rest <= {self._known(x) for x in (*before.inputs, *before.outputs)}
 
     def _is_same(self, x: Atom, y: Atom) -> bool:
         if isinstance(x, _compat.Literal):
             return isinstance(y, _compat.Literal) and np.array_equal(x.val, y.val)
-        return self.again.get(x, x) is y
+        return _compat.is_var(y) and self._known(x) is self._known(y)
 
     def _described(self, n: Node) -> Iterable[tuple[Var, object]]:
         """What each value is that a node makes: the result of a call, or of an equation of the same values."""
-        around = n.loop, tuple((self.again.get(v, v), k) if _compat.is_var(v) else (v, k) for v, k in n.guard)
+        around = n.loop, tuple((self._known(v), k) if _compat.is_var(v) else (v, k) for v, k in n.guard)
         if n.task is not None:
             return [(v, (self._flat.results[v], around)) for v in n.outputs if v in self._flat.results]
         one = self._keys(_compat.new_jaxpr(tuple(dict.fromkeys(n.inputs)), n.outputs, [n.eqn]))
-        operands = tuple([self.again.get(v, v) for v in dict.fromkeys(n.inputs)])
+        operands = tuple([self._known(v) for v in dict.fromkeys(n.inputs)])
         return [(v, (one, operands, i, around)) for i, v in enumerate(n.outputs)]
 
     def crosses(self, v: Var, reader: Node) -> bool:
