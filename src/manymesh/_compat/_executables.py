@@ -76,7 +76,10 @@ def call_of(compiled: Any, avals: Sequence[Any]) -> Callable[..., Any]:
     if any(_is_small(a.dtype) for a in avals) and _checks_small_elements():
         unchecked = compiled._executable.unsafe_call
         return lambda *args: compiled.out_tree.unflatten(unchecked(*args))
-    called: Callable[..., Any] = compiled
+    if compiled._call is None:  # as `Compiled.__call__` does when it is called first
+        compiled._call = compiled._executable.create_cpp_call(compiled._params)
+    # Without that method in between, which takes longer than all that the executor adds to a call.
+    called: Callable[..., Any] = compiled._call or compiled
     return called
 
 
