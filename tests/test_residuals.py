@@ -155,6 +155,73 @@ def test_logits_in_half_precision_are_kept_and_their_exponentials_are_not():
     assert [(a.shape, a.dtype) for a in kept if a.size > 4 * WIDTH] == [((4, 64), jnp.bfloat16)]
 
 
+MASK = np.tri(ROWS, dtype=bool)
+OF_JAX = jnp.asarray(MASK)
+
+
+def looking_back(x, mask):
+    """Attention of each row to those before it."""
+    return jax.nn.softmax(jnp.where(mask, x @ x.T, -1e9)) @ x
+
+
+# Ways to a mask; all but the first close over an array.
+MASKED = {
+    "computed": lambda x: looking_back(x, jnp.tri(len(x), dtype=bool)),
+    "around": lambda x: looking_back(x, MASK),
+    "of jax": lambda x: looking_back(x, OF_JAX),
+    "made in it": lambda x: looking_back(x, np.tri(len(x), dtype=bool)),
+    "in a jit": jax.jit(lambda x: looking_back(x, np.tri(len(x), dtype=bool))),
+    "in a jit in a jit": jax.jit(lambda x: jax.jit(lambda x: looking_back(x, MASK))(x) * MASK[-1, -1:]),
+    "twice": lambda x: jax.jit(lambda x: looking_back(x, MASK))(x) + 0 * x * MASK[:, :1],
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_task_that_closes_over_an_array_keeps_as_little(name):
+    """As one that computes the mask; no mask is kept, for it is no secret."""
+    computed = kept_bytes(MASKED["computed"], *arguments())
+    assert kept_bytes(MASKED[name], *arguments()) <= computed
+    assert_agrees(gradient(MASKED[name]), *arguments())
+
+
+def recurrence(x):
+    """Each row from those before it, whose derivative pads with zeros."""
+    both = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])  # noqa: E731
+    return jax.lax.associative_scan(both, (jax.nn.sigmoid(x), x))[1]
+
+
+def test_a_number_is_not_kept():
+    """The backward pass has its own zeros."""
+    body = list(mm.jit(gradient(recurrence)).lower(*arguments()).program.body(0))
+    read = {v for f in body if f.kind != "F" for v in f.invars}
+    kept = [v.aval.shape for f in body if f.kind == "F" for v in f.outvars if v in read]
+    assert kept and () not in kept
+    assert_agrees(gradient(recurrence), *arguments())
+
+
+def test_layers_that_make_a_mask_each_are_equal_and_share_it():
+    """One constant of the program, on both submeshes, and one executable for all between the first and the last."""
+    layers = [
+        mm.task(lambda w, x: looking_back(x, np.tri(len(x), dtype=bool)) @ w, f"layer_{k}", devices=[k // 4])
+        for k in range(8)
+    ]
+
+    def loss(ws, x):
+        for layer, w in zip(layers, ws, strict=True):
+            x = layer(w, x)
+        return jnp.mean(x**2)
+
+    w, x = arguments()
+    grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2, schedule="1f1b")
+    program = mm.jit(grad).trace([w] * 8, x).lower().program
+    masks = [v for v in program.invars[: len(program.consts)] if v.aval.shape == MASK.shape]
+    assert [program.input_submeshes[v] for v in masks] == [(0, 1)]
+    keys = Keys()
+    body = list(program.body(0))
+    for kind in "FB":  # the first has no gradient of x, the last is beside the loss
+        assert len({keys(f.jaxpr) for f in body if f.kind == kind}) == 3
+
+
 @pytest.mark.parametrize("name", ["attention", "perceptron"])
 def test_of_equal_sizes_what_is_in_memory_anyway_is_kept(name):
     """On an accelerator: the product itself, not its softmax, and the product with its bias, which is read by the next one."""

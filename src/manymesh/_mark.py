@@ -318,10 +318,10 @@ def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, oper
     traced = jitted.trace(*[_compat.abstract(jax.typeof(x)) for x in operands])
     _check_constraints(described, traced.jaxpr)
     # JAX cannot differentiate a loop around a jitted function that makes references.
-    body = _compat.without_refs(traced.jaxpr)
-    inner = _compat.open_jaxpr(body)
-    if inner.consts or len(inner.invars) != len(operands):  # it reads values from around the function
-        return list(jitted(*operands))
+    # What it closes over are operands: traced values, and constants such as a mask of NumPy's. So layers that have their own
+    # are equal, and no pass meets any.
+    body, constants = _compat.closing_over_nothing(_compat.without_refs(traced.jaxpr))
+    operands = [*_compat.closed_over(traced), *operands, *constants]
     if not record.implicit:
         key = record.keys(body), described.mesh.abstract_mesh if described.mesh is not None else None
         body = record.bodies.setdefault(key, body)

@@ -101,6 +101,10 @@ SIMPLE: dict[str, Callable[[Any, Surroundings], Any]] = {
     "modulo_left": lambda x, c: 3 % (2 + jnp.tanh(x)),
     "true_times": lambda x, c: True * x,
     "numpy_scalar": lambda x, c: np.float32(0.5) * x + np.int32(1),
+    "numpy_mask": lambda x, c: jnp.where(np.arange(WIDTH) % 2 == 0, jax.nn.gelu(x), x),
+    "numpy_mask_in_jit": lambda x, c: (
+        jax.nn.softmax(jax.jit(lambda w: jnp.where(np.tri(WIDTH, dtype=bool), w, -1))(c.kernel)) @ x[0] + x
+    ),
     "numpy_constant": lambda x, c: x * np.linspace(0.5, 1, WIDTH, dtype=np.float32),
     # Elementwise
     "negative": lambda x, c: -x,

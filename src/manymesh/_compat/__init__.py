@@ -37,6 +37,8 @@ from ._jaxprs import call as call
 from ._jaxprs import call_eqn as call_eqn
 from ._jaxprs import called_jaxpr as called_jaxpr
 from ._jaxprs import close as close
+from ._jaxprs import closed_over as closed_over
+from ._jaxprs import closing_over_nothing as closing_over_nothing
 from ._jaxprs import cond_eqn as cond_eqn
 from ._jaxprs import constrained_devices as constrained_devices
 from ._jaxprs import dce as dce

@@ -76,6 +76,7 @@ def with_eqns(jaxpr: Any, eqns: Sequence[Eqn], **more: bool) -> Any:
 
 
 _plain_call: list[Any] = []
+_OF_OPERANDS = ("in_shardings", "in_layouts", "donated_invars")  # parameters of a call, each with an entry for each
 
 
 def call_template() -> Eqn:
@@ -89,7 +90,7 @@ def call_template() -> Eqn:
 
 def call_params(name: str, jaxpr: ClosedJaxpr, num_inputs: int, num_results: int) -> dict[str, Any]:
     params = dict(call_template().params)
-    for key in ("in_shardings", "in_layouts", "donated_invars"):
+    for key in _OF_OPERANDS:
         params[key] = params[key][:1] * num_inputs
     for key in ("out_shardings", "out_layouts"):
         params[key] = params[key][:1] * num_results
@@ -183,6 +184,48 @@ def without_high(jaxpr: Any) -> Any:
 def close(jaxpr: Jaxpr) -> ClosedJaxpr:
     """A jaxpr without constants as a closed one."""
     return ClosedJaxpr(jaxpr, [])
+
+
+def closed_over(traced: jax.stages.Traced) -> list[Any]:
+    """The traced values that a function read from around it. Its jaxpr has them as operands, before those of the function."""
+    return list(traced._consts)
+
+
+def closing_over_nothing(closed: Any) -> tuple[ClosedJaxpr, list[Any]]:
+    """A closed jaxpr that reads its constants, and those of jitted functions in it, as operands; and these constants.
+
+    They are behind the operands that it had, each once. JAX itself does so for loops and branches.
+    """
+    done: dict[int, tuple[Any, ClosedJaxpr, list[Any]]] = {}  # the first is kept, so that ids last
+
+    def opened(closed: Any) -> tuple[ClosedJaxpr, list[Any]]:
+        if id(closed) not in done:
+            parts = open_jaxpr(closed)
+            consts = {id(c): (v, c) for v, c in zip(parts.constvars, parts.consts, strict=True)}
+            alias = {v: consts[id(c)][0] for v, c in zip(parts.constvars, parts.consts, strict=True)}
+            eqns = [with_constants(e, consts) if is_jit(e) else e for e in parts.eqns]
+            new = closed
+            if consts:
+                # Two constants that are one object are one operand.
+                eqns = [e.replace(invars=[alias.get(v, v) if is_var(v) else v for v in e.invars]) for e in eqns]
+                outvars = [alias.get(v, v) if is_var(v) else v for v in parts.outvars]
+                new = close(new_jaxpr([*parts.invars, *(v for v, _ in consts.values())], outvars, eqns))
+            done[id(closed)] = closed, new, [c for _, c in consts.values()]
+        return done[id(closed)][1:]
+
+    def with_constants(eqn: Eqn, consts: dict[int, tuple[Var, Any]]) -> Eqn:
+        body, inner = opened(eqn.params["jaxpr"])
+        if not inner:
+            return eqn
+        added = [consts.setdefault(id(c), (new_var(v.aval), c))[0]
+                 for v, c in zip(open_jaxpr(body).invars[len(eqn.invars):], inner, strict=True)]  # fmt: skip
+        params = {**eqn.params, "jaxpr": body}
+        for key in _OF_OPERANDS:
+            params[key] = (*eqn.params[key], *call_template().params[key][:1] * len(added))
+        called: Eqn = eqn.replace(invars=[*eqn.invars, *added], params=params)
+        return called
+
+    return opened(closed)
 
 
 def with_body(jaxpr: Any, invars: Sequence[Var], outvars: Sequence[Any], eqns: Sequence[Eqn]) -> Any:

@@ -28,6 +28,7 @@ from .._program._nodes import Carry, Loop, Node, Pieces, shape_and_dtype
 from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
 from .._task import Task
 from ._borders import results_of
+from ._held import Held
 from ._inner import is_inner
 from ._known import Known
 from ._layers import NONE, Layers
@@ -79,22 +80,22 @@ def flatten(closed: AbstractJaxpr, record: Recording) -> FlatProgram:
     worker = _Flattener(record.tasks, record.loops, record.implicit, closed)
     env: Env = {}
     for v, c in zip(parts.constvars, parts.consts, strict=True):
-        worker.hold(v, c)
+        env[v] = worker.hold(v, c)
     worker.inline(parts.eqns, env, "", None, None)
     worker.check_split()
-    if (leak := _compat.escaped(list(worker.consts.values()))) is not None:
+    if (leak := _compat.escaped(list(worker.held.values.values()))) is not None:
         leak.add_note(
             "a function with a derivative of its own (jax.custom_vjp), inside a loop over microbatches or a jit that is "
             "differentiated, closes over this value; JAX cannot have that: pass it to the function as an argument"
         )
         raise leak
     return FlatProgram(
-        invars=(*worker.consts, *parts.invars),
+        invars=(*worker.held.values, *parts.invars),
         outvars=tuple(_lookup(env, v) for v in parts.outvars),
         nodes=tuple(worker.nodes),
         loops=tuple(worker.loops),
         tasks=worker.tasks,
-        consts=worker.consts,
+        consts=worker.held.values,
         stacked=worker.stacked,
         results=worker.results,
         registered=record.implicit,
@@ -125,7 +126,7 @@ def open_conditional(flat: FlatProgram, node: Node) -> Opened:
     worker.selected.update((n.eqn.outvars[0], n.eqn) for n in flat.nodes if n.primitive == "select_n")
     worker.select(node.eqn, env, node.stack, node.loop)
     nodes = (n if node.backward or not is_inner(n) else replace(n, backward=False) for n in worker.nodes)
-    return Opened(tuple(nodes), env, worker.consts)
+    return Opened(tuple(nodes), env, worker.held.values)
 
 
 def new_mark(tasks: Mapping[str, Task], name: str) -> str:
@@ -152,7 +153,7 @@ class _Flattener:
         self.tasks, self.specs, self.registered = dict(tasks), specs, registered
         self.nodes: list[Node] = []
         self.loops: list[Loop] = []
-        self.consts: dict[Var, object] = {}  # of nested jaxprs, too; they become inputs
+        self.held = Held()  # constants, of nested jaxprs, too; they become inputs
         self.stacked: dict[Var, tuple[Atom, ...]] = {}  # results of `_stack`, to take apart again without a copy
         self._marked: dict[int, bool] = {}
         self._bodies: dict[int, AbstractJaxpr] = {}
@@ -171,10 +172,12 @@ class _Flattener:
         self.results: dict[Var, Result] = {}
         self._wholes: dict[tuple[object, ...], str] = {}  # what control flow that stays whole holds -> its mark
 
-    def hold(self, v: Var, const: object) -> None:
-        """Takes a constant in."""
-        self.consts[v] = const
-        self._known.hold(v, const)
+    def hold(self, v: Var, const: object) -> Var:
+        """Takes a constant in, and says what stands for it."""
+        held = self.held.take(v, const)
+        if held is v:
+            self._known.hold(v, const)
+        return held
 
     def inline(self, eqns: Sequence[Eqn], env: Env, stack: str, loop: int | None, spec: LoopSpec | None) -> None:
         """Appends equations to the flat program; ``env`` maps their variables to flat ones.
@@ -334,8 +337,7 @@ class _Flattener:
         inner = _compat.open_jaxpr(jaxpr)
         sub: Env = dict(zip(inner.invars, operands, strict=True))
         for v, c in zip(inner.constvars, inner.consts, strict=True):
-            sub[v] = fresh = _compat.new_var(v.aval)
-            self.hold(fresh, c)
+            sub[v] = self.hold(_compat.new_var(v.aval), c)
         self.inline(inner.eqns, sub, stack, loop, spec)
         for outer, result in zip(outvars, inner.outvars, strict=True):
             if _compat.is_var(outer):

@@ -26,20 +26,21 @@ from .._task import mesh_devices
 
 # Elementwise, without a function that takes more than a few instructions; and what only moves or names elements.
 _CHEAP = frozenset({
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "convert_element_type", "copy", "dynamic_slice", "eq",
-    "ge", "gt", "iota", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "reshape", "reshard",
-    "rev", "select_n", "sharding_constraint", "sign", "slice", "split", "square", "squeeze", "sub", "transpose", "unstack", "xor",
-    constraint_p.name,
+    "abs", "add", "add_any", "and", "bitcast_convert_type", "broadcast_in_dim", "clamp", "clz", "complex", "conj",
+    "convert_element_type", "copy", "dynamic_slice", "eq", "ge", "gt", "imag", "iota", "le", "lt", "max", "min", "mul", "ne", "neg",
+    "not", "one_minus_square", "or", "population_count", "real", "reshape", "reshard", "rev", "select_n", "sharding_constraint",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "split", "square", "squeeze", "stop_gradient",
+    "sub", "tile", "transpose", "unstack", "xor", constraint_p.name,
 })  # fmt: skip
 # On an accelerator the arithmetic of one element costs nothing beside reading it from memory, whatever the function.
 _FUNCTIONS = {
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "cos", "cosh", "div", "erf", "erf_inv", "erfc",
-    "exp", "exp2", "expm1", "floor", "integer_pow", "is_finite", "log", "log1p", "logistic", "pow", "rem", "round", "rsqrt",
-    "sin", "sinh", "sqrt", "tan", "tanh",
+    "exp", "exp2", "expm1", "floor", "integer_pow", "is_finite", "log", "log1p", "log2", "logistic", "polynomial", "pow", "rem",
+    "round", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh",
 }  # fmt: skip
 # Those that only move or name elements.
 _MOVES = {
-    "broadcast_in_dim", "copy", "reshape", "reshard", "sharding_constraint", "squeeze", constraint_p.name,
+    "broadcast_in_dim", "copy", "reshape", "reshard", "sharding_constraint", "squeeze", "stop_gradient", constraint_p.name,
 }  # fmt: skip
 _SUMS = {"add", "add_any"}
 # What is expensive and reads what is computed on the way.
@@ -176,7 +177,7 @@ class Minimiser:
         known = zip([*parts.invars, *outs], [*given.free_in, *given.free_out], strict=True)
         free = {v for v, is_free in known if is_free and _compat.is_var(v)}
         saved = cheapest(wanted, free, parts.invars, eqns, given.cheap)
-        if saved.issuperset(wanted):
+        if saved.issuperset(wanted) and all(_compat.is_var(outs[k]) for k in given.kept):
             return same
         return _Assembly(given.task, given.kept, given.consumers, parts, eqns, outs, producer, saved, jaxprs).result()
 
@@ -417,8 +418,8 @@ class _Assembly:
         stay = [k for k, v in enumerate(self.task.outvars) if _compat.is_var(v) and k not in self.kept]
         named = [(v, k) for k, v in enumerate(self.outs) if _compat.is_var(self.task.outvars[k]) and _compat.is_var(v)]
         first = dict(reversed(named))
-        # What a consumer reads and cannot compute (it is handed through, or a literal) stays as it is.
-        stay += [k for k in self.kept if not (_compat.is_var(v := self.outs[k]) and v in self.producer)]
+        # What a consumer reads and cannot compute, for it is handed through, stays as it is. A number it has itself.
+        stay += [k for k in self.kept if _compat.is_var(v := self.outs[k]) and v not in self.producer]
         values = [v for v in dict.fromkeys(v for e in self.eqns for v in e.outvars) if v in self.saved]
         results: list[int | None] = list(stay)
         place: dict[Var, int] = {}  # saved value -> its position among the new results
