@@ -808,3 +808,14 @@ def test_calls_of_many_kinds_in_turn_find_their_own_programs():
         assert f({"a": jnp.ones(3, jnp.float64)}, 1)[0].dtype == jnp.float64
         assert f(*calls[0])[0].dtype == jnp.float32
     assert f(*calls[0])[0].dtype == jnp.float32
+
+
+def test_the_reference_mode_leaves_a_state_where_its_tasks_put_it():
+    """A task that says by itself on which devices it runs has its parameters there in the next step, and no other array."""
+    mesh = Mesh(jax.devices()[:2], ("data",))
+    body = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    layer = mm.task(body(lambda w, x: jnp.tanh(x * w)), "layer", mesh=mesh)
+    step = mm.jit(lambda w, x: w - jax.grad(lambda w: jnp.mean(layer(w, x)))(w))
+    with mm.ignore_transforms():
+        expected = step(step(jnp.ones(()), rows()), rows())
+    assert_same(step(step(jnp.ones(()), rows()), rows()), expected)

@@ -599,3 +599,42 @@ def test_an_update_in_a_step_of_its_own_is_where_the_gradients_are():
     assert places == [{"front": [0], "back": [1]}] * 2
     edges = apply.lower(state, grads_of(state[0], rows())).report().edges
     assert all(e.nbytes <= 16 for e in edges), edges  # a norm, and the count of steps
+
+
+def test_the_history_of_lbfgs_is_where_its_parameters_are():
+    """It goes through all of it in a scan; of the parameters, 4 KiB each, nothing crosses, and step 2 moves no state."""
+    optimizer = optax.lbfgs(1e-2, memory_size=3, linesearch=None)
+    layers = [mm.task(lambda w, x: jnp.tanh(x @ w), f"layer_{k}", devices=[k]) for k in range(2)]
+
+    def step(ws, state, x):
+        grads = jax.grad(lambda ws: jnp.mean((layers[1](ws[1], layers[0](ws[0], x)) - 1) ** 2))(ws)
+        updates, state = optimizer.update(grads, state, ws)
+        return optax.apply_updates(ws, updates), state
+
+    rng = np.random.default_rng(0)
+    state = [rng.normal(size=(32, 32)).astype("f4") / 6 for _ in range(2)]
+    state = expected = state, optimizer.init(state)
+    x = rng.normal(size=(4, 32)).astype("f4")
+    jitted = mm.jit(step)
+    values = jitted.lower(*state, x).report().values
+    assert max(v.nbytes for v in values) == x.nbytes, values
+    for _ in range(5):  # more than it remembers
+        state, expected = jitted(*state, x), reference(jitted, *expected, x)
+        assert_same(state, expected, tolerance=1e-3)  # it divides by small differences
+    history = state[1][0].diff_params_memory
+    assert [[d.id for d in h.devices()] for h in history] == [[0], [1]]
+
+
+def test_a_scan_that_is_handed_all_parameters_gets_those_that_it_reads():
+    """No block of the others crosses."""
+    stages = [Mesh(jax.devices()[k : k + 1], ("x",)) for k in range(2)]
+    layer = mm.task(lambda w, x: jnp.tanh(x @ w["read"] + x @ w["other"]), "layer", mesh=stages)
+
+    def f(p, x):
+        h, _ = jax.lax.scan(lambda h, w: (layer(w, h), None), x, p)
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w["read"].T), None), h, p, reverse=True)[0]
+
+    p = {k: np.full((4, 16, 16), 0.01, np.float32) for k in ("read", "other")}
+    with pytest.warns(UserWarning, match="reads the whole: 2048 bytes"):
+        report = mm.jit(f).lower(p, np.ones((2, 16), np.float32)).report()
+    assert [v.name for v in report.values if v.nbytes > 1024] == ["args[0]['read'] block 1"]

@@ -105,6 +105,7 @@ SIMPLE: dict[str, Callable[[Any, Surroundings], Any]] = {
     "numpy_mask_in_jit": lambda x, c: (
         jax.nn.softmax(jax.jit(lambda w: jnp.where(np.tri(WIDTH, dtype=bool), w, -1))(c.kernel)) @ x[0] + x
     ),
+    "appended_number": lambda x, c: jnp.append(jnp.ravel(x), 0.5)[: x.size].reshape(x.shape) + jnp.ravel(0.25),
     "numpy_constant": lambda x, c: x * np.linspace(0.5, 1, WIDTH, dtype=np.float32),
     # Elementwise
     "negative": lambda x, c: -x,

@@ -223,8 +223,9 @@ def gathered(tree: PyTree) -> Any:
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
     if world() is not None:
         return fetch(tree) if any(committed_sharding(x) is not None for x in arrays) else tree
-    if len({frozenset(x.sharding.device_set) for x in arrays}) <= 1:
-        return tree
+    places = (committed_sharding(x) for x in arrays)
+    if len({frozenset(place.device_set) for place in places if place is not None}) <= 1:
+        return tree  # JAX puts the others beside them
     device = jax.devices()[0]
     return jax.tree.map(lambda x: jax.device_put(x, device) if isinstance(x, jax.Array) else x, tree)
 

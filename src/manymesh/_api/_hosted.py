@@ -17,8 +17,8 @@ from .._compiled import Compiled
 from .._distributed._world import world
 from .._errors import MeshError
 from .._findings import sentences
-from .._layout._groups import Groups
 from .._mark import Recording
+from .._program._groups import Groups
 from .._runtime._exchange import is_key, put_apart
 from .._runtime._execute import Kept
 from .._runtime._memories import in_memories, lying

@@ -16,7 +16,7 @@ from .. import _compat
 from .._compat import Atom, Eqn, Jaxpr, Var
 from .._mark import MARK
 from .._program import Program
-from ._groups import Groups
+from .._program._groups import Groups
 
 _ELEMENTWISE = frozenset(
     (

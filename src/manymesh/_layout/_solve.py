@@ -26,8 +26,8 @@ from .. import _compat
 from .._compat import Jaxpr, Propagated, Var
 from .._key import Keys
 from .._program import Fragment, Program
+from .._program._groups import Groups
 from ._constraints import Constraints
-from ._groups import Groups
 from ._layout import Decision, Layout
 from ._mirrors import mirrors
 from ._transfers import adapt_spec

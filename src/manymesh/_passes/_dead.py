@@ -31,8 +31,8 @@ def _drop_nodes(flat: FlatProgram) -> FlatProgram:
         used = [_compat.is_var(v) and v in live for v in node.eqn.outvars]
         if not any(used) and not node.eqn.effects:
             continue
-        if node.task is not None and not all(used):
-            node = _trim_task(node, used)
+        if (node.task is not None and not all(used)) or (node.primitive == "scan" and _reads_in_vain(node)):
+            node = _trim(node, used)
         live.update(node.inputs)
         kept.append(node)
     nodes = tuple(kept[::-1])
@@ -71,8 +71,17 @@ def _read_by_others(loop: Loop, body: Sequence[Node]) -> set[Var]:
     return found
 
 
-def _trim_task(node: Node, used: list[bool]) -> Node:
-    """The task's equation without the results that nobody reads; operands it then needs no more go too."""
+def _reads_in_vain(node: Node) -> bool:
+    """Whether no iteration of a scan reads one of its operands, as where it is handed all parameters of a model."""
+    scan = _compat.scan_parts(node.eqn)
+    inner = _compat.open_jaxpr(scan.jaxpr)
+    read = {v for e in inner.eqns for v in e.invars if _compat.is_var(v)}.union(filter(_compat.is_var, inner.outvars))
+    carry = slice(scan.num_consts, scan.num_consts + scan.num_carry)  # which may be there for its results alone
+    return not read.union(inner.invars[carry]).issuperset(inner.invars)
+
+
+def _trim(node: Node, used: list[bool]) -> Node:
+    """The equation without the results that nobody reads; operands it then needs no more go too."""
     outs = [v for v, u in zip(node.eqn.outvars, used, strict=True) if u]
     invars = list(dict.fromkeys(node.inputs))
     small, _ = _compat.dce(_compat.new_jaxpr(invars, outs, [node.eqn]), [True] * len(outs))

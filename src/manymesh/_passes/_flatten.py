@@ -8,7 +8,7 @@ body appears once. Everything else stays one opaque equation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,7 +29,6 @@ from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
 from .._task import Task
 from ._borders import results_of
 from ._held import Held
-from ._inner import is_inner
 from ._known import Known
 from ._layers import NONE, Layers
 from ._pieces import Views, in_pieces
@@ -54,7 +53,7 @@ def runs_across(record: Recording) -> Callable[[Eqn, bool], bool]:
 
     Its second argument is whether the equation is in a scan, whose iterations may be on submeshes of their own.
     """
-    worker = _Flattener(record.tasks, record.loops, record.implicit)
+    worker = Flattener(record.tasks, record.loops, record.implicit)
 
     def across(eqn: Eqn, in_scan: bool) -> bool:
         stack = f"/{_compat.name_stack(eqn)}"
@@ -77,7 +76,7 @@ def flatten(closed: AbstractJaxpr, record: Recording) -> FlatProgram:
       TaskError: a task with several meshes that is in no scan.
     """
     parts = _compat.open_jaxpr(closed)
-    worker = _Flattener(record.tasks, record.loops, record.implicit, closed)
+    worker = Flattener(record.tasks, record.loops, record.implicit, closed)
     env: Env = {}
     for v, c in zip(parts.constvars, parts.consts, strict=True):
         env[v] = worker.hold(v, c)
@@ -103,32 +102,6 @@ def flatten(closed: AbstractJaxpr, record: Recording) -> FlatProgram:
     )
 
 
-@dataclass(frozen=True)
-class Opened:
-    """What a conditional becomes.
-
-    Attributes:
-      nodes: the equations in its place.
-      alias: its results -> what stands for them.
-      consts: constants of its branches, which become inputs.
-    """
-
-    nodes: tuple[Node, ...]
-    alias: Mapping[Var, Atom]
-    consts: Mapping[Var, object]
-
-
-def open_conditional(flat: FlatProgram, node: Node) -> Opened:
-    """The branches of a conditional, one after the other, and a selection between their results."""
-    worker = _Flattener(flat.tasks, {}, flat.registered)
-    env: Env = {}
-    worker.guard = node.guard
-    worker.selected.update((n.eqn.outvars[0], n.eqn) for n in flat.nodes if n.primitive == "select_n")
-    worker.select(node.eqn, env, node.stack, node.loop)
-    nodes = (n if node.backward or not is_inner(n) else replace(n, backward=False) for n in worker.nodes)
-    return Opened(tuple(nodes), env, worker.held.values)
-
-
 def new_mark(tasks: Mapping[str, Task], name: str) -> str:
     """A mark for a task that a pass makes: a name that no other mark of the program has."""
     clean = "".join(c if c.isalnum() or c == "_" else "_" for c in name)
@@ -142,7 +115,9 @@ def _lookup(env: Env, atom: Atom) -> Atom:
     return env.get(atom, atom) if _compat.is_var(atom) else atom
 
 
-class _Flattener:
+class Flattener:
+    """Makes flat nodes of equations; `hold` and `inline` are asked for them, or `select` and `unroll` for one."""
+
     def __init__(
         self,
         tasks: Mapping[str, Task],
@@ -204,7 +179,7 @@ class _Flattener:
                 elif whole := self._whole_scan(eqn, inner_stack, loop):
                     self._keep_whole(eqn, env, inner_stack, loop, whole)
                 else:
-                    self._unroll(eqn, env, inner_stack, loop)
+                    self.unroll(eqn, env, inner_stack, loop)
             elif eqn.primitive.name in ("cond", "while") and (whole := self.whole(eqn, inner_stack, loop)):
                 self._keep_whole(eqn, env, inner_stack, loop, whole)
             elif eqn.primitive.name == "cond":
@@ -343,7 +318,8 @@ class _Flattener:
             if _compat.is_var(outer):
                 env[outer] = _lookup(sub, result)
 
-    def _unroll(self, eqn: Eqn, env: Env, stack: str, loop: int | None) -> None:
+    def unroll(self, eqn: Eqn, env: Env, stack: str, loop: int | None) -> None:
+        """A scan, as its iterations one after the other."""
         scan = _compat.scan_parts(eqn)
         operands = [_lookup(env, v) for v in eqn.invars]
         n = scan.num_consts + scan.num_carry

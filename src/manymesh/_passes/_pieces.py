@@ -221,7 +221,11 @@ class Views:
     def known(self, node: Node) -> Atom | None:
         """What stands for the result of a node: the same of an earlier node; None if there is none, which is kept in mind."""
         eqn = node.eqn
-        if node.primitive not in VIEWS or len(eqn.invars) != 1 or not _compat.is_var(eqn.outvars[0]):
+        if (
+            node.primitive not in VIEWS
+            or len(eqn.invars) != 1
+            or not all(map(_compat.is_var, (*eqn.invars, *eqn.outvars)))
+        ):
             return None
         params = tuple(sorted((name, repr(value)) for name, value in eqn.params.items()))
         key = node.primitive, params, eqn.invars[0], node.loop, node.backward, node.guard

@@ -31,7 +31,7 @@ from ._residuals import minimise_residuals
 from ._scans import minimise_scans
 from ._shrink import shrink_where_made
 from ._split import split_weights
-from ._spread import spread_conditionals
+from ._spread import spread_control_flow
 from ._stacks import accumulate_each_layer
 from ._sums import regroup_sums
 from ._unreduced._defer import leave_unreduced
@@ -86,7 +86,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("cast_once", cast_once, needs=_DEAD, makes_stale=ALL),
     Pass("repeat_constants", repeat_constants, needs=_DEAD, makes_stale=ALL),
     Pass("hoist_loop_invariants", hoist_loop_invariants, needs=_DEAD, makes_stale=_PLACED),
-    Pass("spread_conditionals", spread_conditionals, needs=ALL, makes_stale=ALL, repeats=True),
+    Pass("spread_control_flow", spread_control_flow, needs=ALL, makes_stale=ALL, repeats=True),
     Pass("cross_once", cross_once, needs=ALL, makes_stale=ALL),
     Pass("make_once", make_once, needs=ALL, makes_stale=ALL),
     Pass("shrink_where_made", shrink_where_made, needs=ALL, makes_stale=ALL),

@@ -31,12 +31,13 @@ class _Minimiser(Minimiser):
         """How the first scan of a task changes that may keep less."""
         jaxprs = given.jaxprs
         if not any(_compat.open_jaxpr(j).consts for j in jaxprs):
-            producer, backward = _Opened(jaxprs[0], all_calls=True), [_Opened(j) for j in jaxprs[1:]]
-            for eqn in producer.eqns:
-                if eqn.primitive.name == "scan" and not eqn.effects:
-                    found = _Scan(eqn, given, producer, backward).rewritten()
-                    if found is not None:
-                        return found
+            producer = _Opened(jaxprs[0], all_calls=True)
+            scans = [e for e in producer.eqns if e.primitive.name == "scan" and not e.effects]
+            backward = [_Opened(j) for j in jaxprs[1:]] if scans else []
+            for eqn in scans:
+                found = _Scan(eqn, given, producer, backward).rewritten()
+                if found is not None:
+                    return found
         return Rewrite(jaxprs[0], [], [], [], [], jaxprs)
 
 

@@ -1,47 +1,84 @@
-"""Conditionals over values of several submeshes: each branch where its values are.
+"""Conditionals and scans over values of several submeshes: each part where its values are.
 
-``optax.MultiSteps``, say, updates every parameter inside one ``lax.cond``. As one equation it would pull them all to one
-submesh in every step.
+``optax.MultiSteps``, say, updates every parameter inside one ``lax.cond``, and ``optax.lbfgs`` goes through its history in a
+``lax.scan``. As one equation it would pull all parameters to one submesh in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
+from .. import _compat
 from .._compat import Atom, Var
+from .._program._calls import inlined
 from .._program._flat import FlatProgram
+from .._program._groups import Groups
 from .._program._nodes import Node, nbytes, nodes_where
 from .._program._rewrite import rename
-from ._flatten import open_conditional
+from ._flatten import UNROLLED, Env, Flattener
 from ._hoist import SMALL
+from ._inner import is_inner
+
+MOST = 4096  # equations that the iterations of a scan may become
 
 
-def spread_conditionals(flat: FlatProgram) -> FlatProgram:
-    """Opens every conditional whose values are on several submeshes. Needs the placement.
+def spread_control_flow(flat: FlatProgram) -> FlatProgram:
+    """Opens every conditional whose values are on several submeshes, and every short scan that comes apart by them.
 
-    What is cheap of all branches then runs, the rest where it is in the branch that is taken; a conditional that one submesh holds stays as it is.
+    Needs the placement. What is cheap of all branches then runs, the rest where it is in the branch that is taken; what one
+    submesh holds stays as it is.
     """
-    return open_conditionals(
-        flat, [n for n in flat.nodes if n.task is None and n.primitive == "cond" and _spans(n, flat)]
+    opens = {"cond": _spans, "scan": _comes_apart}
+    return open_control_flow(
+        flat, [n for n in flat.nodes if n.task is None and n.primitive in opens and opens[n.primitive](n, flat)]
     )
 
 
-def open_conditionals(flat: FlatProgram, conditionals: Iterable[Node]) -> FlatProgram:
-    """Replaces conditionals by their branches and selections between the results."""
+def open_control_flow(flat: FlatProgram, nodes: Iterable[Node]) -> FlatProgram:
+    """Replaces conditionals by their branches and selections between the results, and scans by their iterations."""
     opened: dict[Node, tuple[Node, ...]] = {}
     alias: dict[Var, Atom] = {}
-    consts = dict(flat.consts)
-    for n in conditionals:
-        found = open_conditional(flat, n)
+    consts, stacked = dict(flat.consts), dict(flat.stacked)
+    for n in nodes:
+        found = _open(flat, n)
         opened[n] = found.nodes
         alias.update(found.alias)
         consts.update(found.consts)
+        stacked.update(found.stacked)
     if not opened:
         return flat
     invars = (*consts, *flat.invars[len(flat.consts) :])
-    nodes = nodes_where(flat.nodes, opened)
-    return rename(replace(flat, invars=invars, nodes=nodes, consts=consts, placement=None), alias)
+    changed = nodes_where(flat.nodes, opened)
+    return rename(replace(flat, invars=invars, nodes=changed, consts=consts, stacked=stacked, placement=None), alias)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What a conditional or a scan becomes.
+
+    Attributes:
+      nodes: the equations in its place.
+      alias: its results -> what stands for them.
+      consts: constants that it closes over, which become inputs.
+      stacked: stacks of what its iterations gave -> their parts.
+    """
+
+    nodes: tuple[Node, ...]
+    alias: Mapping[Var, Atom]
+    consts: Mapping[Var, object]
+    stacked: Mapping[Var, tuple[Atom, ...]]
+
+
+def _open(flat: FlatProgram, node: Node) -> _Opened:
+    worker = Flattener(flat.tasks, {}, flat.registered)
+    env: Env = {}
+    worker.guard = node.guard
+    worker.selected.update((n.eqn.outvars[0], n.eqn) for n in flat.nodes if n.primitive == "select_n")
+    opens = worker.select if node.primitive == "cond" else worker.unroll
+    opens(node.eqn, env, node.stack, node.loop)
+    nodes = (n if node.backward or not is_inner(n) else replace(n, backward=False) for n in worker.nodes)
+    return _Opened(tuple(nodes), env, worker.held.values, worker.stacked)
 
 
 def _spans(node: Node, flat: FlatProgram) -> bool:
@@ -53,3 +90,31 @@ def _spans(node: Node, flat: FlatProgram) -> bool:
         if nbytes(v.aval) > SMALL:
             places.update(s for n in readers.get(v, ()) for s in placement.node[n])
     return len(places) > 1
+
+
+def _comes_apart(node: Node, flat: FlatProgram) -> bool:
+    """Whether the large values of a scan are on several submeshes, and some of them never meet the others.
+
+    A scan in a loop over microbatches is part of a model; it stays.
+    """
+    scan, homes = _compat.scan_parts(node.eqn), flat.placement.home if flat.placement is not None else {}
+    given = {homes[v] for v in node.inputs if nbytes(v.aval) > SMALL and v in homes}
+    if node.loop is not None or scan.length > UNROLLED or len(given) < 2:
+        return False
+    inner = _compat.open_jaxpr(scan.jaxpr)
+    eqns, env = inlined(inner.eqns)
+    if scan.length * len(eqns) > MOST:
+        return False
+    groups = Groups[Var]()
+    outs = [env.get(v, v) if _compat.is_var(v) else v for v in inner.outvars[: scan.num_carry]]
+    carry = inner.invars[scan.num_consts : scan.num_consts + scan.num_carry]
+    for together in [*zip(carry, outs, strict=True), *((*e.invars, *e.outvars) for e in eqns)]:
+        large = [v for v in together if _compat.is_var(v) and nbytes(v.aval) > SMALL]
+        for v in large[1:]:
+            groups.join(v, large[0])
+    found: dict[Var, set[int]] = {}  # values that meet -> where they are
+    for operand, v in zip(node.eqn.invars, inner.invars, strict=True):
+        if _compat.is_var(operand) and operand in homes and nbytes(v.aval) > SMALL:
+            found.setdefault(groups.find(v), set()).add(homes[operand])
+    # A state that the scan alone reads is where the scan is, so that only what others made says where it belongs.
+    return len(set(map(frozenset, found.values()))) > 1

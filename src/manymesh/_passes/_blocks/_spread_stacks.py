@@ -15,7 +15,7 @@ from ..._findings import Finding
 from ..._program._flat import FlatProgram, Pins
 from ..._program._stacked import Stacked, positions, spec_of_blocks
 from .._dead import remove_dead
-from .._spread import open_conditionals
+from .._spread import open_control_flow
 from ._find import Found, Split, Uneven, find_split
 from ._rewrite import Rewriter, Whole
 
@@ -26,7 +26,7 @@ def spread_stacks(flat: FlatProgram) -> FlatProgram:
     """Cuts stacked values into blocks, each on the submesh whose tasks use it, and opens conditionals between them."""
     found = _find(flat)
     while found.split and found.conditionals:
-        flat = remove_dead(open_conditionals(flat, found.conditionals))
+        flat = remove_dead(open_control_flow(flat, found.conditionals))
         found = _find(flat)
     names = {v: "".join(steps) for v, steps in flat.pins.names.items()}
     findings = _about_uneven(found.uneven, names)

@@ -1,0 +1,76 @@
+"""A conditional, or a scan, over values of several submeshes is opened: each part where its values are."""
+
+import pytest
+
+from flat import lines, placed, program, run, text
+from manymesh._passes._flatten import UNROLLED
+
+COND = """
+    tasks: one 0, two {second}
+    inputs: x f32[512], y f32[512], k i32[]
+    a = one: x + 1.0
+    b = two: y + 1.0
+    c, d = lax.cond(k, lambda p, q: (p * 2.0, q), lambda p, q: (p, q * 3.0), a, b)
+    e = one: c + 1.0
+    f = two: d + 1.0
+    results: e, f
+"""
+
+
+def test_both_branches_run_where_their_values_are():
+    """And the results are selected there."""
+    after = run("spread_control_flow", program(COND.format(second=1)))
+    assert lines(after) == text("""
+        inputs: a f32[512], b f32[512], c i32[]
+        d f32[512] = task one(a)
+        e f32[512] = task two(b)
+        f bool[] = ne(c, 0)
+        g i32[] = convert_element_type(f) new_dtype=int32
+        h f32[512] = mul(e, 3.0)
+        i f32[512] = mul(d, 2.0)
+        j f32[512] = select_n(g, d, i)
+        k f32[512] = select_n(g, h, e)
+        l f32[512] = task one(j)
+        m f32[512] = task two(k)
+        results: l, m
+    """)
+    assert placed(run("place", after))[4:8] == [("mul", 1), ("mul", 0), ("select_n", 0), ("select_n", 1)]
+
+
+def test_a_conditional_of_one_submesh_stays():
+    """XLA then runs one branch."""
+    assert "cond(" in lines(run("spread_control_flow", program(COND.format(second=0))))
+
+
+SCAN = """
+    tasks: one 0, two 1
+    inputs: x f32[512], y f32[512], k f32[]
+    a = one: x + 1.0
+    b = two: y + 1.0
+    c, d, e = lax.scan(lambda c, _: {body}, (a, b, k), None, length={length})[0]
+    f = one: c + 1.0
+    g = two: d + 1.0
+    results: f, g, e
+"""
+APART = "((c[0] * c[2], c[1] + c[2], jnp.sum(c[0]) + jnp.sum(c[1])), None)"
+
+
+def test_a_scan_comes_apart_where_only_small_values_meet():
+    """As in the recursion of L-BFGS, whose scalars sum over all parameters."""
+    after = run("place", run("spread_control_flow", program(SCAN.format(body=APART, length=2))))
+    assert "scan(" not in lines(after)
+    large = [(name, s) for name, s in placed(after) if name in ("mul", "add", "reduce_sum")]
+    assert [s for name, s in large if name == "mul"] == [0, 0]
+    assert [s for name, s in large if name == "reduce_sum"] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "body, length",
+    [
+        ("((c[0] + c[1], c[1] * c[2], c[2]), None)", 2),  # its large values meet
+        (APART, UNROLLED + 1),  # it is long
+    ],
+)
+def test_a_scan_that_is_one_thing_stays(body, length):
+    """XLA loops better than we do."""
+    assert "scan(" in lines(run("spread_control_flow", program(SCAN.format(body=body, length=length))))
