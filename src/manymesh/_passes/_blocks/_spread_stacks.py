@@ -133,7 +133,10 @@ def _even(kind: str, layers: int, count: int, rounds: int) -> str:
         )
     if kind == "layers" and layers % count:
         return f"use a number of layers that {count} divides, such as {max(layers // count, 1) * count}"
-    return f"let each submesh use as many {kind} as the others, or give each an argument of its own"
+    return (
+        f"let each submesh use as many {kind} as the others, which stand side by side in the argument (those of a V in the order "
+        f"of the submeshes, not of the model), or give each an argument of its own"
+    )
 
 
 def _about_wholes(wholes: Iterable[Whole], called: Mapping[Var, str]) -> list[Finding]:
