@@ -499,7 +499,9 @@ class _Call:
         which = ", ".join(f"args[{k}]" for k in self.argnums)
         # A class of the user's may look at the shapes of what it is made of.
         classes = "CustomNode" in str(jax.tree.structure([self.args[k] for k in self.argnums]))
-        stacked = "; all pieces together are put into one such object, too, whose leaves have a dimension more, in front"
+        stacked = (
+            "; all pieces together are put into one such object, too, whose leaves have a dimension more, in front"
+        )
         return (
             f"microbatch({name}): each of {self.count} microbatches has {length // self.count} of {length} along dimension "
             f"{self.dim} of {which}{stacked if classes else ''}{_if_parameters(self.args, self.argnums)}"

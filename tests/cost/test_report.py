@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import manymesh as mm
+from flax import nnx
 from manymesh._cost._view import sums
 from manymesh._program import Reduction
 from manymesh._report import Report
@@ -153,6 +154,10 @@ INSIDE = {  # what a task does with its argument -> the axes that are idle then
     "one that does not last": (
         lambda x: mm.with_sharding_constraint(jnp.sin(mm.with_sharding_constraint(x, ("data", "model"))), (None, None)),
         set(),
+    ),
+    "dropout of NNX, which puts its result nowhere": (
+        lambda x: nnx.Dropout(0.5, rngs=nnx.Rngs(0))(x),
+        {"data", "model"},
     ),
     "shard_map": (lambda x: jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("data"), out_specs=P("data"))(x), set()),
 }

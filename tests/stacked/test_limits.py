@@ -59,7 +59,7 @@ def test_layers_that_do_not_divide():
     assert str(warning.message) == (
         "mm.jit(<lambda>): the 5 layers of args[0]['w'] are not used in equal blocks by 3 submeshes of one shape, so "
         f"they lie together on one submesh between steps: {3 * size} bytes go out to the others in every step, and where "
-        "they are trained as many bytes of gradients come back; use a number of layers that 3 divides, such as 3"
+        "they are trained or changed as many come back; use a number of layers that 3 divides, such as 3"
     )
     assert warning.filename == __file__
     assert sum(e.nbytes for e in lowered.program.edges if e.nbytes == size) == 3 * size

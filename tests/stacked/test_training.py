@@ -382,3 +382,40 @@ def test_boxes_on_sharded_submeshes():
     assert len(jitted._compiled) == 1
     jitted(*found[:1], x)  # its own result is what it wants
     assert len(jitted._compiled) == 1
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_stacked_random_keys_are_in_blocks(kept, impl, recwarn):
+    """A key for each layer, kept or split in every microbatch, as NNX does: a pipeline, in which no key crosses."""
+    submeshes = [Mesh(np.array(jax.devices()[2 * k : 2 * k + 2]), ("data",)) for k in range(2)]
+
+    def layer(x, ws):
+        w, key = ws
+        noise, after = (key, key) if kept else jax.random.split(key)
+        return jnp.tanh(x @ w) * jax.random.uniform(noise, x.shape), after
+
+    layer = mm.task(layer, "layer", mesh=submeshes)
+
+    def f(w, keys, x):
+        def loss(w):
+            y, after = jax.lax.scan(layer, x, (w, keys))
+            return jnp.mean(y**2), after
+
+        grads, after = jax.grad(loss, has_aux=True)(w)
+        return grads, after
+
+    step = mm.jit(mm.microbatch(f, argnum=2, num_microbatches=4, state_argnum=1, reduce="mean"))
+    w, x = jnp.linspace(-1, 1, 4 * 8 * 8).reshape(4, 8, 8), jnp.linspace(-1, 1, 64).reshape(8, 8)
+    keys = expected = jax.random.split(jax.random.key(0, impl=impl), 4)
+    program = step.lower(w, keys, x).program
+    assert not recwarn.list
+    assert {e.var.aval.dtype for e in program.edges} == {jnp.dtype("float32")}
+    for _ in range(2):
+        grads, keys = step(w, keys, x)
+        with mm.ignore_transforms():
+            reference, expected = step(w, expected, x)
+        np.testing.assert_allclose(np.asarray(grads), np.asarray(reference), rtol=2e-5, atol=1e-6)
+        np.testing.assert_array_equal(jax.random.key_data(keys), jax.random.key_data(expected))
+    assert (keys.dtype, len(keys.devices()), keys.is_fully_replicated) == (expected.dtype, 4, False)
+    assert repr(step).endswith("1 program compiled")

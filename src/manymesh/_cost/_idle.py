@@ -55,7 +55,7 @@ def _axes(spec: PartitionSpec) -> Iterator[str]:
 def _inside(jaxpr: AbstractJaxpr, all_axes: tuple[str, ...]) -> Iterator[str]:
     """The axes that constraints in a computation name; all of them where it shards by itself."""
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
-        if eqn.primitive.name in SHARDING:
+        if eqn.primitive.name in SHARDING and eqn.primitive.name != "reshard":  # which says over what
             yield from all_axes
         for value in eqn.params.values():
             if isinstance(value, NamedSharding):

@@ -33,7 +33,9 @@ class _Builder:
         # A state, or what a loop carries -> its next value.
         self.next = {v: out for v, o in flat.pins.states if _compat.is_var(out := flat.outvars[o])}
         self.next |= {c.inner: c.out for loop in flat.loops for c in loop.carries if _compat.is_var(c.out)}
-        self.read_by: dict[Var, set[tuple[Cluster, int]]] = {}  # variable -> the clusters that read it, and where
+        self.read_by: dict[
+            Var, dict[tuple[Cluster, int], None]
+        ] = {}  # variable -> the clusters that read it, and where
         self.read_in_loops: dict[Var, set[int]] = {}  # variable -> submeshes that read it in a loop by another name
         # Variables that leave the program or their loop.
         self.kept = self.index.results.union(
@@ -84,7 +86,7 @@ class _Builder:
             for s in self.placement.node[n]:
                 reader = self.cluster_of[n, s], s
                 for v in n.inputs:
-                    self.read_by.setdefault(v, set()).add(reader)
+                    self.read_by.setdefault(v, {})[reader] = None
         for v in self.index.enters_loop:
             names = self.index.continues_as[v]
             self.read_in_loops[v] = {s for inner in names for _, s in self.read_by.get(inner, ())}

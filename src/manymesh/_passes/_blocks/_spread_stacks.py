@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from ... import _compat
@@ -83,7 +81,7 @@ def _find(flat: FlatProgram) -> Found:
             pinned.setdefault(v, []).append(pins.output_shardings.get(o))
 
     def free(v: Var, split: Split) -> bool:
-        if v in flat.consts or jnp.issubdtype(_compat.dtype(v), jax.dtypes.extended):
+        if v in flat.consts:
             return False
         return all(_fits(sharding, v, split) for sharding in pinned.get(v, ()))
 
@@ -117,8 +115,8 @@ def _about_uneven(uneven: Sequence[Uneven], called: Mapping[Var, str]) -> list[F
     texts = [
         f"the {layers} {kind} of {_listed([called.get(u.var, 'an argument') for u in those])} are not used in equal "
         f"blocks by {len(submeshes)} submeshes of one shape, so they lie together on one submesh between steps: "
-        f"{sum(u.away for u in those)} bytes go out to the others in every step, and where they are trained as many "
-        f"bytes of gradients come back; {_even(kind, layers, len(submeshes), min(u.rounds for u in those))}"
+        f"{sum(u.away for u in those)} bytes go out to the others in every step, and where they are trained or "
+        f"changed as many come back; {_even(kind, layers, len(submeshes), min(u.rounds for u in those))}"
         for (kind, layers, submeshes), those in alike.items()
     ]
     return list(map(Finding, texts))
