@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import manymesh as mm
+import manymesh.nnx
 from flax import nnx
 from manymesh._cost._view import sums
 from manymesh._program import Reduction
@@ -155,10 +156,6 @@ INSIDE = {  # what a task does with its argument -> the axes that are idle then
         lambda x: mm.with_sharding_constraint(jnp.sin(mm.with_sharding_constraint(x, ("data", "model"))), (None, None)),
         set(),
     ),
-    "dropout of NNX, which puts its result nowhere": (
-        lambda x: nnx.Dropout(0.5, rngs=nnx.Rngs(0))(x),
-        {"data", "model"},
-    ),
     "shard_map": (lambda x: jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("data"), out_specs=P("data"))(x), set()),
 }
 
@@ -172,6 +169,16 @@ def test_axes_that_shard_nothing(name):
     assert {(a.submesh, a.axis, a.size) for a in report.idle} == {(0, axis, 2) for axis in idle}
     for axis in idle:
         assert f"nothing is sharded over axis {axis!r} of submesh 0: 2 devices compute the same" in str(report)
+
+
+def test_a_key_that_is_put_beside_its_count_shards_nothing():
+    """As JAX does for dropout of NNX, whose key and count are in a state."""
+    rngs = nnx.Rngs(0)
+    layer = nnx.Sequential(nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+    dropped = manymesh.nnx.task(layer, "dropped", mesh=MESH)
+    step = manymesh.nnx.jit(nnx.grad(lambda module, x: jnp.mean(module(x) ** 2)))
+    lowered = step.lower(dropped, jnp.ones((4, 4)))
+    assert {a.axis for a in lowered.report().idle} == {"data", "model"}
 
 
 def test_devices_that_submeshes_share():
