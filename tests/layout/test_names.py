@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from manymesh import meta
-from stages import assert_same
+from stages import assert_agrees, assert_same
 
 pytestmark = pytest.mark.once
 
@@ -138,3 +138,27 @@ def test_fallbacks_of_flax():
         meta.with_logical_constraint(jnp.ones(4), ("b",), [("c", "data")], mesh, linen.spmd.RulesFallback.RAISE_ERROR)
     with pytest.raises(mm.errors.AxisError, match="fallback 'raise'"):
         meta.with_logical_constraint(jnp.ones(4), ("b",), [("c", "data")], mesh, "raise")
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_constraint_of_flax_that_does_not_divide(rows, micro):
+    """As JAX has it, which pads inside of a computation: a batch of one, as in serving."""
+    nn = pytest.importorskip("flax.linen", reason="flax is not installed")
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data"))
+
+    def layer(w, x):
+        x = nn.with_logical_constraint(x, ("batch", None))
+        return nn.with_logical_constraint(jnp.tanh(x @ w), ("batch", None))
+
+    tasks = [
+        mm.task(layer, f"layer_{k}", mesh=m, logical_axes=[("batch", "data")])
+        for k, m in enumerate(mm.submeshes(mesh, "stage"))
+    ]
+
+    def loss(w, x):
+        return jnp.mean(tasks[1](w, tasks[0](w, x)) ** 2)
+
+    grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=micro, reduce="mean")
+    for fun, count in ((grad, rows * micro), (lambda w, x: tasks[1](w, tasks[0](w, x)), rows)):
+        assert_agrees(fun, jnp.eye(4), jnp.linspace(0, 1, 4 * count).reshape(-1, 4))

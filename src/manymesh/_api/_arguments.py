@@ -175,7 +175,7 @@ def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeSt
         raise ArgumentError(f"mm.jit({name}): argument{keystr(path)} is {REFERENCE}")
     if isinstance(x, jax.Array) and x.is_deleted():
         raise RuntimeError(
-            f"mm.jit({name}): argument{keystr(path)} of shape {x.shape}: Array has been deleted (it was donated to an earlier call)"
+            f"mm.jit({name}): argument{keystr(path)} of shape {x.shape}: Array has been deleted (it was donated to an earlier call, or deleted by hand)"
         )
     try:
         return _compat.abstract(jax.typeof(x))
