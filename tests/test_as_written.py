@@ -108,3 +108,14 @@ def test_parts_of_a_module_that_are_put_together_in_a_microbatch():
     fun = mm.microbatch(grad, argnum=(1, 2), num_microbatches=2, reduce="mean")
     x = np.asarray(rows())
     assert_same(mm.jit(fun)(p, x, np.sin(x)), reference(jax.jit(fun), p, x, np.sin(x)))
+
+
+@pytest.mark.parametrize("in_jit", [False, True])
+def test_a_function_that_jax_replaces_late_beside_an_array(in_jit):
+    """`searchsorted` of JAX 0.12, which XLA does not know, in a task that closes over an array."""
+    edges = np.linspace(0, 1, WIDTH, dtype=np.float32)
+    search = jax.jit(lambda x: jnp.searchsorted(edges, x)) if in_jit else lambda x: jnp.searchsorted(edges, x)
+    task = mm.task(lambda w, x: x @ w + 0.1 * search(x), "search", devices=[1])
+    p = parameters()["front"]
+    for fun in (task, jax.grad(lambda w, x: jnp.sum(task(w, x) ** 2))):
+        assert_same(mm.jit(fun)(p, rows()), reference(jax.jit(fun), p, rows()))

@@ -209,7 +209,8 @@ def closing_over_nothing(closed: Any) -> tuple[ClosedJaxpr, list[Any]]:
                 # Two constants that are one object are one operand.
                 eqns = [e.replace(invars=[alias.get(v, v) if is_var(v) else v for v in e.invars]) for e in eqns]
                 outvars = [alias.get(v, v) if is_var(v) else v for v in parts.outvars]
-                new = close(new_jaxpr([*parts.invars, *(v for v, _ in consts.values())], outvars, eqns))
+                bare = new_jaxpr([*parts.invars, *(v for v, _ in consts.values())], outvars, eqns)
+                new = close(bare.replace(is_high=closed.is_high))
             done[id(closed)] = closed, new, [c for _, c in consts.values()]
         return done[id(closed)][1:]
 
