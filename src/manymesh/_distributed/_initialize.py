@@ -305,7 +305,7 @@ def _wait_for_the_interrupted(world: World) -> None:
     with world.changed, contextlib.suppress(KeyboardInterrupt):  # once more: at once
         world.changed.wait_for(
             lambda: all(p.left or p.busy == _INTERRUPTED for p in world.progress.values()),
-            min(world.death_timeout, 2.0),
+            min(world.death_timeout, 4.0),  # launch ends whoever takes 5
         )
 
 
