@@ -199,12 +199,9 @@ def test_a_number_is_not_kept():
     assert_agrees(gradient(recurrence), *arguments())
 
 
-def test_layers_that_make_a_mask_each_are_equal_and_share_it():
-    """One constant of the program, on both submeshes, and one executable for all between the first and the last."""
-    layers = [
-        mm.task(lambda w, x: looking_back(x, np.tri(len(x), dtype=bool)) @ w, f"layer_{k}", devices=[k // 4])
-        for k in range(8)
-    ]
+def eight(layer):
+    """The program of the gradient of eight equal layers, four on each submesh, in a loop over microbatches."""
+    layers = [mm.task(layer, f"layer_{k}", devices=[k // 4]) for k in range(8)]
 
     def loss(ws, x):
         for layer, w in zip(layers, ws, strict=True):
@@ -213,7 +210,12 @@ def test_layers_that_make_a_mask_each_are_equal_and_share_it():
 
     w, x = arguments()
     grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2, schedule="1f1b")
-    program = mm.jit(grad).trace([w] * 8, x).lower().program
+    return mm.jit(grad).trace([w] * 8, x).lower().program
+
+
+def test_layers_that_make_a_mask_each_are_equal_and_share_it():
+    """One constant of the program, on both submeshes, and one executable for all between the first and the last."""
+    program = eight(lambda w, x: looking_back(x, np.tri(len(x), dtype=bool)) @ w)
     masks = [v for v in program.invars[: len(program.consts)] if v.aval.shape == MASK.shape]
     assert [program.input_submeshes[v] for v in masks] == [(0, 1)]
     keys = Keys()
@@ -287,16 +289,7 @@ def test_equal_layers_share_what_was_found(monkeypatch):
     cuts = []
     real = _residuals.cheapest
     monkeypatch.setattr(_residuals, "cheapest", lambda *args: cuts.append(1) or real(*args))
-    layers = [mm.task(lambda w, x: jax.nn.gelu(x @ w), f"layer_{k}", devices=[k // 4]) for k in range(8)]
-
-    def loss(ws, x):
-        for layer, w in zip(layers, ws, strict=True):
-            x = layer(w, x)
-        return jnp.mean(x**2)
-
-    w, x = arguments()
-    grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2, schedule="1f1b")
-    body = list(mm.jit(grad).trace([w] * 8, x).lower().program.body(0))
+    body = list(eight(lambda w, x: jax.nn.gelu(x @ w)).body(0))
     assert len(cuts) <= 3  # of eight layers; the first has no gradient of x
     keys = Keys()
     assert len({keys(f.jaxpr) for f in body if f.kind == "B"}) == 3  # the last is beside the gradient of the loss

@@ -65,7 +65,7 @@ class Keys:
 
         def atom(v: Any) -> Any:
             if not isinstance(v, _compat.Var):
-                return ("lit", _aval(v.aval), _content(v.val))
+                return ("lit", _aval(v.aval), content_of(v.val))
             return number.setdefault(v, len(number))
 
         head = tuple((atom(v), _aval(v.aval)) for v in [*parts.constvars, *parts.invars])
@@ -77,7 +77,7 @@ class Keys:
             )
             outs = tuple([(atom(v), _aval(v.aval)) if _compat.is_var(v) else None for v in e.outvars])
             eqns.append((e.primitive.name, ins, params, outs, _compat.eqn_context(e)))
-        return (head, tuple(eqns), tuple(atom(v) for v in parts.outvars), tuple(_content(c) for c in parts.consts))
+        return (head, tuple(eqns), tuple(atom(v) for v in parts.outvars), tuple(content_of(c) for c in parts.consts))
 
     def _param(self, value: Any) -> Any:
         if type(value) in PLAIN:
@@ -89,7 +89,7 @@ class Keys:
         if isinstance(value, dict):
             return tuple(sorted((str(k), self._param(v)) for k, v in value.items()))
         if isinstance(value, np.ndarray):
-            return _content(value)
+            return content_of(value)
         if callable(value) and not isinstance(value, type):
             return Kept(value)
         try:
@@ -103,11 +103,12 @@ def _aval(aval: Any) -> Any:
     return (aval.shape, aval.dtype, getattr(aval, "weak_type", False))
 
 
-def _content(value: Any) -> Any:
+def content_of(value: Any) -> Any:
+    """What equal constants have in common; the object itself where it is no array."""
     if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
         with jax.ensure_compile_time_eval():  # also while something is traced
             words = jax.random.key_data(value)
-        return ("key", str(value.dtype), _content(words))
+        return ("key", str(value.dtype), content_of(words))
     array = np.asarray(value)
     if array.dtype == object:
         return Kept(value)

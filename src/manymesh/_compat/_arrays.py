@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax._src import core, sharding_impls
 from jax._src.array import ArrayImpl
 from jax.sharding import NamedSharding, PartitionSpec
@@ -38,23 +36,14 @@ def as_named(sharding: Any, mesh: Any, ndim: int) -> NamedSharding:
 def pieces(x: Any) -> list[Any]:
     """The arrays of the single devices that an array consists of, in the order of its sharding's devices.
 
-    They share its memory; those of typed random keys are their words. `jax.Array.addressable_shards` gives them too, at five
-    times the cost.
+    They share its memory. `jax.Array.addressable_shards` gives them too, at five times the cost.
     """
-    return list(key_words(x)._arrays)
+    return list(x._arrays)
 
 
 def assemble(aval: jax.ShapeDtypeStruct, arrays: Sequence[Any]) -> jax.Array:
-    """The array that consists of arrays of single devices, in the order of its sharding's devices, without a copy.
-
-    Typed random keys consist of arrays of their words.
-    """
+    """The array that consists of arrays of single devices, in the order of its sharding's devices, without a copy."""
     assert aval.sharding is not None, "an array has a sharding"
-    dtype: Any = aval.dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        words = jax.ShapeDtypeStruct((*aval.shape, *dtype._impl.key_shape), np.uint32, sharding=aval.sharding)
-        keys: jax.Array = jax.random.wrap_key_data(assemble(words, arrays), impl=key_kind(dtype))  # computes nothing
-        return keys
     space = core.mem_kind_to_space(aval.sharding.memory_kind)
     plain = jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=bool(aval.weak_type), memory_space=space)
     return ArrayImpl(plain, aval.sharding, list(arrays), committed=True, _skip_checks=True)

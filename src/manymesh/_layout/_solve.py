@@ -174,16 +174,16 @@ class _Solver:
                 for k in self.constraints.of(f.jaxpr):
                     v = f.invars[k]
                     if self.groups.find(v) in roots and (v, f.submesh) not in self.crossing:
-                        self._decide(v, f.submesh, self._constrained(f, v), f"constraint in {f.name!r}")
+                        self._decide(v, f.submesh, self._constrained(f, k), f"constraint in {f.name!r}")
 
-    def _constrained(self, f: Fragment, v: Var) -> PartitionSpec:
-        """What a fragment constrains a value that it reads to.
+    def _constrained(self, f: Fragment, k: int) -> PartitionSpec:
+        """What a fragment constrains its k-th input to.
 
         JAX pads inside of a computation what its devices do not divide, as a batch of one at a constraint of Flax's; what
         goes in and out they have to divide.
         """
-        spec = self.constraints.of(f.jaxpr)[f.invars.index(v)]
-        return _fitting(spec, _compat.shape(v), self.program.submeshes[f.submesh])
+        spec = self.constraints.of(f.jaxpr)[k]
+        return _fitting(spec, _compat.shape(f.invars[k]), self.program.submeshes[f.submesh])
 
     def found(self, v: Var, s: int) -> Decision | None:
         """What is decided of a value on a submesh so far, and what follows from that."""
@@ -207,8 +207,8 @@ class _Solver:
                 return Decision(decision.spec, f"as {self.names.get(other, 'the state it belongs to')}")
         if (v, s) in self.crossing:
             for f in self._readers.get((v, s), ()):
-                if f.invars.index(v) in self.constraints.of(f.jaxpr):
-                    return Decision(self._constrained(f, v), f"constraint in {f.name!r}")
+                if (k := f.invars.index(v)) in self.constraints.of(f.jaxpr):
+                    return Decision(self._constrained(f, k), f"constraint in {f.name!r}")
             source = self.found(v, self.crossing[v, s])
             if source is not None:
                 return Decision(

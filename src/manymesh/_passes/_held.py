@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import jax
-import numpy as np
 
 from .._compat import Var
+from .._key import Kept, content_of
 
 
 class Held:
@@ -22,16 +20,9 @@ class Held:
         self._known: dict[object, Var] = {}  # what a constant is -> what stands for it
 
     def take(self, v: Var, const: object) -> Var:
-        """Takes a constant in. What stands for it: the variable, or that of an equal one."""
-        held = self._known.setdefault(_content(v, const), v)
+        """Takes a constant in. What stands for it: the variable, or that of an equal one. Arrays of JAX are not read."""
+        content = Kept(const) if isinstance(const, jax.Array) else content_of(const)
+        held = self._known.setdefault((v.aval, content), v)
         if held is v:
             self.values[v] = const
         return held
-
-
-def _content(v: Var, const: object) -> object:
-    """What equal constants have in common. Arrays of JAX are not read; each is itself."""
-    values = None if isinstance(const, jax.Array) else np.asarray(const)
-    if values is None or values.dtype.hasobject:
-        return id(const)
-    return v.aval, hashlib.sha256(values.tobytes()).digest()

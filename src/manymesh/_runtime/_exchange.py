@@ -53,9 +53,15 @@ def assembled(aval: jax.ShapeDtypeStruct, pieces: Sequence[Any]) -> jax.Array:
 
     A ghost stands for an array of other processes: it has its shape, dtype and sharding, and no value.
     """
-    words = words_of(aval)
-    array = _compat.assemble(words, pieces)
-    return jax.random.wrap_key_data(array, impl=_compat.key_kind(aval.dtype)) if words is not aval else array
+    return assembler(aval)(pieces)
+
+
+def assembler(aval: jax.ShapeDtypeStruct) -> Callable[[Sequence[Any]], jax.Array]:
+    """What makes arrays of their pieces in every call, as `assembled` does once."""
+    if not is_key(aval.dtype):
+        return functools.partial(_compat.assemble, aval)
+    words, kind = words_of(aval), _compat.key_kind(aval.dtype)
+    return lambda pieces: jax.random.wrap_key_data(_compat.assemble(words, pieces), impl=kind)
 
 
 def put(x: Any, sharding: Sharding) -> jax.Array:

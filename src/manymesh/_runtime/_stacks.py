@@ -11,6 +11,7 @@ from jax.sharding import Sharding
 
 from .. import _compat
 from .._layout._stacked import StackedValue
+from ._exchange import assembler
 from ._execute import Executor
 from ._observe import Observer
 
@@ -90,6 +91,9 @@ class _Input:
     accepted: Sharding
     places: list[list[int]]
 
+    def __post_init__(self) -> None:
+        self.blocks = [assembler(block) for block in self.value.blocks]
+
     def cut(self, x: Any, executor: Executor, observer: Observer | None) -> list[Any]:
         sharding = getattr(x, "sharding", None)
         if sharding is not self.accepted:
@@ -100,10 +104,9 @@ class _Input:
                     observer.moves_argument(self.value.positions.start, x, self.value.sharding)
                 x = executor.bring(x, self.value.sharding)
                 self.accepted, self.places = x.sharding, _places(self.value, x.sharding)
-        pieces = _compat.pieces(x)
+        pieces = _compat.pieces(_compat.key_words(x))
         return [
-            _compat.assemble(block, [pieces[k] for k in places])
-            for block, places in zip(self.value.blocks, self.places, strict=True)
+            assemble([pieces[k] for k in places]) for assemble, places in zip(self.blocks, self.places, strict=True)
         ]
 
 
@@ -117,10 +120,12 @@ class _Output:
         places = _places(self.value, self.value.sharding)
         order = [k for of_block in places for k in of_block]
         self.order = [order.index(k) for k in range(len(order))]
+        self.whole = assembler(self.value.aval)
 
     def join(self, blocks: Sequence[Any]) -> jax.Array:
-        pieces = [piece for block in blocks if block is not None for piece in _compat.pieces(block)]
-        return _compat.assemble(self.value.aval, [pieces[k] for k in self.order])
+        words = [_compat.key_words(block) for block in blocks if block is not None]
+        pieces = [piece for block in words for piece in _compat.pieces(block)]
+        return self.whole([pieces[k] for k in self.order])
 
 
 def _places(value: StackedValue, sharding: Sharding) -> list[list[int]]:
