@@ -121,3 +121,13 @@ def test_an_array_in_two_places_is_refused_whenever_one_is_donated(donate):
     with pytest.raises(ValueError, match=r"args\[0\] and args\[1\] are one array of shape \(6,\)"):
         step(x, x)
     assert_same(step(x, value()), results)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_array_that_was_deleted_is_closed_over(inside):
+    """By a task, and by the step around it."""
+    gone = jnp.ones(4)
+    gone.delete()
+    task = mm.task(lambda x: x + gone if inside else 2 * x, "task", devices=[0])
+    with pytest.raises(RuntimeError, match=r"closes over an array float32\[4\] that has been deleted, .* pass it"):
+        mm.jit(lambda x: task(x) if inside else task(x) + gone).lower(jnp.ones(4))

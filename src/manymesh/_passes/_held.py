@@ -20,7 +20,16 @@ class Held:
         self._known: dict[object, Var] = {}  # what a constant is -> what stands for it
 
     def take(self, v: Var, const: object) -> Var:
-        """Takes a constant in. What stands for it: the variable, or that of an equal one. Arrays of JAX are not read."""
+        """Takes a constant in. What stands for it: the variable, or that of an equal one. Arrays of JAX are not read.
+
+        Raises:
+          RuntimeError: it is an array that has been deleted.
+        """
+        if isinstance(const, jax.Array) and not isinstance(const, jax.core.Tracer) and const.is_deleted():
+            raise RuntimeError(
+                f"the step, or a task in it, closes over an array {v.aval.str_short()} that has been deleted, as by a call that "
+                "it was donated to; close over the array that took its place, or pass it as an argument"
+            )
         content = Kept(const) if isinstance(const, jax.Array) else content_of(const)
         held = self._known.setdefault((v.aval, content), v)
         if held is v:
