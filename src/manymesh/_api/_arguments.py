@@ -29,7 +29,7 @@ class Arguments:
     """One call's arguments, flat.
 
     Attributes:
-      donated: positions of the leaves that are donated, where no whole arguments are.
+      donated: positions of the leaves that are donated, where the settings of the step do not say it.
     """
 
     leaves: list[Any]

@@ -183,7 +183,7 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
         if _compat.jit_is_disabled():
             result = self._reference(*gathered(args), **gathered(kwargs))
             return result
-        given = flatten(self._step, args, kwargs)
+        given = self._flatten(args, kwargs)
         if _compat.is_staging() and not any(isinstance(x, jax.core.Tracer) for x in given.leaves):
             raise ArgumentError(
                 f"mm.jit({self.name}) is called while JAX traces another function, such as one of jax.jit; a step that runs "
@@ -195,7 +195,10 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
     @_compat.boundary
     def prepare(self, *args: PyTree, **kwargs: PyTree) -> Compiled:
         """Compiles for arguments, arrays or `jax.ShapeDtypeStruct`, so that calls with such arguments find it done."""
-        return self._compiled_for(flatten(self._step, args, kwargs))
+        return self._compiled_for(self._flatten(args, kwargs))
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        return flatten(self._step, args, kwargs)
 
     def _compiled_for(self, given: Arguments) -> Compiled:
         # 1, 1.0 and True are equal and hash alike, but make different programs.
@@ -242,7 +245,7 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
     @_compat.boundary
     def trace(self, *args: PyTree, **kwargs: PyTree) -> Traced:
         """Traces the step for arguments, arrays or `jax.ShapeDtypeStruct`."""
-        return trace(self._step, flatten(self._step, args, kwargs))
+        return trace(self._step, self._flatten(args, kwargs))
 
     @_compat.boundary
     def lower(self, *args: PyTree, **kwargs: PyTree) -> Lowered:

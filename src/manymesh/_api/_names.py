@@ -11,7 +11,6 @@ from .. import _compat
 from .._compat import Var
 from .._program._fragments import Program
 from .._program._stacked import Stacked, positions
-from .._types import PyTree
 
 
 def names_of_values(program: Program, in_tree: Any, out_tree: Any) -> dict[Var, str]:
@@ -49,12 +48,12 @@ def names_of_inputs(program: Program, in_tree: Any) -> list[str]:
 
 def paths_of_arguments(in_tree: Any) -> list[tuple[str, ...]]:
     """``("args", "[0]", "['w']")`` of every leaf of the arguments."""
-    return [("args" if which.idx == 0 else "kwargs", *map(_step, rest)) for which, *rest in _paths(in_tree)]
+    return [("args" if which.idx == 0 else "kwargs", *_steps(rest)) for which, *rest in _compat.key_paths(in_tree)]
 
 
 def paths_of_results(out_tree: Any) -> list[tuple[str, ...]]:
     """``("result", "['w']")`` of every leaf of the result."""
-    return [("result", *map(_step, path)) for path in _paths(out_tree)]
+    return [("result", *_steps(path)) for path in _compat.key_paths(out_tree)]
 
 
 def names_of_arguments(in_tree: Any) -> list[str]:
@@ -67,8 +66,9 @@ def names_of_results(out_tree: Any) -> list[str]:
     return ["".join(path) for path in paths_of_results(out_tree)]
 
 
-def _step(key: Any) -> str:
-    return jax.tree_util.keystr((key,))
+def _steps(path: Sequence[Any]) -> list[str]:
+    """Each key as text; one without any is not the user's."""
+    return list(filter(None, (jax.tree_util.keystr((key,)) for key in path)))
 
 
 def _of_blocks(names: Sequence[str], stacked: Sequence[Stacked]) -> list[str]:
@@ -77,7 +77,3 @@ def _of_blocks(names: Sequence[str], stacked: Sequence[Stacked]) -> list[str]:
     for name, at in zip(names, positions(len(names), stacked), strict=True):
         found += [name] if len(at) == 1 else [f"{name} block {k}" for k in range(len(at))]
     return found
-
-
-def _paths(tree: PyTree) -> list[Any]:
-    return _compat.key_paths(tree)

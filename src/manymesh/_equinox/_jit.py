@@ -10,8 +10,9 @@ import equinox as eqx
 import jax
 import numpy as np
 
+from .._api._arguments import Arguments
 from .._api._jit import FunctionLike
-from .._api._jit import jit as plain_jit
+from .._api._jit import Jitted as PlainJitted
 from .._api._lowered import Lowered
 from .._api._traced import Traced
 from .._errors import ArgumentError
@@ -25,36 +26,64 @@ R = TypeVar("R")
 Donate = Literal["all", "all-except-first", "none"]
 
 
-@jax.tree_util.register_pytree_node_class
-class _Static:
-    """What is no array in a tree; itself a pytree without leaves."""
+class _Unnamed:
+    """The key of what `_Packed` holds: a path through it reads as the user's own."""
 
-    def __init__(self, leaves: tuple[Any, ...], structure: Any) -> None:
-        self.leaves = leaves
+    def __str__(self) -> str:
+        return ""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class _Packed:
+    """An argument or a result, its arrays apart from the rest; a pytree of the arrays."""
+
+    def __init__(self, arrays: PyTree, rest: tuple[Any, ...], structure: Any) -> None:
+        self.arrays = arrays
+        self.rest = rest
         self.structure = structure
 
-    def tree_flatten(self) -> tuple[tuple[()], Any]:
-        """No leaves; all of it is structure. 1, 1.0 and True are equal, but make different programs."""
-        return (), (self.leaves, tuple(map(type, self.leaves)), self.structure)
+    def tree_flatten(self) -> tuple[tuple[PyTree], Any]:
+        """All but the arrays is structure. 1, 1.0 and True are equal, but make different programs."""
+        return (self.arrays,), (self.rest, tuple(map(type, self.rest)), self.structure)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[_Unnamed, PyTree]], Any]:
+        """The same, for paths."""
+        (arrays,), aux = self.tree_flatten()
+        return ((_Unnamed(), arrays),), aux
 
     @classmethod
-    def tree_unflatten(cls, aux: Any, children: PyTree) -> _Static:
+    def tree_unflatten(cls, aux: Any, children: tuple[PyTree]) -> _Packed:
         """The same again."""
-        return cls(aux[0], aux[2])
+        return cls(*children, aux[0], aux[2])
 
 
-def _split(tree: PyTree) -> tuple[Any, _Static]:
+def _packed(tree: PyTree) -> _Packed:
     arrays, rest = eqx.partition(tree, _is_array)
     leaves, structure = jax.tree.flatten(rest)
-    return arrays, _Static(tuple(leaves), structure)
+    return _Packed(arrays, tuple(leaves), structure)
 
 
 def _is_array(x: Any) -> bool:
     return bool(eqx.is_array(x) or isinstance(x, (np.ndarray, np.generic, jax.ShapeDtypeStruct)))
 
 
-def _join(arrays: PyTree, static: _Static) -> PyTree:
-    return eqx.combine(arrays, jax.tree.unflatten(static.structure, static.leaves))
+def _unpacked(packed: _Packed) -> Any:
+    return eqx.combine(packed.arrays, jax.tree.unflatten(packed.structure, packed.rest))
+
+
+class _Step(PlainJitted[..., _Packed]):
+    """A step of packed arguments, some of which it may reuse."""
+
+    def __init__(self, fun: Callable[..., _Packed], donate: Donate, options: dict[str, Any]) -> None:
+        super().__init__(fun, None, None, None, None, None, None, **options)
+        self._donate = donate
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        given = super()._flatten(args, kwargs)
+        if self._donate != "none":
+            kept = jax.tree.structure(args[:1]).num_leaves if self._donate == "all-except-first" else 0
+            given.donated = frozenset(range(kept, len(given.leaves)))
+        return given
 
 
 class Jitted(FunctionLike, Generic[P, R]):
@@ -65,14 +94,12 @@ class Jitted(FunctionLike, Generic[P, R]):
             raise ArgumentError(f"equinox.jit: donate has to be one of {', '.join(get_args(Donate))}, found {donate!r}")
         functools.update_wrapper(self, fun)
         self.fun = fun
-        numbers = {"all": (0, 1), "all-except-first": (1,), "none": None}[donate]
 
-        def pure(first: Any, others: Any, static: _Static) -> Any:
-            head, (args, kwargs) = _join((first, others), static)
-            return _split(fun(*head, *args, **kwargs))
+        def packed(*args: _Packed, **kwargs: _Packed) -> _Packed:
+            return _packed(fun(*map(_unpacked, args), **{k: _unpacked(v) for k, v in kwargs.items()}))
 
-        pure.__name__ = pure.__qualname__ = name_of(fun)
-        self._jitted = plain_jit(pure, donate_argnums=numbers, **options)
+        packed.__name__ = packed.__qualname__ = name_of(fun)
+        self._jitted = _Step(packed, donate, options)
 
     def __repr__(self) -> str:
         return repr(self._jitted).replace("mm.jit", "equinox.jit", 1)
@@ -81,12 +108,14 @@ class Jitted(FunctionLike, Generic[P, R]):
         """Runs the step."""
         if current_recording() is not None:
             return self.fun(*args, **kwargs)  # a step inside a step is part of it
-        result: R = _join(*self._jitted(*_arguments(args, kwargs)))
+        args, kwargs = _arguments(args, kwargs)
+        result: R = _unpacked(self._jitted(*args, **kwargs))
         return result
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Traces the step for arguments with arrays or `jax.ShapeDtypeStruct`."""
-        return self._jitted.trace(*_arguments(args, kwargs))
+        args, kwargs = _arguments(args, kwargs)
+        return self._jitted.trace(*args, **kwargs)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Traces the step and splits it over its submeshes."""
@@ -94,17 +123,17 @@ class Jitted(FunctionLike, Generic[P, R]):
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> PyTree:
         """The result with shapes and dtypes for arrays; nothing is compiled."""
-        return _join(*self.trace(*args, **kwargs).out_info)
+        return _unpacked(self.trace(*args, **kwargs).out_info)
 
     def clear_cache(self) -> None:
         """Forgets every program and executable made by this function."""
         self._jitted.clear_cache()
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, _Static]:
-    """The first argument, the others, and what is no array in any of them."""
-    (first, others), static = _split((args[:1], (args[1:], kwargs)))
-    for leaf in static.leaves:
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, packed."""
+    packed, named = tuple(map(_packed, args)), {k: _packed(v) for k, v in kwargs.items()}
+    for leaf in (leaf for one in (*packed, *named.values()) for leaf in one.rest):
         try:
             hash(leaf)
         except TypeError:
@@ -112,7 +141,7 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any,
                 f"equinox.jit: an argument holds {type(leaf).__name__} {leaf!r}, which is no array and cannot be hashed, "
                 "so it cannot be part of a program; make it an array, or close over it"
             ) from None
-    return first, others, static
+    return packed, named
 
 
 @overload

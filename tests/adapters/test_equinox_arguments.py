@@ -1,0 +1,82 @@
+"""Arguments of `manymesh.equinox.jit`: called what users call them, donated as they say, static where they are no arrays."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import manymesh as mm
+import manymesh.equinox
+from manymesh._api._names import names_of_arguments, names_of_results
+
+
+class Net(eqx.Module):
+    front: eqx.nn.Linear
+    back: eqx.nn.Linear
+
+    def __init__(self, key):
+        task = mm.equinox.task
+        self.front = task(eqx.nn.Linear(4, 4, key=key), "front", devices=[0])
+        self.back = task(eqx.nn.Linear(4, 1, key=key), "back", devices=[1])
+
+    def __call__(self, x):
+        return self.back(jnp.tanh(self.front(x)))
+
+
+def step(model, rate, batch, *, scale, power=2):
+    loss, grads = eqx.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(batch["x"]) ** power) * scale)(model)
+    return {"loss": loss}, eqx.apply_updates(model, jax.tree.map(lambda g: -rate * g, grads))
+
+
+def arguments():
+    net = Net(jax.random.key(0))
+    return (net, jnp.float32(0.1), {"x": jnp.ones((4, 4))}), {"scale": jnp.float32(2.0)}
+
+
+LEAVES = [
+    *(f"args[0].{part}.{leaf}" for part in ("front", "back") for leaf in ("weight", "bias")),
+    "args[1]", "args[2]['x']", "kwargs['scale']",
+]  # fmt: skip
+
+
+def test_values_are_called_what_they_are_in_the_users_call():
+    args, kwargs = arguments()
+    lowered = mm.equinox.jit(step).lower(*args, **kwargs)
+    assert names_of_arguments(lowered._in_tree) == LEAVES
+    assert names_of_results(lowered._out_tree) == [
+        "result[0]['loss']",
+        *(name.replace("args[0]", "result[1]") for name in LEAVES[:4]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("donate", "gone"), [("none", []), ("all", LEAVES), ("all-except-first", LEAVES[4:])], ids=["none", "all", "others"]
+)
+def test_what_may_be_reused_is_gone_after_the_call(donate, gone):
+    """Nothing of the step may be alive twice; keywords are donated too."""
+    args, kwargs = arguments()
+    jitted = mm.equinox.jit(step, donate=donate)
+    jitted(*args, **kwargs)
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, jax.Array))
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    assert [name for name, x in zip(LEAVES, arrays, strict=True) if x.is_deleted()] == gone
+    if gone:
+        with pytest.raises(RuntimeError, match="deleted") as raised:
+            jitted(*args, **kwargs)
+        assert f"{gone[0]} " in str(raised.value)
+
+
+def test_an_array_given_twice_is_told_by_its_names():
+    (net, rate, batch), kwargs = arguments()
+    with pytest.raises(ValueError, match=r"kwargs\['scale'\] and args\[1\] are one array|args\[1\] and kwargs\['scale'\]"):
+        mm.equinox.jit(step, donate="all")(net, rate, batch, scale=rate)
+
+
+def test_what_is_no_array_is_part_of_the_program_wherever_it_is():
+    args, kwargs = arguments()
+    jitted = mm.equinox.jit(step)
+    found = [jitted(*args, **kwargs, power=power)[0]["loss"] for power in (2, 2, 4)]
+    wanted = [eqx.filter_jit(step)(*args, **kwargs, power=power)[0]["loss"] for power in (2, 2, 4)]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert repr(jitted) == "equinox.jit(step): 2 programs compiled"
