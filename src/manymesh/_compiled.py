@@ -20,6 +20,7 @@ from ._layout._stacked import StackedValue
 from ._measure import loop_costs, measure, measured_durations
 from ._plan._donation import hand_over
 from ._plan._instructions import Plan, Receive, Run
+from ._plan._number import arguments_elsewhere, home_between_calls
 from ._program import Program
 from ._program._stacked import positions
 from ._report import Memory, Report, make_report
@@ -87,7 +88,7 @@ class Compiled(Shown):
             self._executor = across = bind_processes(lowered, owner, results, processes, name)
             leaving, moved = across.result_shardings, {}
         shift = len(program.consts)
-        homes = [lowered.sharding(v, _home(program, v)) for v in program.invars[shift:]]
+        homes = [lowered.sharding(v, home_between_calls(program, v)) for v in program.invars[shift:]]
         self._stacks = stacks = Stacks(stacked_in, stacked_out, self._executor)
         for i, sharding in arriving.items():
             if len(at[i]) > 1:
@@ -320,12 +321,6 @@ class Compiled(Shown):
         )
 
 
-def _home(program: Program, v: _compat.Var) -> int:
-    """The submesh on which an argument is between calls: its home, or the first that reads it where that does not."""
-    home, readers = program.home[v], program.input_submeshes[v]
-    return home if home in readers else readers[0]
-
-
 def outline(program: Program, plan: Plan) -> str:
     """What a step consists of, in half a line."""
     kinds = Counter(type(i) for i in plan.instructions)
@@ -333,8 +328,9 @@ def outline(program: Program, plan: Plan) -> str:
         f"{loop.num_microbatches} microbatches under {getattr(loop.schedule, 'name', loop.schedule)}"
         for loop in program.loops
     )
+    transfers = kinds[Receive] + sum(1 for _ in arguments_elsewhere(program, plan))
     words = f"{len(program.fragments)} fragments on {len(program.submeshes)} submeshes, {kinds[Run]} launches and "
-    return f"{words}{kinds[Receive]} transfers a call{', ' * bool(loops)}{loops}"
+    return f"{words}{transfers} transfers a call{', ' * bool(loops)}{loops}"
 
 
 def check_given_once(name: str, leaves: Sequence[Any], donated: frozenset[int], path: Callable[[int], str]) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from ._cost._clock import Crossing, Durations
 from ._plan._instructions import Instruction, Run, Send, Tag
 from ._program import Program, nbytes
+from ._runtime._describe import Describer
 from ._runtime._execute import Executor
 from ._runtime._lower import Lowered
 from ._runtime._observe import Observer
@@ -28,7 +30,15 @@ class _Clock(Observer):
         self.seconds: list[float] = []
         self.issue: list[float] = []
         self.cores: list[float] = []
+        self.arguments: dict[tuple[int, Sharding], float] = {}
         self._started = self._worked = 0.0
+
+    def moves_argument(self, position: int, value: object, sharding: jax.sharding.NamedSharding) -> None:
+        self._started = time.perf_counter()
+
+    def moved_argument(self, position: int, moved: jax.Array) -> None:
+        jax.block_until_ready(moved)
+        self.arguments[position, moved.sharding] = time.perf_counter() - self._started
 
     def begin(self, position: int, instruction: Instruction, inputs: Sequence[jax.Array]) -> None:
         self._worked, self._started = time.process_time(), time.perf_counter()
@@ -73,7 +83,8 @@ def measured_durations(
     runs: dict[object, list[float]] = defaultdict(list)
     issues: dict[object, list[float]] = defaultdict(list)
     cores: dict[object, list[float]] = defaultdict(list)
-    instructions = lowered.plan.instructions
+    moves: dict[int, list[float]] = defaultdict(list)
+    instructions, describe = lowered.plan.instructions, Describer.of(lowered)
     for repeat in range(repeats + 1):
         clock = _Clock()
         leaves = arguments()
@@ -87,6 +98,9 @@ def measured_durations(
             runs[key].append(took - issue)
             issues[key].append(issue)
             cores[key].append(used)
+        for (position, sharding), took in clock.arguments.items() if repeat else ():
+            if (place := describe.place_of(position, sharding)) is not None:
+                moves[place].append(took)
     count = range(len(lowered.program.fragments))
     crossings: list[Crossing] = [key for key in runs if isinstance(key, tuple)]
     devices = [d for mesh in lowered.program.submeshes for d in mesh.devices.flat]
@@ -98,6 +112,7 @@ def measured_durations(
         {key: median(issues[key]) for key in crossings},
         float(os.cpu_count() or 1) if shared else None,
         [min(max(median(cores.get(k, (1.0,))), 0.1), float(len(devices))) for k in count],
+        {place: median(took) for place, took in moves.items()},
     )
 
 

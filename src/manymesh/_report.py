@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._cost import _view
 from ._cost._clock import Durations, device_groups, run_clock
-from ._cost._crossings import ValueLine, arriving_elsewhere, batches, crossings
+from ._cost._crossings import ValueLine, batches, crossings
 from ._cost._estimate import Estimate, durations, roofline
 from ._cost._idle import IdleAxis, idle_axes
 from ._cost._lines import EdgeLine, Figures, FragmentLine, LoopLine, Off, Prediction, SharedDevices
@@ -21,7 +21,7 @@ from ._cost._tasks import TaskLine, tasks_of
 from ._errors import ArgumentError
 from ._hardware import Hardware
 from ._plan._instructions import Plan, Run
-from ._plan._number import variables_of
+from ._plan._number import arguments_elsewhere, variables_of
 from ._program import Program, Reduction, nbytes
 from ._runtime._describe import Row, rows
 from ._shown import Shown, rich_html
@@ -234,7 +234,7 @@ def make_report(
             tuple(b / course.seconds if course.seconds else 0.0 for b in course.busy), course,
         ),
         off, found.findings, hardware, idle_axes(program, found.layout), shared,
-        functools.partial(rows, program, found.layout, plan, course.starts, course.ends),
+        functools.partial(rows, program, found.layout, plan, course.starts, course.ends, course.arguments),
     )  # fmt: skip
 
 
@@ -288,7 +288,7 @@ def _edges(program: Program, plan: Plan) -> tuple[EdgeLine, ...]:
         line[0] += count * len(numbers)
         line[1] += count
         line[2] += count * sum([sizes[k] for k in numbers])
-    for v, source, target in arriving_elsewhere(program, plan):
+    for _, v, source, target in arguments_elsewhere(program, plan):
         line = crossing[source, target]
         line[0] += 1
         line[1] += 1

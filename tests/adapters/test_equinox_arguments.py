@@ -69,7 +69,9 @@ def test_what_may_be_reused_is_gone_after_the_call(donate, gone):
 
 def test_an_array_given_twice_is_told_by_its_names():
     (net, rate, batch), kwargs = arguments()
-    with pytest.raises(ValueError, match=r"kwargs\['scale'\] and args\[1\] are one array|args\[1\] and kwargs\['scale'\]"):
+    with pytest.raises(
+        ValueError, match=r"kwargs\['scale'\] and args\[1\] are one array|args\[1\] and kwargs\['scale'\]"
+    ):
         mm.equinox.jit(step, donate="all")(net, rate, batch, scale=rate)
 
 

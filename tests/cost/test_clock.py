@@ -9,7 +9,7 @@ import pytest
 import manymesh as mm
 from manymesh import schedules
 from manymesh._cost._clock import Durations, run_clock
-from manymesh._plan._instructions import Send
+from manymesh._plan._instructions import Run, Send
 from stages import microbatched, parameters, rows
 
 pytestmark = pytest.mark.once
@@ -128,3 +128,57 @@ def test_submeshes_that_share_a_device_take_turns():
         program = lowered.program
         both[name] = run_clock(program, lowered.plan, Durations([1.0] * len(program.fragments))).seconds
     assert both == {"narrow": 2.0, "far": 1.0}
+
+
+def tied():
+    """A table that both stages read, with tasks between that do not."""
+    tasks = [
+        mm.task(lambda w, x: jnp.tanh(x @ w), name, devices=[s]) for s, name in enumerate(("look", "middle", "score"))
+    ]
+
+    def loss(table, w, x):
+        look, middle, score = tasks
+        return jnp.sum(score(table, middle(w, look(table, x))))
+
+    shape = jax.ShapeDtypeStruct((4, 4), "float32")
+    return mm.jit(loss).lower(shape, shape, shape)
+
+
+@pytest.mark.parametrize("cores", [None, 64.0])
+def test_arguments_that_go_on_from_their_home_take_their_time(cores):
+    """Whoever reads it waits for it, nobody else does; what is sent on that link after it waits too."""
+    lowered = tied()
+    program, plan = lowered.program, lowered.plan
+    (place,) = (n for n, (i, s, _) in enumerate(plan.inputs) if s != program.home[program.invars[i]])
+    i, target, _ = plan.inputs[place]
+    home = program.home[program.invars[i]]
+    names = {f.name: f.index for f in program.fragments}
+    runs, demand = [1.0] * len(names), [1.0] * len(names)
+
+    def course(seconds):
+        given = Durations(runs, cores=cores, demand=demand, arguments={place: seconds})
+        found = run_clock(program, plan, given)
+        starts = {f.name: found.starts[k] for k, i in enumerate(plan.instructions)
+                  if isinstance(i, Run) for f in program.fragments if f.index == i.fragment}  # fmt: skip
+        return found, starts
+
+    (found, starts), reader = course(10.0), ("look", "middle", "score")[target]
+    assert {home, target} == {0, 2} and found.arguments == {place: (0.0, 10.0)}
+    assert starts[reader] == pytest.approx(10.0)
+    first = {"look": 0.0, "middle": 1.0, "score": 2.0} if reader == "score" else {"middle": 11.0, "score": 12.0}
+    assert all(starts[name] == pytest.approx(t) for name, t in first.items() if name != reader)
+    assert found.seconds == pytest.approx(11.0 if reader == "score" else 13.0)
+    found, starts = course(1.5)
+    late = 0.0 if reader == "score" else 1.5
+    assert [starts[n] for n in ("look", "middle", "score")] == pytest.approx([late, late + 1, late + 2])
+
+
+def test_a_report_counts_arguments_that_go_on():
+    """On hardware, by its link: where nothing else takes time, each of three tables of one size takes its turn or not."""
+    slow = mm.inspect.Hardware("slow", {"float32": 1e15}, 1e15, 64.0, link_latency=0.0, launch_overhead=0.0)
+    lowered = tied()
+    table = 4 * 4 * 4 / 64.0
+    report = lowered.report(slow)
+    (way,) = (v for v in report.values if v.name == "args[0]")
+    waits = way.target == 0  # else it is there long before the last stage needs it
+    assert report.prediction.seconds == pytest.approx(table * (2 + waits))

@@ -199,7 +199,7 @@ def test_a_plan_on_a_clock_is_a_prediction(recorded):
     lowered = compiled._lowered
     count = len(lowered.plan.instructions)
     clock = list(range(count)), list(range(1, count + 1))
-    found = run.compare(rows(lowered.program, lowered.layout, lowered.plan, *clock))
+    found = run.compare(rows(lowered.program, lowered.layout, lowered.plan, *clock, {}))
     assert all(d.measured is not None and d.predicted in (1, 2) for d in found.differences)
     assert {d.predicted for d in found.differences if d.kind == "transfer"} == {2}  # from its Send to its Receive
     assert found.predicted_seconds == count
@@ -215,6 +215,36 @@ def test_a_report_is_a_prediction(recorded):
     for reads in (run.compare, run.timeline):
         with pytest.raises(ArgumentError, match=r"counts FLOPs, not seconds; write report\(hardware\)"):
             reads(compiled.report())
+
+
+def test_arguments_that_go_on_from_their_home_are_recorded_and_predicted():
+    """A table that two submeshes read is sent once a call, from where it is; what only moves at first is no part of it."""
+    look = mm.task(lambda table, x: jnp.tanh(table[x]), "look", devices=[0])
+    score = mm.task(lambda table, h: jnp.sum(jnp.square(h @ table.T)), "score", devices=[1])
+    step = mm.jit(lambda table, x: score(table, look(table, x)))
+    table, x = jnp.ones((50, 4)), jnp.arange(8)
+    compiled = step.lower(table, x).compile()
+    home = compiled.input_shardings[0][0].device_set
+    other = 1 if home == {jax.devices()[0]} else 0
+    table = jax.device_put(table, compiled.input_shardings[0][0])
+    compiled(table, x)
+    with mm.inspect.record() as run:
+        for _ in range(2):
+            compiled(table, x)
+    report = compiled.report(mm.inspect.Hardware.h100())
+    name = f"args[0] -> submesh {other}"
+    found = [s for s in run.spans if s.label == name]
+    assert [(s.step, s.kind, s.submesh, s.source, s.nbytes, s.carries) for s in found] == [
+        (step, "transfer", other, 1 - other, 50 * 4 * 4, "float32[50,4]") for step in range(2)
+    ]
+    readers = [s for s in run.spans if s.label == ("look", "score")[other]]
+    assert all(a.start <= a.end <= b.end for a, b in zip(found, readers, strict=True))
+    assert sum(s[1] == name for s in report.spans) == 1
+    differences = {d.label: d for d in run.compare(report).differences}
+    assert all(d.measured is not None and d.predicted is not None for d in differences.values())
+    assert "3 transfers" not in repr(compiled) and "2 transfers a call" in repr(compiled)
+    taken = compiled.durations(table, x, repeats=1)
+    assert len(taken.arguments) == 1 and min(taken.arguments.values()) > 0
 
 
 @pytest.mark.parametrize("prediction", [3, [(1, 2)], [(0, "x", "sideways", None, None, 0.0, 1.0)]])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._plan._instructions import Instruction, Plan, Receive, Run, Send
 from .._program import Program
@@ -24,6 +24,7 @@ class Durations:
     Attributes:
       runs: one run of each fragment, alone on the machine, once it is issued.
       transfers: each batch of values between two submeshes, once it is issued.
+      arguments: each argument that goes on from its home to another submesh: its place among the inputs of the plan.
       issues: what the thread that issues all instructions needs for one run of each fragment; nothing where it is empty.
       transfer_issues: the same for batches of values.
       cores: where all devices share the cores of one computer, how many there are; None where each has its own.
@@ -36,6 +37,7 @@ class Durations:
     transfer_issues: Mapping[Crossing, float] = field(default_factory=dict)
     cores: float | None = None
     demand: Sequence[float] = ()
+    arguments: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Course:
       bubble_fraction: the part of the time of all submeshes that run something in which they wait.
       loop_bubbles: the same for each loop, from its first fragment's start to its last one's end.
       starts, ends: of each instruction of the plan; a `Send` ends when the values have arrived.
+      arguments: when each of those that go on from their home arrives at another submesh: (start, end) by its place among
+        the inputs of the plan.
     """
 
     seconds: float
@@ -56,6 +60,7 @@ class Course:
     loop_bubbles: tuple[float, ...]
     starts: Sequence[float] = field(repr=False)
     ends: Sequence[float] = field(repr=False)
+    arguments: Mapping[int, tuple[float, float]] = field(repr=False, default_factory=dict)
 
 
 def run_clock(program: Program, plan: Plan, durations: Durations) -> Course:
@@ -67,11 +72,34 @@ def run_clock(program: Program, plan: Plan, durations: Durations) -> Course:
     """
     queues = _queues(program)
     issued = _issued(plan, durations)
+    arguments = _arguments(program, plan, durations)
     if durations.cores is None:
-        starts, ends = _each_alone(plan, durations, queues, issued)
+        starts, ends = _each_alone(plan, durations, queues, issued, arguments)
     else:
-        starts, ends = _Sharing(plan, durations, queues, issued, durations.cores).run()
-    return _course(program, plan, starts, ends)
+        starts, ends = _Sharing(plan, durations, queues, issued, durations.cores, arguments).run()
+    return _course(program, plan, starts, ends, {a.place: (a.start, a.end) for a in arguments})
+
+
+class _Argument(NamedTuple):
+    """An argument on its way from its home to another submesh."""
+
+    place: int
+    link: tuple[int, int]
+    slot: int
+    start: float
+    end: float
+
+
+def _arguments(program: Program, plan: Plan, durations: Durations) -> list[_Argument]:
+    """What a call does first: it sends arguments on, those of one link one after the other."""
+    links: dict[tuple[int, int], float] = defaultdict(float)
+    found = []
+    for place, took in durations.arguments.items():
+        i, s, slot = plan.inputs[place]
+        link = program.home[program.invars[i]], s
+        start, links[link] = links[link], links[link] + took
+        found.append(_Argument(place, link, slot, start, links[link]))
+    return found
 
 
 def _issued(plan: Plan, durations: Durations) -> list[float]:
@@ -107,15 +135,19 @@ def _queues(program: Program) -> list[list[int]]:
 
 
 def _each_alone(
-    plan: Plan, durations: Durations, queues: Sequence[Sequence[int]], issued: Sequence[float]
+    plan: Plan,
+    durations: Durations,
+    queues: Sequence[Sequence[int]],
+    issued: Sequence[float],
+    arguments: Sequence[_Argument],
 ) -> tuple[list[float], list[float]]:
     """The clock where every device has cores of its own."""
     free = [0.0] * (1 + max((g for groups in queues for g in groups), default=0))
-    links: dict[tuple[int, int], float] = defaultdict(float)
+    links: dict[tuple[int, int], float] = defaultdict(float, {a.link: a.end for a in arguments})
     # What a submesh made itself is there when it goes on; only what arrives has to be waited for.
     made: dict[tuple[int, int | None], float] = {}
     arrivals: dict[object, float] = {}
-    arrived: dict[int, float] = {}
+    arrived: dict[int, float] = {a.slot: a.end for a in arguments}
     keys = arrived.keys()
     starts, ends = [0.0] * len(plan.instructions), [0.0] * len(plan.instructions)
     for k, ins in enumerate(plan.instructions):
@@ -151,6 +183,7 @@ class _Sharing:
         queues: Sequence[Sequence[int]],
         issued: Sequence[float],
         cores: float,
+        arguments: Sequence[_Argument],
     ) -> None:
         self.plan, self.durations, self.queues = plan, durations, queues
         self.issued, self.cores = issued, cores
@@ -161,6 +194,9 @@ class _Sharing:
         for ins in plan.instructions:
             for slot in () if not isinstance(ins, (Run, Receive)) else ins.outputs:
                 self.pending[slot] = True
+        self.coming = {a.slot: a.end for a in arguments if a.end > 0}  # arguments that are still on their way
+        for slot in self.coming:
+            self.pending[slot] = True
         self.waiting: dict[tuple[str, object], list[int]] = defaultdict(list)  # queue -> positions, in order
         for k, ins in reversed(list(enumerate(plan.instructions))):
             for queue in self._queues(ins):
@@ -212,6 +248,7 @@ class _Sharing:
         moments = [self.now + work / speed for work in self.running.values()] + list(self.moving.values())
         heads = [self.issued[positions[-1]] for positions in self.waiting.values() if positions]
         moments += [t for t in heads if t > self.now]
+        moments += self.coming.values()
         assert moments, "a plan in which something always can go on"
         following = min(moments)
         done = 0
@@ -229,6 +266,9 @@ class _Sharing:
                 assert not isinstance(ins, Run), "what moves is sent"
                 arrived.add(ins.tag)
                 self._ends(k, ins, following)
+        for slot in [slot for slot, end in self.coming.items() if end <= following]:
+            del self.coming[slot]
+            self.pending[slot] = False
         self.now = following
         return done
 
@@ -245,7 +285,13 @@ class _Sharing:
             self.pending[slot] = False
 
 
-def _course(program: Program, plan: Plan, starts: Sequence[float], ends: Sequence[float]) -> Course:
+def _course(
+    program: Program,
+    plan: Plan,
+    starts: Sequence[float],
+    ends: Sequence[float],
+    arguments: Mapping[int, tuple[float, float]],
+) -> Course:
     busy = [0.0] * len(program.submeshes)
     loops: list[dict[int, list[float]]] = [{} for _ in program.loops]  # submesh -> work, first start, last end
     for k, ins in enumerate(plan.instructions):
@@ -257,13 +303,13 @@ def _course(program: Program, plan: Plan, starts: Sequence[float], ends: Sequenc
                 line = loops[loop].setdefault(ins.submesh, [0.0, starts[k], ends[k]])
                 line[0] += took
                 line[1], line[2] = min(line[1], starts[k]), max(line[2], ends[k])
-    seconds = max(ends, default=0.0)
+    seconds = max([*ends, *(end for _, end in arguments.values())], default=0.0)
     used = [t for t in busy if t > 0]
     bubbles = []
     for rows in loops:
         span = max((r[2] for r in rows.values()), default=0.0) - min((r[1] for r in rows.values()), default=0.0)
         bubbles.append(_bubble([r[0] for r in rows.values()], span))
-    return Course(seconds, tuple(busy), _bubble(used, seconds), tuple(bubbles), starts, ends)
+    return Course(seconds, tuple(busy), _bubble(used, seconds), tuple(bubbles), starts, ends, arguments)
 
 
 def _bubble(work: Sequence[float], span: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -13,7 +12,7 @@ from .. import _compat
 from .._compat import Var
 from .._layout._layout import Layout
 from .._plan._instructions import Plan, Receive
-from .._plan._number import variables_of
+from .._plan._number import arguments_elsewhere, variables_of
 from .._program import Program, nbytes
 
 
@@ -71,7 +70,7 @@ def crossings(program: Program, plan: Plan, layout: Layout) -> tuple[ValueLine, 
             shard_bytes(v, layout, target), count,
         ] += 1  # fmt: skip
 
-    for v, source, target in arriving_elsewhere(program, plan):
+    for _, v, source, target in arguments_elsewhere(program, plan):
         note(v, source, target, 1)
     for (number, source, target), count in times.items():
         note(variables[number], source, target, count)
@@ -109,14 +108,6 @@ class _Readers:
 def batches(plan: Plan) -> Counter[tuple[int, int, tuple[int, ...]]]:
     """(source, target, numbers of the variables) of what crosses together -> how often in a call."""
     return Counter((i.source, i.submesh, i.variables) for i in plan.instructions if isinstance(i, Receive))
-
-
-def arriving_elsewhere(program: Program, plan: Plan) -> Iterator[tuple[Var, int, int]]:
-    """Arguments that several submeshes read: (argument, its home, another submesh). They go there from their home."""
-    for i, s, _ in plan.inputs:
-        v = program.invars[i]
-        if i >= len(program.consts) and s != program.home[v]:
-            yield v, program.home[v], s
 
 
 def shard_bytes(v: Var, layout: Layout, submesh: int) -> int:

@@ -11,7 +11,7 @@ from .._hardware import Hardware
 from .._key import Keys
 from .._layout._layout import Layout
 from .._plan._instructions import Plan, Receive, Send
-from .._plan._number import variables_of
+from .._plan._number import arguments_elsewhere, variables_of
 from .._program import Fragment, Program
 from .._task import mesh_devices
 from ._clock import Crossing, Durations
@@ -136,7 +136,12 @@ def durations(found: Estimate, hardware: Hardware | None, flops: Sequence[float]
             moving = [v for v in (variables[k] for k in ins.variables) if _moves(found.layout, v, ins)]
             sent = sum(shard_bytes(v, found.layout, ins.target) for v in moving)
             transfers[key] = hardware.link_latency + sent / hardware.link_bandwidth if moving else 0.0
-    return Durations(runs, transfers, cores=hardware.cores)
+    arguments = {
+        place: hardware.link_latency + shard_bytes(v, found.layout, s) / hardware.link_bandwidth
+        for place, v, home, s in arguments_elsewhere(found.program, found.plan)
+        if found.layout.sharding(v, home) != found.layout.sharding(v, s)
+    }
+    return Durations(runs, transfers, cores=hardware.cores, arguments=arguments)
 
 
 def _moves(layout: Layout, v: Var, ins: Send) -> bool:

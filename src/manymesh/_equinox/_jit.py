@@ -81,7 +81,7 @@ class _Step(PlainJitted[..., _Packed]):
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         given = super()._flatten(args, kwargs)
         if self._donate != "none":
-            kept = jax.tree.structure(args[:1]).num_leaves if self._donate == "all-except-first" else 0
+            kept = len(jax.tree.leaves(args[:1])) if self._donate == "all-except-first" else 0
             given.donated = frozenset(range(kept, len(given.leaves)))
         return given
 
@@ -108,14 +108,14 @@ class Jitted(FunctionLike, Generic[P, R]):
         """Runs the step."""
         if current_recording() is not None:
             return self.fun(*args, **kwargs)  # a step inside a step is part of it
-        args, kwargs = _arguments(args, kwargs)
-        result: R = _unpacked(self._jitted(*args, **kwargs))
+        packed, named = _arguments(args, kwargs)
+        result: R = _unpacked(self._jitted(*packed, **named))
         return result
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Traces the step for arguments with arrays or `jax.ShapeDtypeStruct`."""
-        args, kwargs = _arguments(args, kwargs)
-        return self._jitted.trace(*args, **kwargs)
+        packed, named = _arguments(args, kwargs)
+        return self._jitted.trace(*packed, **named)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Traces the step and splits it over its submeshes."""
@@ -130,7 +130,7 @@ class Jitted(FunctionLike, Generic[P, R]):
         self._jitted.clear_cache()
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[_Packed, ...], dict[str, _Packed]]:
     """The arguments, packed."""
     packed, named = tuple(map(_packed, args)), {k: _packed(v) for k, v in kwargs.items()}
     for leaf in (leaf for one in (*packed, *named.values()) for leaf in one.rest):

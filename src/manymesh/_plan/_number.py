@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import _compat
 from .._program import Program
-from ._instructions import Value
+from ._instructions import Plan, Value
 
 
 def variables_of(program: Program) -> tuple[_compat.Var, ...]:
@@ -39,3 +39,21 @@ def value_of(variable: _compat.Var) -> Value:
     """Shape and dtype of a variable."""
     aval: Any = variable.aval
     return Value(tuple(aval.shape), str(aval.dtype))
+
+
+def arguments_elsewhere(program: Program, plan: Plan) -> Iterator[tuple[int, _compat.Var, int, int]]:
+    """Arguments that several submeshes read: they go on from their home in every call.
+
+    Yields:
+      the place among the inputs of the plan, the argument, its home, the other submesh.
+    """
+    for place, (i, s, _) in enumerate(plan.inputs):
+        v = program.invars[i]
+        if i >= len(program.consts) and s != (home := home_between_calls(program, v)):
+            yield place, v, home, s
+
+
+def home_between_calls(program: Program, v: _compat.Var) -> int:
+    """The submesh on which an argument is between calls: its home, or the first that reads it where that does not."""
+    home, readers = program.home[v], program.input_submeshes[v]
+    return home if home in readers else readers[0]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 from weakref import WeakKeyDictionary
 
+from jax.sharding import Sharding
+
 from .._layout._layout import Layout
 from .._plan._instructions import Instruction, Plan, Receive, Run, Send, Tag
-from .._plan._number import variables_of
+from .._plan._number import arguments_elsewhere, variables_of
 from .._program import Program, nbytes
 from ._lower import Lowered
 
@@ -59,17 +61,23 @@ _describers: WeakKeyDictionary[Lowered, Describer] = WeakKeyDictionary()
 class Describer:
     """Puts the instructions of one step into words."""
 
-    def __init__(self, program: Program, layout: Layout) -> None:
+    def __init__(self, program: Program, layout: Layout, plan: Plan) -> None:
         self._fragments, self._names = program.fragments, layout.names
         self._variables = variables_of(program)
         self._known: dict[int, Description] = {}
+        self._arguments = {place: (v, home, s) for place, v, home, s in arguments_elsewhere(program, plan)}
+        constants = len(program.consts)
+        self._places: dict[tuple[int, Sharding], int] = {
+            (plan.inputs[place][0] - constants, layout.sharding(v, s)): place
+            for place, (v, _, s) in self._arguments.items()
+        }
 
     @classmethod
     def of(cls, lowered: Lowered) -> Describer:
         """That of a step, made once: numbering the variables of a large one takes as long as running it."""
         found = _describers.get(lowered)
         if found is None:
-            found = _describers[lowered] = cls(lowered.program, lowered.layout)
+            found = _describers[lowered] = cls(lowered.program, lowered.layout, lowered.plan)
         return found
 
     def __call__(self, position: int, instruction: Instruction) -> Description:
@@ -78,6 +86,18 @@ class Describer:
         if found is None:
             found = self._known[position] = self._describe(instruction)
         return found
+
+    def argument(self, place: int) -> Description:
+        """The transfer of an argument that goes on from its home, by its place among the inputs of the plan."""
+        v, home, s = self._arguments[place]
+        name = self._names.get(v, "argument")
+        return Description(
+            s, f"{name} -> submesh {s}", "transfer", None, None, home, (("", v.aval.str_short()),), nbytes(v.aval)
+        )
+
+    def place_of(self, position: int, sharding: Sharding) -> int | None:
+        """The place of an argument that an observer is told of; None where it has to be moved for another reason."""
+        return self._places.get((position, sharding))
 
     def _describe(self, instruction: Instruction) -> Description:
         if isinstance(instruction, Run):
@@ -104,16 +124,27 @@ Row = tuple[int, str, str, int | None, int | None, float, float]
 """Submesh, label, kind, stage, microbatch, start, end: a prediction, as `manymesh.inspect.Span` has it."""
 
 
-def rows(program: Program, layout: Layout, plan: Plan, starts: Sequence[float], ends: Sequence[float]) -> list[Row]:
+def rows(
+    program: Program,
+    layout: Layout,
+    plan: Plan,
+    starts: Sequence[float],
+    ends: Sequence[float],
+    arguments: Mapping[int, tuple[float, float]],
+) -> list[Row]:
     """A plan on a clock in the form that recordings are compared with.
 
     Args:
       program, layout, plan: the step.
       starts, ends: ``float[instruction]``, seconds; a transfer is from the start of its `Send` to the end of its `Receive`.
+      arguments: start and end of each that goes on from its home, by its place among the inputs of the plan.
     """
-    describe = Describer(program, layout)
+    describe = Describer(program, layout, plan)
     sent: dict[Tag, float] = {}
     found: list[Row] = []
+    for place, (start, end) in arguments.items():
+        what = describe.argument(place)
+        found.append((what.submesh, what.label, what.kind, what.stage, what.microbatch, start, end))
     for k, ins in enumerate(plan.instructions):
         if isinstance(ins, Send):
             sent[ins.tag] = starts[k]

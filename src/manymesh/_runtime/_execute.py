@@ -180,6 +180,8 @@ class Executor:
                 if observer is not None:
                     observer.moves_argument(self._inputs[n].position, x, sharding)
                 values[n] = self._relayouts.bring(x, sharding)
+                if observer is not None:
+                    observer.moved_argument(self._inputs[n].position, values[n])
         _put(slots, self._at, values)
         if late:  # what the last call made is still on its devices while it goes to the host
             jax.block_until_ready([slots[at] for due in late.values() for at, _ in due])

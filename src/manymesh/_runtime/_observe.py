@@ -25,6 +25,14 @@ class Observer:
           sharding: what it is given.
         """
 
+    def moved_argument(self, position: int, moved: jax.Array) -> None:
+        """An argument was moved.
+
+        Args:
+          position: as in `moves_argument`.
+          moved: what was made of it; it may not be there yet.
+        """
+
     def begin(self, position: int, instruction: Instruction, inputs: Sequence[jax.Array]) -> None:
         """An instruction starts.
 

@@ -74,6 +74,10 @@ class _Several(Observer):
         for observer in self._observers:
             observer.moves_argument(position, value, sharding)
 
+    def moved_argument(self, position: int, moved: jax.Array) -> None:
+        for observer in self._observers:
+            observer.moved_argument(position, moved)
+
     def begin(self, position: int, instruction: Instruction, inputs: Sequence[jax.Array]) -> None:
         for observer in self._observers:
             observer.begin(position, instruction, inputs)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import jax
 
 from .._plan._instructions import Instruction, Receive, Run, Send, Tag
-from .._runtime._describe import Describer
+from .._runtime._describe import Describer, Description
 from .._runtime._lower import Lowered
 from .._runtime._observe import Observer
 from .._task import mesh_devices
@@ -92,9 +92,15 @@ def _when(witness: jax.Array) -> float | None:
 
 
 class _Witnesses(NamedTuple):
-    """For each instruction, which of its outputs to wait for and whether it may be gone soon; None for no outputs."""
+    """What to wait for.
+
+    Attributes:
+      of: for each instruction, which of its outputs, and whether that may be gone soon; None for no outputs.
+      soon_gone: for each input of the plan, whether what arrives there may be gone soon.
+    """
 
     of: tuple[tuple[int, bool] | None, ...]
+    soon_gone: tuple[bool, ...]
 
 
 _witnesses: WeakKeyDictionary[Lowered, _Witnesses] = WeakKeyDictionary()
@@ -111,7 +117,10 @@ def _find_witnesses(lowered: Lowered) -> _Witnesses:
             for k, _ in donation.get(ins.fragment, ())
         }
         results = set(plan.outputs)  # the next step may take over their buffers
-        found = _witnesses[lowered] = _Witnesses(tuple(_witness(ins, given, results) for ins in plan.instructions))
+        found = _witnesses[lowered] = _Witnesses(
+            tuple(_witness(ins, given, results) for ins in plan.instructions),
+            tuple(slot in given for _, _, slot in plan.inputs),
+        )
     return found
 
 
@@ -128,24 +137,46 @@ class Call(Observer):
     """One call of a step: when each instruction began, was issued, and was done."""
 
     def __init__(self, name: str, lowered: Lowered, recorder: Recorder) -> None:
-        count = len(lowered.plan.instructions)
+        self._first = len(lowered.plan.instructions)  # arguments come after the instructions, by their place
+        count = self._first + 2 * len(lowered.plan.inputs)  # then what they are made of
         self.name, self.lowered, self._recorder = name, lowered, recorder
         self.began: list[float | None] = [None] * count
         self.issued: list[float | None] = [None] * count
         self.done: list[float | None] = [None] * count
-        self._witnesses = _find_witnesses(lowered).of
+        self._witnesses = _find_witnesses(lowered)
+        self._describe = Describer.of(lowered)
+
+    def moves_argument(self, position: int, value: object, sharding: jax.sharding.NamedSharding) -> None:
+        place = self._describe.place_of(position, sharding)
+        if place is not None:
+            at = self._first + place
+            self.began[at] = _clock()
+            if isinstance(value, jax.Array):  # the step before may still be making it
+                home = self._describe.argument(place).source
+                assert home is not None, "it comes from its home"
+                self._recorder.wait_in_order(self, at + len(self.lowered.plan.inputs), home, value)
+
+    def moved_argument(self, position: int, moved: jax.Array) -> None:
+        place = self._describe.place_of(position, moved.sharding)
+        if place is not None:
+            at = self._first + place
+            self.issued[at] = _clock()
+            self._watch(at, self._describe.argument(place).submesh, moved, self._witnesses.soon_gone[place])
 
     def begin(self, position: int, instruction: Instruction, inputs: Sequence[jax.Array]) -> None:
         self.began[position] = _clock()
 
     def end(self, position: int, instruction: Instruction, outputs: Sequence[jax.Array]) -> None:
         self.issued[position] = _clock()
-        if outputs and (witness := self._witnesses[position]) is not None:
+        if outputs and (witness := self._witnesses.of[position]) is not None:
             k, soon_gone = witness
-            if soon_gone:
-                self._recorder.wait_now(self, position, outputs[k])
-            else:
-                self._recorder.wait_in_order(self, position, instruction.submesh, outputs[k])
+            self._watch(position, instruction.submesh, outputs[k], soon_gone)
+
+    def _watch(self, at: int, submesh: int, witness: jax.Array, soon_gone: bool) -> None:
+        if soon_gone:
+            self._recorder.wait_now(self, at, witness)
+        else:
+            self._recorder.wait_in_order(self, at, submesh, witness)
 
 
 def spans_of_calls(calls: Sequence[Call]) -> list[Span]:
@@ -176,7 +207,8 @@ def _ends(calls: Sequence[Call]) -> list[list[float]]:
         readers: dict[int, float] = {}  # slot -> the earliest end of what reads it
         ends = [math.inf if t is None else t for t in call.done]
         arrivals: dict[Tag, float] = {}
-        for k, ins in reversed(list(enumerate(call.lowered.plan.instructions))):
+        plan = call.lowered.plan
+        for k, ins in reversed(list(enumerate(plan.instructions))):
             if call.issued[k] is None:
                 continue
             if isinstance(ins, Send):
@@ -192,6 +224,8 @@ def _ends(calls: Sequence[Call]) -> list[list[float]]:
                 arrivals[ins.tag] = end
             else:
                 readers.update((slot, min(end, readers.get(slot, math.inf))) for slot in ins.inputs)
+        for k, (_, _, slot) in enumerate(plan.inputs, len(plan.instructions)):
+            ends[k] = min(ends[k], readers.get(slot, math.inf))
         found.append(ends)
     return found[::-1]
 
@@ -202,6 +236,20 @@ def _spans(call: Call, step: int, ends: list[float], zero: float, free: dict[obj
     ready: dict[int, tuple[float, str]] = {}  # slot -> when it is there, and what made it
     sent: dict[Tag, tuple[float, float]] = {}  # when the Send began, when its values were there
     spans = []
+
+    def add(what: Description, start: float, end: float, waited: str) -> None:
+        spans.append(
+            Span(what.submesh, what.label, what.kind, what.stage, what.microbatch, start - zero, end - zero, step,
+                 what.source, what.nbytes, what.carried(), waited)
+        )  # fmt: skip
+
+    for place, (_, _, slot) in enumerate(plan.inputs):
+        n = len(plan.instructions) + place
+        began, issued = call.began[n], call.issued[n]
+        if began is not None and issued is not None:  # it was moved, and goes on from its home in every call
+            what, end = describe.argument(place), ends[n] if ends[n] < math.inf else issued
+            ready[slot] = end, what.label
+            add(what, min(max(began, call.done[n + len(plan.inputs)] or began), end), end, "")
     for k, ins in enumerate(plan.instructions):
         began, issued = call.began[k], call.issued[k]
         if began is None or issued is None:
@@ -225,8 +273,5 @@ def _spans(call: Call, step: int, ends: list[float], zero: float, free: dict[obj
         ready.update(dict.fromkeys(ins.outputs, (end, what.label)))
         if isinstance(ins, Run):
             free.update(dict.fromkeys(devices[ins.submesh], end))
-        spans.append(
-            Span(what.submesh, what.label, what.kind, what.stage, what.microbatch, start - zero, end - zero, step,
-                 what.source, what.nbytes, what.carried(), waited)
-        )  # fmt: skip
+        add(what, start, end, waited)
     return spans
