@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._hardware import Hardware
 from .._program import Reduction
-from .._shown import joined
+from .._shown import joined, numbers
 from ._crossings import ValueLine
 from ._idle import IdleAxis
 from ._lines import EdgeLine, FragmentLine, LoopLine, Off, Prediction, SharedDevices
@@ -165,8 +165,9 @@ def devices(memory: Mapping[Any, Memory]) -> RenderableType:
     """The memory of each device."""
     from rich.table import Table
 
-    table = Table(title="memory of each device", title_justify="left")
-    kinds = list(dict.fromkeys(kind for m in memory.values() for kind in m.made_of))
+    # Many columns: what is nothing everywhere is left out, and cells stand closer.
+    table = Table(title="memory of each device", title_justify="left", padding=(0, 0, 0, 1))
+    kinds = list(dict.fromkeys(kind for m in memory.values() for kind, count in m.made_of.items() if count))
     for column in ("devices", "arriving", "peak", "at", *kinds):
         table.add_column(column, justify="left" if column in ("devices", "at") else "right", overflow="fold")
     for devices, m in _alike(memory.items()):
@@ -227,15 +228,15 @@ def _folded(rows: Sequence[tuple[str, ...]], named: Sequence[int]) -> Iterator[t
 
 def _alike(memory: Iterable[tuple[Any, Memory]]) -> Iterator[tuple[str, Memory]]:
     """Devices with equal memory as one, then at most as many rows as a list has."""
-    groups: dict[tuple[Any, ...], tuple[list[str], Memory]] = {}
+    groups: dict[tuple[Any, ...], tuple[list[int], Memory]] = {}
     for device, m in memory:
         key = (m.argument_bytes, m.peak_bytes, tuple(m.made_of.items()))
-        groups.setdefault(key, ([], m))[0].append(str(getattr(device, "id", device)))
+        groups.setdefault(key, ([], m))[0].append(device.id)
     shown = list(groups.values())
     if len(shown) > ROWS:
         shown = sorted(shown, key=lambda item: -item[1].peak_bytes)
-    for names, m in shown[:ROWS]:
-        yield ", ".join(names) if len(names) <= 8 else f"{len(names)}: {names[0]} ... {names[-1]}", m
+    for ids, m in shown[:ROWS]:
+        yield numbers(ids), m
 
 
 def _some(items: Sequence[object]) -> str:
