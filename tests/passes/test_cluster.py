@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import manymesh as mm
@@ -285,3 +286,76 @@ def test_a_checkpoint_around_a_task_costs_what_one_inside_does(schedule):
     assert sorted(around[0]) == sorted(inside[0])
     assert around[1] == inside[1]
     assert max(around[1]) < max(none[1])
+
+
+def clipped(width):
+    """A training step of two stages whose gradients are clipped by the norm of all of them, under Adam."""
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), name, devices=[i]) for i, name in enumerate(("front", "back"))]
+
+    def loss(ws, x):
+        for task, w in zip(tasks, ws, strict=True):
+            x = task(w, x)
+        return jnp.mean(x**2)
+
+    def train(ws, state, x):
+        grads = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=2, schedule="1f1b", reduce="mean")(ws, x)
+        updates, state = optimizer.update(grads, state, ws)
+        return optax.apply_updates(ws, updates), state
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1e-2))
+    ws = [jnp.eye(width) + 0.1 * k for k in range(2)]
+    return train, (ws, optimizer.init(ws), jnp.ones((4, width)))
+
+
+def test_what_others_wait_for_does_not_wait_for_an_update():
+    """The norm of all gradients: no submesh updates before another one can."""
+    train, args = clipped(512)
+    lowered = mm.jit(train).lower(*args)
+    program = lowered.program
+    after = [f for f in program.fragments if f.name.startswith("after")]
+    assert sorted(f.name for f in after) == ["after_0", "after_0_2", "after_1", "after_1_2"]
+    results = {v for v, _ in program.outputs}
+    sent = {e.var for e in program.edges if e.loop is None}
+    for f in after:
+        assert sent.isdisjoint(f.outvars) or results.isdisjoint(f.outvars), f.name
+    report = lowered.report(mm.inspect.Hardware.h100())
+    when = {label: (start, end) for _, label, _, _, _, start, end in report.spans}
+    assert when["after_1"][0] < when["front_bwd"][1] and when["after_0_2"][0] < when["after_1_2"][1]
+    assert when["after_1_2"][0] < when["after_0_2"][1]
+    assert_agrees(train, *args)
+
+
+def test_what_is_small_is_one_launch():
+    """Where an update takes less than a launch, it is part of what others wait for."""
+    train, args = clipped(32)
+    names = [f.name for f in mm.jit(train).lower(*args).program.fragments]
+    assert sorted(name for name in names if name.startswith("after")) == ["after_0", "after_1", "after_1_2"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (512, [["cos"], ["sin", "reduce_sum"], ["reduce_sum", "add"], ["mul"], ["mul"]]),
+        (2, [["sin", "reduce_sum"], ["cos", "reduce_sum", "add", "mul"], ["mul"]]),
+    ],
+)
+def test_work_does_not_wait_for_what_only_its_reader_waits_for(rows, expected):
+    """A gradient is made before the norm of another one arrives; a small one with it, by one launch."""
+    found = clusters(f"""
+        tasks: one 0, two 1
+        inputs: x f32[{rows},1024], y f32[{rows},1024]
+        loop 0: 2 microbatches, gpipe
+        carry h f32[{rows},1024] = x, then k, at last total
+        carry i f32[{rows},1024] = y, then l, at last other
+        0: k = one: h * 2.0
+        0: l = two: i * 2.0
+        p = lax.sin(total)
+        q = lax.cos(other)
+        s = jnp.sum(p)
+        t = jnp.sum(q)
+        c = s + t
+        u = p * c
+        v = q * c
+        results: u, v
+    """)
+    assert sorted(c for c in found if c) == sorted(expected)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 ROWS = 24  # a longer list is folded
+NOTHING = 1000  # of a peak, what is less than this part of it is not told
 
 
 def as_text(parts: Iterable[RenderableType]) -> str:
@@ -151,12 +152,16 @@ def values(lines: Sequence[ValueLine], edges: Sequence[EdgeLine]) -> Iterator[Re
 
 
 def unmarked(equations: Sequence[tuple[str, int, str, int]]) -> Iterator[str]:
-    """Where equations outside tasks are, and why."""
+    """Where equations outside tasks are, and why; submeshes with the same ones as one."""
     groups: dict[tuple[int, str], list[str]] = {}
     for primitive, submesh, why, count in sorted(equations, key=lambda u: (u[1], u[2], -u[3], u[0])):
         groups.setdefault((submesh, why), []).append(primitive if count == 1 else f"{count} {primitive}")
-    shown = list(groups.items())
-    yield from (f"  unmarked on submesh {s}, {why}: {', '.join(names)}" for (s, why), names in shown[:ROWS])
+    alike: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for (submesh, why), names in groups.items():
+        alike.setdefault((why, tuple(names)), []).append(submesh)
+    shown = sorted(alike.items(), key=lambda item: item[1][0])
+    for (why, primitives), at in shown[:ROWS]:
+        yield f"  unmarked on submesh{'es' * (len(at) > 1)} {numbers(at)}, {why}: {', '.join(primitives)}"
     if len(shown) > ROWS:
         yield f"  ... and on {len(shown) - ROWS} more"
 
@@ -165,9 +170,13 @@ def devices(memory: Mapping[Any, Memory]) -> RenderableType:
     """The memory of each device."""
     from rich.table import Table
 
-    # Many columns: what is nothing everywhere is left out, and cells stand closer.
+    # Many columns: what is next to nothing everywhere is left out, and cells stand closer.
     table = Table(title="memory of each device", title_justify="left", padding=(0, 0, 0, 1))
-    kinds = list(dict.fromkeys(kind for m in memory.values() for kind, count in m.made_of.items() if count))
+    kinds = list(
+        dict.fromkeys(
+            kind for m in memory.values() for kind, count in m.made_of.items() if count > m.peak_bytes / NOTHING
+        )
+    )
     for column in ("devices", "arriving", "peak", "at", *kinds):
         table.add_column(column, justify="left" if column in ("devices", "at") else "right", overflow="fold")
     for devices, m in _alike(memory.items()):
@@ -251,16 +260,16 @@ def _some(items: Sequence[object]) -> str:
 def _bytes(count: float) -> str:
     if count < 1024:
         return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
         count /= 1024
-        if count < 1024 or unit == "GiB":
+        if count < 1024 or unit == "TiB":
             break
     return f"{count:.1f} {unit}"
 
 
 def _flops(count: float) -> str:
-    for unit in ("", "k", "M", "G", "T"):
-        if count < 1000 or unit == "T":
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if count < 1000 or unit == "P":
             break
         count /= 1000
     return f"{count:.3g} {unit}FLOP"

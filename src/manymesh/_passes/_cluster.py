@@ -10,14 +10,16 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from .. import _compat
 from .._compat import Var
 from .._program._flat import FlatProgram
-from .._program._nodes import Node
+from .._program._nodes import Node, nbytes
 from ._scopes import is_rematerialised
+
+WORK = 1 << 20  # bytes; making them takes about as long as a launch
 
 
 @dataclass(eq=False)
@@ -309,13 +311,28 @@ class _Clusterer:
         """
         level: dict[Cluster, int] = {}
         groups: dict[Hashable, list[Cluster]] = defaultdict(list)
-        for c in self._sorted():
+        order = self._sorted()
+        for c in order:
             level[c] = max((level[p] + (0 if _alike(p, c) else 1) for p in self.preds[c]), default=0)
             if c.task is None and c.loop is None and not c.layout_follows_loop:
                 groups[c.submesh, c.phase, c.unstacks, level[c]].append(c)
+        awaited = self._awaited(order)
         for group in groups.values():
-            for c in group[1:]:
-                self._merge(group[0], c)
+            # What others wait for does not wait for the rest, such as the update of this submesh's own parameters.
+            rest = [c for c in group if c not in awaited]
+            for part in ([c for c in group if c in awaited], rest) if _is_work(rest) else (group,):
+                for c in part[1:]:
+                    self._merge(part[0], c)
+
+    def _awaited(self, order: Sequence[Cluster]) -> set[Cluster]:
+        """The clusters outside of loops that another submesh, or a loop, waits for; all of those in a loop."""
+        if self.scope is not None:
+            return set(order)
+        found: set[Cluster] = set()
+        for c in reversed(order):
+            if any(q.submesh != c.submesh or q in found for q in self.succs[c]):
+                found.add(c)
+        return found
 
     def _join_followers(self) -> None:
         """An unmarked cluster joins one alike that waits for it, and that all others wait for: it is launched, and compiled, with it.
@@ -327,8 +344,16 @@ class _Clusterer:
             if not alike or any(n.eqn.effects for n in c.nodes):
                 continue
             follower = min(alike, key=lambda f: min(self.position[n] for n in f.nodes))
-            if all(q is follower or self._lead_to({follower}, q) for q in self.succs[c]):
+            if all(q is follower or self._lead_to({follower}, q) for q in self.succs[c]) and not (
+                _is_work([c]) and self._waits_longer(follower, c)
+            ):
                 self._merge(follower, c)
+
+    def _waits_longer(self, follower: Cluster, c: Cluster) -> bool:
+        """Whether a cluster outside of loops waits for another submesh, for which one before it need not wait."""
+        return self.scope is None and any(
+            p.submesh != c.submesh and not self._lead_to({p}, c) for p in self.preds[follower]
+        )
 
     def _join_tasks(self) -> None:
         """What is still unmarked joins a neighbouring task of its submesh and phase, if no cycle comes of it.
@@ -419,6 +444,11 @@ class _Clusterer:
                     heapq.heappush(ready, (first[q], number[q], q))
         assert len(out) == len(clusters), "merging fragments made a cycle; this is a bug in ManyMesh"
         return out
+
+
+def _is_work(clusters: Sequence[Cluster]) -> bool:
+    """Whether they make so much that it is worth a launch of its own."""
+    return sum(nbytes(v.aval) for c in clusters for n in c.nodes for v in n.outputs) > WORK
 
 
 def _exclude_each_other(a: Cluster, b: Cluster) -> bool:
