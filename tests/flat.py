@@ -38,7 +38,7 @@ from manymesh._program._check import check
 from manymesh._program._flat import Pins, Result
 from manymesh._program._rewrite import trace_eqns
 
-DTYPES = {"f32": "float32", "i32": "int32", "bool": "bool"}
+DTYPES = {"f32": "float32", "i32": "int32", "bool": "bool", "bf16": "bfloat16"}
 NAME = re.compile(r"[A-Za-z_]\w*")
 
 

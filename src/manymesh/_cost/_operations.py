@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from .._compat import AbstractJaxpr, Atom, Eqn, Var
+from .._passes._scatters import SCATTERS
 from .._passes._unreduced._links import links, shape_of
 from .._program._calls import call_body
 from .._program._nodes import nbytes
@@ -19,6 +21,7 @@ Split = tuple[Axes, ...]  # the mesh axes that shard each dimension of a value
 
 NOTHING = -1  # the number of a literal, and of a result that nobody wants
 _CONSTRAINTS = ("sharding_constraint", "manymesh_constraint")
+_VIEWS = ("reshape", "squeeze", *_CONSTRAINTS)
 
 
 @dataclass(slots=True)
@@ -79,7 +82,50 @@ def flatten(jaxpr: AbstractJaxpr) -> Operations:
     parts = _compat.open_jaxpr(jaxpr)
     found.inputs = tuple(found.new(v) for v in parts.invars)
     found.outputs = tuple(_open(found, jaxpr, found.inputs))
+    _add_rows_in_place(found)
     return found
+
+
+def _add_rows_in_place(found: Operations) -> None:
+    """A scatter into zeros that are added to something else is one into that: XLA makes no zeros, and no sum."""
+    if not any(_rows_of(op.eqn) for op in found.operations):
+        return
+    maker = {k: op for op in found.operations for k in op.makes}
+    uses = Counter(k for op in found.operations for k in op.reads)
+    uses.update(found.outputs)
+    gone: list[Operation] = []
+    for op in found.operations:
+        if op.name not in ("add", "add_any"):
+            continue
+        for k, other in (op.reads, op.reads[::-1]):
+            views = []
+            while k in maker and maker[k].name in _VIEWS and uses[k] == 1:
+                views.append(maker[k])
+                k = maker[k].reads[0]
+            scatter = maker.get(k)
+            if scatter is None or uses[k] != 1 or not _rows_of(scatter.eqn) or other == NOTHING:
+                continue
+            zeros = maker.get(scatter.reads[0])
+            if zeros is None or zeros.reads != (NOTHING,) or not _is_zero(zeros.eqn.invars[0]):
+                continue
+            place = found.operations.index(op)
+            found.operations.remove(scatter)
+            found.operations.insert(place - 1, Operation(scatter.eqn, (other, *scatter.reads[1:]), op.makes))
+            gone += [op, *views, *([zeros] if uses[scatter.reads[0]] == 1 else [])]
+            break
+    found.operations = [op for op in found.operations if op not in gone]
+
+
+def _is_zero(v: Atom) -> bool:
+    return isinstance(v, _compat.Literal) and bool(v.val == 0)
+
+
+def _rows_of(eqn: Eqn) -> bool:
+    """Whether an equation adds rows to its first operand, on each device by itself or not."""
+    if eqn.primitive.name != "shard_map":
+        return eqn.primitive.name in SCATTERS
+    parts = _compat.open_jaxpr(eqn.params["jaxpr"])
+    return bool(parts.eqns) and parts.eqns[-1].primitive.name in SCATTERS and parts.outvars[0] in parts.eqns[-1].outvars
 
 
 def _open(found: Operations, jaxpr: AbstractJaxpr, arguments: Sequence[int]) -> list[int]:

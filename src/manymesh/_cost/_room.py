@@ -80,8 +80,9 @@ class _Counter:
                 reads = set().union(*(roots[k] for k in op.reads if k != NOTHING))
                 if self.on_cpu and op.name == "dot_general":
                     reads = self._copied(op, reads, roots, copies, writes)
-                read += sum(self._amount_read(op, k, reads) for k in reads)
-                written += sum(self.bytes[k] for k in makes)
+                if op.name != "shard_map":  # its body reads its operands, and writes its results
+                    read += sum(self._amount_read(op, k, reads) for k in reads)
+                    written += sum(self.bytes[k] for k in makes)
                 own = [k for k in makes if k not in outputs]
                 over = op.name not in _HEAVY and not op.name.startswith("reduce_")
                 writes.append(_Write(reads, makes, own, self.inner.get(at, 0), over))

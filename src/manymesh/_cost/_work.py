@@ -202,9 +202,9 @@ class _Counter:
 
 
 def _ranked(split: Split, v: Var) -> Split:
-    """A split for a value; a literal operand has none, whatever its rank."""
+    """A split for a value; a literal operand has none, whatever its rank, and rows are added to one part of an accumulator."""
     rank = len(shape_of(v))
-    return split if len(split) == rank else ((),) * rank
+    return split[-rank:] if rank and len(split) >= rank else ((),) * rank
 
 
 def _dot(eqn: Eqn) -> float:

@@ -29,6 +29,7 @@ from ._place import place
 from ._repeat import repeat_constraints
 from ._residuals import minimise_residuals
 from ._scans import minimise_scans
+from ._scatters import widen_scatters
 from ._shrink import shrink_where_made
 from ._split import split_weights
 from ._spread import spread_control_flow
@@ -92,6 +93,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("shrink_where_made", shrink_where_made, needs=ALL, makes_stale=ALL),
     Pass("compute_where_read", compute_where_read, needs=ALL, makes_stale=_DEAD),
     Pass("regroup_sums", regroup_sums, needs=_PLACED, makes_stale=ALL),
+    Pass("widen_scatters", widen_scatters, makes_stale=ALL),
     Pass("leave_unreduced", leave_unreduced, needs=ALL, makes_stale=ALL),
     Pass("hold_numbers", hold_numbers, needs=_DEAD, makes_stale=_PLACED),
     Pass("copy_results", copy_results, needs=ALL, makes_stale=_PLACED),

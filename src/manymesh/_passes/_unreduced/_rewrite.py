@@ -30,6 +30,7 @@ from ..._program._flat import FlatProgram
 from ..._program._nodes import Carry, Node, shape_and_dtype
 from ..._program._placement import Placement
 from ..._program._rewrite import Tags, making, substitute, trace_eqns
+from .._scatters import SCATTERS
 from ._dims import Analysis, Entry, Frame, Value, constraint_entries
 from ._linear import is_zero, linear_operands
 from ._links import shape_of
@@ -247,6 +248,9 @@ class _Rewriter:
         )
 
         def sum_own_rows(*operands: Any) -> Any:
+            if eqn.primitive.name in SCATTERS:  # into zeros with the new dimension, or XLA would make them first
+                first, *rest = operands
+                return jax.vmap(lambda zeros: eqn.primitive.bind(zeros, *rest, **eqn.params))(first[None])
             return lax.expand_dims(eqn.primitive.bind(*operands, **eqn.params), (0,))
 
         parts = jax.shard_map(
