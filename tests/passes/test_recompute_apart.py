@@ -126,6 +126,46 @@ def test_a_checkpoint_around_the_whole_model_is_a_pipeline(policy, schedule):
     assert_agrees(whole.fun, parameters(), batch())
 
 
+def in_a_v(schedule, checkpoint, places=(0, 1, 1, 0)):
+    """A U-Net whose skip connections stay on their submeshes, and an embedding that all of a submesh's blocks read."""
+
+    def down(w, x):
+        return jnp.tanh(x @ w), jnp.sin(x @ w)
+
+    def up(w, x, skip, time):
+        return jnp.tanh((x + skip) @ w) * time
+
+    embed = mm.task(lambda x: jnp.cos(x[:, :1]), "time", devices=[places[0]])
+    downs = [mm.task(down, f"down_{i}", devices=[places[i]]) for i in range(2)]
+    ups = [mm.task(up, f"up_{i}", devices=[places[3 - i]]) for i in range(2)]
+
+    def loss(ws, x):
+        time, skips = embed(x), []
+        for task, w in zip(downs, ws[:2], strict=True):
+            x, skip = task(w, x)
+            skips.append(skip)
+        for task, w in zip(reversed(ups), ws[2:], strict=True):
+            x = task(w, x, skips.pop(), time)
+        return jnp.mean(x**2)
+
+    return step(jax.checkpoint(loss) if checkpoint else loss, schedule), [w[0] for w in parameters()[:4]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "places"),
+    [("1f1b", (0, 1, 1, 0)), ("zbv", (0, 1, 1, 0)), ("zero-bubble-h1", (0, 1, 1, 0)), ("interleaved", (0, 1, 0, 1))],
+)
+def test_what_goes_to_a_later_stage_of_its_submesh_is_kept(schedule, places):
+    """It crosses nothing, but to compute it again is no part of the backward pass of the stage that reads it."""
+    whole, ws = in_a_v(schedule, True, places)
+    plain, _ = in_a_v(schedule, False, places)
+    lowered = whole.lower(ws, batch())
+    assert lowered.program.loops[0].in_order
+    assert lowered.program.loops[0].placement == plain.lower(ws, batch()).program.loops[0].placement
+    assert crossing(lowered) == crossing(plain.lower(ws, batch()))
+    assert_agrees(whole.fun, ws, batch())
+
+
 def test_without_the_pass_it_is_none(monkeypatch):
     switch_off(monkeypatch, "recompute_apart")
     with pytest.raises(mm.errors.PlacementError, match="one after the other"):

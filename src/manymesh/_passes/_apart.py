@@ -1,7 +1,9 @@
 """What ``jax.checkpoint`` computes again, each submesh computes again from what came to it in the forward pass.
 
 Around tasks of several submeshes it would go through all of them once more, from one to the next, before the backward pass
-could begin: no pipeline. What crosses from one submesh to the next is there, from the forward pass, and is kept.
+could begin: no pipeline. What crosses from one submesh to the next is there, from the forward pass, and is kept. So is what
+goes from a stage to a later one of its own submesh, as the skip connections of a U-Net do: to compute it again would be a
+part of the earlier stage's backward pass, which is not there yet.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def recompute_apart(flat: FlatProgram) -> FlatProgram:
     worker = _Worker(slim)
     edit = Editor(slim)
     for n in slim.nodes:
-        env = {v: worker.again[v] for v in n.inputs if v in worker.again and worker.crosses(v, n)}
+        env = {v: worker.again[v] for v in worker.crossing(n)}
         if env:
             edit.replace_node(n, [reading(n, env)])
     after = edit.result()
@@ -65,6 +67,7 @@ class _Worker:
         self.again: dict[Var, Var] = {}
         self._first: dict[Var, Var] = {}  # value -> the first of those that are computed alike
         self._find()
+        self._level = self._levels() if self.again else {}
 
     def _find(self) -> None:
         """Fills in the values that are computed again, in order: one of them may be made of others."""
@@ -119,8 +122,27 @@ class _Worker:
         operands = tuple([self._known(v) for v in dict.fromkeys(n.inputs)])
         return [(v, (one, operands, i, around)) for i, v in enumerate(n.outputs)]
 
-    def crosses(self, v: Var, reader: Node) -> bool:
-        """Whether a value that is computed again is read elsewhere than it is made: of both, where the forward pass had them."""
+    def _levels(self) -> dict[Var, int]:
+        """How often the way to a value of the forward pass goes from one submesh to another: its stage, so to say."""
+        level: dict[Var, int] = {}
+        for n in self._flat.nodes:
+            if not n.backward and not is_rematerialised(n.stack):
+                found = (level[v] + self._is_elsewhere(v, n) for v in n.inputs if v in level)
+                level.update(dict.fromkeys(n.outputs, max(found, default=0)))
+        return level
+
+    def _is_elsewhere(self, v: Var, n: Node) -> bool:
+        return set(self._placement.node[n]).isdisjoint(self._placement.node[self._flat.index.producer[v]])
+
+    def crossing(self, reader: Node) -> list[Var]:
+        """What is computed again and read elsewhere, or in a later stage: of both, where the forward pass had them."""
+        again = [v for v in reader.inputs if v in self.again]
+        before = next((self.again[v] for v in reader.outputs if v in self.again), None)
+        of = [self.again[v] for v in again] if before is None else [before]
+        stage = max((self._level[v] for v in of), default=0)
+        return [v for v in again if self._crosses(v, reader) or self._level[self.again[v]] < stage]
+
+    def _crosses(self, v: Var, reader: Node) -> bool:
         return set(self._at(reader)).isdisjoint(self._at(self._flat.index.producer[v]))
 
     def _at(self, n: Node) -> tuple[int, ...]:

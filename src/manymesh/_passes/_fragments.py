@@ -143,7 +143,7 @@ class _Builder:
         return f"{self._called(maker)} makes {short(value[0])}{at}, which {self._called(reader)} reads{when}"
 
     def _called(self, c: Cluster) -> str:
-        names = [self.flat.tasks[n.task].name or "task" for n in c.nodes if n.task is not None]
+        names = dict.fromkeys(self.flat.tasks[n.task].name or "task" for n in c.nodes if n.task is not None)
         phase = ("", "the backward pass of ", "the weight-gradient pass of ")[c.phase]
         return phase + (
             f"task {', '.join(map(repr, names))}" if names else f"what is outside of tasks on submesh {c.submesh}"

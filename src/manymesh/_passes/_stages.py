@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from .._implicit import Iteration, iterations_of, path_of
 from ._cluster import Cluster
+from ._scopes import is_rematerialised
 
 
 def number_stages(
@@ -76,6 +77,7 @@ def number_stages(
             on_submesh[c.submesh].append(len(extra) - 1)
             fitting = [len(extra) - 1]
         stage[c] = max(fitting)
+    _compute_again_for_the_first_reader(order, preds, stage)
     placement = tuple(extra)
     position = {c: i for i, c in enumerate(order)}
     against = next(
@@ -89,6 +91,16 @@ def number_stages(
         None,
     )
     return stage, placement, against
+
+
+def _compute_again_for_the_first_reader(
+    order: list[Cluster], preds: Mapping[Cluster, set[Cluster]], stage: dict[Cluster, int]
+) -> None:
+    """What is computed again belongs to the first of the backward passes that read it, if a later stage's is one of them."""
+    for c in reversed(order):
+        for p in preds[c]:
+            if p.phase == 1 and c.phase and p.submesh == c.submesh and all(is_rematerialised(n.stack) for n in p.nodes):
+                stage[p] = max(stage[p], stage[c])
 
 
 def _join(main: list[Cluster], readers: Mapping[Cluster, list[Cluster]], hops: dict[Cluster, int]) -> None:
