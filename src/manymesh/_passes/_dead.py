@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .. import _compat
-from .._compat import Var
+from .._compat import Atom, Var
 from .._program._flat import FlatProgram
 from .._program._nodes import Loop, Node
+from .._program._rewrite import rename
 
 
 def remove_dead(flat: FlatProgram) -> FlatProgram:
@@ -17,11 +18,24 @@ def remove_dead(flat: FlatProgram) -> FlatProgram:
     Loops keep only the carries and collected values that are read after them. This repeats until nothing changes,
     because a dropped carry can free what only it read.
     """
+    flat = _name_once(flat)
     while True:
         slim = _drop_from_loops(_drop_nodes(flat))
         if slim is flat:
             return flat
         flat = slim
+
+
+def _name_once(flat: FlatProgram) -> FlatProgram:
+    """Reads a value that a task returns twice under one name: as its result and, say, as what a checkpoint's policy saves."""
+    alias: dict[Var, Atom] = {}
+    for node in flat.nodes:
+        if node.task is not None:
+            outvars, first = _compat.open_jaxpr(node.eqn.params["jaxpr"]).outvars, dict[Var, Var]()
+            for v, inner in zip(node.eqn.outvars, outvars, strict=True):
+                if _compat.is_var(v) and _compat.is_var(inner) and (known := first.setdefault(inner, v)) is not v:
+                    alias[v] = known
+    return rename(flat, alias)
 
 
 def _drop_nodes(flat: FlatProgram) -> FlatProgram:

@@ -27,7 +27,8 @@ from .._task import mesh_devices
 # Elementwise, without a function that takes more than a few instructions; and what only moves or names elements.
 _CHEAP = frozenset({
     "abs", "add", "add_any", "and", "bitcast_convert_type", "broadcast_in_dim", "clamp", "clz", "complex", "conj",
-    "convert_element_type", "copy", "dynamic_slice", "eq", "ge", "gt", "imag", "iota", "le", "lt", "max", "min", "mul", "ne", "neg",
+    "convert_element_type", "copy", "dynamic_slice", "eq", "ge", "gt", "imag", "iota", "le", "lt", "max", "min", "mul", "name", "ne",
+    "neg",
     "not", "one_minus_square", "or", "population_count", "real", "reshape", "reshard", "rev", "select_n", "sharding_constraint",
     "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "split", "square", "squeeze", "stop_gradient",
     "sub", "tile", "transpose", "unstack", "xor", constraint_p.name,
@@ -40,7 +41,7 @@ _FUNCTIONS = {
 }  # fmt: skip
 # Those that only move or name elements.
 _MOVES = {
-    "broadcast_in_dim", "copy", "reshape", "reshard", "sharding_constraint", "squeeze", "stop_gradient", constraint_p.name,
+    "broadcast_in_dim", "copy", "name", "reshape", "reshard", "sharding_constraint", "squeeze", "stop_gradient", constraint_p.name,
 }  # fmt: skip
 _SUMS = {"add", "add_any"}
 # What is expensive and reads what is computed on the way.

@@ -137,6 +137,9 @@ def nbytes(aval: AbstractValue) -> int:
 @functools.cache
 def _width(dtype: jax.typing.DTypeLike) -> int:
     """Bytes of an element."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return math.prod(words.shape) * words.dtype.itemsize
     return 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else int(np.dtype(dtype).itemsize)
 
 
