@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
 
 import manymesh as mm
 from flat import switch_off
@@ -101,6 +102,7 @@ CASES = {
     "tanh": (jnp.tanh, ACTIVATION),  # the result
     "polynomial": (lambda x: x**3 + 2 * x**2 - x, ACTIVATION),  # the operand
     "scaled": (lambda x: 3 * jnp.exp(x) + 1, ACTIVATION),  # the exponential
+    "named": (lambda x: checkpoint_name(jnp.tanh(x), "h"), ACTIVATION),  # the result: a name is no value of its own
     "dropout": (lambda x: jnp.where(x > 0.5, x, 0) / 0.9, ACTIVATION + ROWS * WIDTH),  # the result, and a mask
     # The operand, the minimum, where it is, and how often: looked for again, it could be equal to no element.
     "lowest": (lambda x: x**2 - (0.3 * x + 0.1).min(axis=-1, keepdims=True), ACTIVATION + ROWS * WIDTH + 8 * ROWS),

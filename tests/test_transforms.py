@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import jet
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,6 +27,19 @@ from stages import (
 )
 
 # Differentiation and gradients
+
+
+def test_taylor_series_through_tasks():
+    """Higher derivatives along a line, as for the Laplacian of a network that solves an equation."""
+
+    def along(p, x, v):
+        def net(x):
+            return jnp.sum(back(p["back"], front(p["front"], x)))
+
+        return jet.jet(net, (x,), ((v, jnp.zeros_like(v)),))
+
+    value, (first, second) = assert_agrees(along, parameters(), rows(), jnp.ones_like(rows()))
+    assert first != 0 and second != 0
 
 
 def test_a_gradient_that_leaves_one_task_enters_another_of_another_size():

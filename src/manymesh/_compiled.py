@@ -325,7 +325,8 @@ def outline(program: Program, plan: Plan) -> str:
     """What a step consists of, in half a line."""
     kinds = Counter(type(i) for i in plan.instructions)
     loops = ", ".join(
-        f"{loop.num_microbatches} microbatches under {getattr(loop.schedule, 'name', loop.schedule)}"
+        f"{loop.num_microbatches} microbatches "
+        + (f"under {getattr(loop.schedule, 'name', loop.schedule)}" if loop.in_order else "one after the other")
         for loop in program.loops
     )
     transfers = kinds[Receive] + sum(1 for _ in arguments_elsewhere(program, plan))

@@ -220,7 +220,10 @@ def make_report(
             memory(program, plan, found.layout, found.kinds, [f.temporary_bytes for f in counted], found.late),
         )
     made, reused = compilations or (None, None)
-    schedules = tuple((_schedule_name(x.schedule), x.placement, x.num_microbatches) for x in program.loops)
+    schedules = tuple(
+        (_schedule_name(x.schedule) if x.in_order else "none, one after the other", x.placement, x.num_microbatches)
+        for x in program.loops
+    )
     shared = tuple(
         SharedDevices(at, tuple(map(str, devices))) for at, devices in device_groups(program).items() if len(at) > 1
     )

@@ -210,3 +210,19 @@ def test_names_of_flax_follow_the_task_around_a_model():
         layouts.append((kernel.spec, compiled.output_shardings.spec))
     assert tuple(layouts[1][0]) == (None, "data")
     assert [tuple(spec)[:2] for _, spec in layouts[::2]] == [("data",), (None, "data")]
+
+
+def test_keys_are_looked_after_in_the_whole_step():
+    """``jax_debug_key_reuse``: a key used twice is an error, one that is split over fragments is none."""
+
+    def step(p, x, key):
+        key, sub = jax.random.split(key)
+        dropped = lambda p, x, k: loss(p, x * jax.random.bernoulli(k, 0.5, x.shape))  # noqa: E731
+        grads = mm.microbatch(jax.grad(dropped), argnum=1, num_microbatches=2, rng_argnum=2)(p, x, sub)
+        return grads, key
+
+    args = parameters(), rows(), jax.random.key(0)
+    with jax.debug_key_reuse(True):
+        assert_same(mm.jit(step)(*args)[0], reference(step, *args)[0])
+        with pytest.raises(jax.errors.KeyReuseError):
+            mm.jit(lambda p, x, key: noise(x, key) + noise(x, key))(*args)

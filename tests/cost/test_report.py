@@ -340,3 +340,13 @@ def test_out_info_of_what_is_stacked_is_whole():
     found = made.compile()(jnp.ones((4, 8, 8)), jnp.ones((2, 8)))
     assert (made.out_info.shape, made.out_info.sharding) == (found.shape, found.sharding)
     assert sum(t.parameters for t in made.report().tasks) == 4 * 8 * 8
+
+
+@pytest.mark.parametrize(("kind", "width"), [("threefry2x32", 8), ("rbg", 16)])
+def test_a_key_is_as_large_as_its_words(kind, width):
+    """Of whatever kind."""
+    front = mm.task(lambda keys: jax.vmap(jax.random.uniform)(keys), "front", devices=[0])
+    back = mm.task(lambda keys, u: jax.vmap(jax.random.normal)(keys) * u, "back", devices=[1])
+    keys = jax.random.split(jax.random.key(0, impl=kind), 16)
+    report = mm.jit(lambda keys: back(keys, front(keys))).lower(keys).report()
+    assert {v.nbytes for v in report.values if v.name == "args[0]"} == {16 * width}

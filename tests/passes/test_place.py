@@ -359,3 +359,35 @@ def test_a_small_state_that_nobody_needs_stays_with_what_it_is_made_of():
     at = jax.tree.map(lambda s: sorted(d.id for d in s.device_set), compiled.input_shardings[0][:2])
     assert at == ([{"b": [i], "w": [i]} for i in range(2)],) * 2
     assert_agrees(step, *args)
+
+
+@pytest.mark.parametrize("unmarked", [True, False], ids=["looked up outside", "looked up in a task"])
+def test_a_tied_head_of_few_tokens_is_where_its_table_lies(unmarked):
+    """One token of each sequence: activations go to the table, which is larger than all of them, and no table to them."""
+    front, back = (
+        mm.task(lambda w, x: x + jnp.tanh(x @ w), name, devices=[i]) for i, name in enumerate(("front", "back"))
+    )
+    embed = (lambda e, t: e[t]) if unmarked else mm.task(lambda e, t: e[t], "embed", devices=[0])
+
+    def decode(p, tokens):
+        h = back(p["back"], front(p["front"], embed(p["table"], tokens)))
+        return jnp.argmax(h @ p["table"].T, -1)
+
+    p = {"table": jnp.sin(jnp.arange(512.0 * 16)).reshape(512, 16), "front": jnp.eye(16), "back": jnp.eye(16)}
+    report = mm.jit(decode).lower(p, jnp.arange(4)).report()
+    assert {(e.source, e.target): e.nbytes for e in report.edges} == {(0, 1): 4 * 16 * 4, (1, 0): 4 * 16 * 4}
+    assert_agrees(decode, p, jnp.arange(4))
+
+
+def test_a_tied_head_of_many_tokens_is_where_they_are():
+    """As many as there are rows of the table: the table goes to them, once."""
+    front, back = (
+        mm.task(lambda w, x: x + jnp.tanh(x @ w), name, devices=[i]) for i, name in enumerate(("front", "back"))
+    )
+
+    def score(p, tokens):
+        return jnp.mean(back(p["back"], front(p["front"], p["table"][tokens])) @ p["table"].T)
+
+    p = {"table": jnp.ones((64, 16)), "front": jnp.eye(16), "back": jnp.eye(16)}
+    report = mm.jit(score).lower(p, jnp.arange(256) % 64).report()
+    assert {(e.source, e.target): e.nbytes for e in report.edges} == {(0, 1): 256 * 16 * 4 + 64 * 16 * 4}

@@ -247,3 +247,25 @@ def test_norms_of_small_weights_are_added_up_where_the_weights_are():
     assert {len(program.input_submeshes[v]) for v in program.invars} == {1}
     assert [e.nbytes for e in program.edges if e.nbytes < x.nbytes] == [4] * 4  # two for each sum
     assert_agrees(step, params, x)
+
+
+@pytest.mark.parametrize("heads", [(0, 1), (0, 1, 0), (1, 0, 1), (0, 1, 0, 1), (1, 1, 0)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_gradients_of_heads_are_added_up_where_they_are_made(heads, schedule):
+    """Each submesh sends one to the trunk that all heads read, so that microbatches overlap."""
+    trunk = [mm.task(lambda w, x: jnp.tanh(x @ w), f"trunk_{i}", devices=[i]) for i in range(2)]
+    tasks = [mm.task(lambda w, x: x @ w, f"head_{i}", devices=[at]) for i, at in enumerate(heads)]
+
+    def loss(ws, x):
+        for task in trunk:
+            x = task(ws[0], x)
+        return jnp.mean(sum(task(w, x) for task, w in zip(tasks, ws[1:], strict=True)) ** 2)
+
+    grads = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=4, schedule=schedule, reduce="mean")
+    args = [jnp.eye(8) + 0.1 * i for i in range(1 + len(heads))], jnp.sin(jnp.arange(128.0)).reshape(16, 8)
+    program = mm.jit(grads).lower(*args).program
+    assert program.loops[0].in_order
+    kinds = {v: f.kind for f in program.fragments for v in f.outvars}
+    back = [e for e in program.edges if e.loop is not None and kinds[e.var] == "B" and (e.source, e.target) == (0, 1)]
+    assert len(back) <= 2  # of the loss, and of all heads there
+    assert_agrees(grads, *args)

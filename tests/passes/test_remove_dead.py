@@ -91,3 +91,18 @@ def test_what_a_node_says_besides_stays():
         results: total
     """)
     assert "0: e f32[4] = task front_wgt(b)" in lines(run("remove_dead", flat))
+
+
+def test_what_a_task_returns_twice_has_one_name():
+    """As its result, and as what the policy of a checkpoint saves: it crosses once."""
+    flat = program("""
+        tasks: front 0, back 1
+        inputs: x f32[2,4]
+        g, h = front: (lambda y: (y, y))(lax.tanh(x))
+        i = back: g * 2.0
+        j = back_bwd: i + h
+        results: j
+    """)
+    after = run("remove_dead", flat)
+    front, back, backward = (n for n in after.nodes if n.task)
+    assert front.outputs == back.inputs and set(backward.inputs) == {*front.outputs, *back.outputs}

@@ -126,7 +126,8 @@ def trace_jaxpr(name: str, jaxpr: Jaxpr, avals: Sequence[Any], **how: Any) -> ja
         return call(name, body, args)
 
     stands_in.__name__ = stands_in.__qualname__ = name
-    traced = jax.jit(stands_in, **how).trace(*avals)
+    with jax.debug_key_reuse(False):  # it was checked in the whole, of which this is a part
+        traced = jax.jit(stands_in, **how).trace(*avals)
     info = without_consts(traced.jaxpr).debug_info
     traced._params = {**traced._params, "jaxpr": close(jaxpr.replace(debug_info=info))}
     return traced

@@ -12,6 +12,7 @@ from jax._src import api, api_util, config, core, sharding_impls, traceback_util
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters.batching import BatchTrace
 from jax._src.lax import lax as lax_internals
+from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -106,12 +107,17 @@ def linear_identity(
             return value, ad.Zero(jax.typeof(value).to_tangent_aval())
         return value, prim.bind(tangent)
 
+    def with_series(primals: Any, series: Any, **params: Any) -> Any:
+        of_terms = {} if of_values else params
+        return prim.bind(*primals, **params), [prim.bind(*terms, **of_terms) for terms in zip(*series, strict=True)]
+
     prim.def_impl(lambda x, **_: x)
     prim.def_abstract_eval(lambda x, **_: x if keeps_mesh else _without_mesh(x))
     ad.deflinear2(prim, lambda ct, _, **params: [prim.bind(ct, **params)])
     if of_values:
         ad.primitive_jvps[prim] = with_tangent
     batching.primitive_batchers[prim] = batched
+    jet.jet_rules[prim] = with_series  # type: ignore[assignment]  # typed by its first entry
     mlir.register_lowering(prim, mlir.lower_fun(lower, multiple_results=False))
     return prim
 

@@ -68,7 +68,8 @@ class LoopLine:
 
     Attributes:
       name: of the function that `microbatch` wrapped.
-      schedule, placement, microbatches: how it runs; stage -> submesh.
+      schedule, placement, microbatches: how it runs; stage -> submesh. Where the stages do not fit the schedule that was
+        asked for, microbatches run one after the other, and the schedule says so.
       bubble_fraction: the part of the time of its submeshes in which they wait, in [0, 1).
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .. import _compat
@@ -364,9 +364,12 @@ class _Clusterer:
         while changed:
             changed = False
             order = {c: i for i, c in enumerate(self._sorted())}
+            stage: dict[str, int] = {}  # once all is part of a forward pass that can be
             for c in order:
+                if c.backward and not stage:
+                    stage = self._stages_of_tasks()
                 if c.task is None and not c.layout_follows_loop and not c.unstacks and c.loop is None:
-                    t = self._neighbouring_task(c, order)
+                    t = self._neighbouring_task(c, order, stage)
                     if t is not None:
                         self._merge(t, c)
                         changed = True
@@ -388,10 +391,29 @@ class _Clusterer:
             if readers or tasks:
                 self._merge((readers or tasks)[0], c)
 
-    def _neighbouring_task(self, c: Cluster, order: dict[Cluster, int]) -> Cluster | None:
+    def _stages_of_tasks(self) -> dict[str, int]:
+        """How often the way to a task of a loop goes from one submesh to another, in the forward pass."""
+        hops: dict[Cluster, int] = {}
+        stage: dict[str, int] = {}
+        for c in self._sorted() if self.scope is not None else ():
+            if not c.backward:
+                hops[c] = max((hops[p] + (p.submesh != c.submesh) for p in self.preds[c] if p in hops), default=0)
+                if c.task is not None:
+                    stage[c.task] = max(hops[c], stage.get(c.task, 0))
+        return stage
+
+    def _turn(self, t: Cluster, makes: bool, stage: Mapping[str, int]) -> int:
+        """Of backward passes that make a value that of the earliest stage comes first, of those that read it of the latest.
+
+        Else one of a later stage would wait for one of an earlier stage.
+        """
+        number = stage.get(t.task or "", 0)
+        return number if makes else -number
+
+    def _neighbouring_task(self, c: Cluster, order: dict[Cluster, int], stage: Mapping[str, int]) -> Cluster | None:
         near = [t for t in (*self.preds[c], *self.succs[c]) if t.task is not None]
         near = [t for t in near if t.submesh == c.submesh and t.phase == c.phase]
-        near.sort(key=lambda t: (t not in self.preds[c], -order[t]))
+        near.sort(key=lambda t: (t not in self.preds[c], self._turn(t, t in self.preds[c], stage), -order[t]))
         return next((t for t in near if not self._path_around(t, c) and not self._would_wait(t, c)), None)
 
     def _would_wait(self, t: Cluster, c: Cluster) -> bool:

@@ -11,6 +11,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from jax.sharding import Mesh
 
@@ -184,6 +185,7 @@ class _Placer:
         while open_nodes:
             rest = self._sweep(open_nodes, self._vote_made, "reads")
             if len(rest) == len(open_nodes):
+                home.update(self._input_homes(besides=home))
                 rest = self._sweep(open_nodes, lambda n: self._vote_states(n, home), "state")
             if len(rest) == len(open_nodes):
                 rest = self._sweep(open_nodes[::-1], self._vote_outputs, "read by")[::-1]
@@ -489,11 +491,17 @@ class _Placer:
             for linked in (*self.index.continues_as.get(v, ()), *self.next_read_as.get(v, ())):
                 yield from self._readers(linked, depth + 1)
 
-    def _input_homes(self) -> dict[Var, int]:
-        """Homes of inputs: given, else where the tasks that read them run; of equals where its gradient is, or the first."""
+    def _input_homes(self, besides: Mapping[Var, int] = MappingProxyType({})) -> dict[Var, int]:
+        """Homes of inputs: given, else where what reads them runs; of equals where its gradient is, or the first.
+
+        Args:
+          besides: those of inputs that have one.
+        """
         home = {}
         following = {v: self.flat.outvars[o] for v, o in self.flat.pins.states}
         for v in self.flat.invars:
+            if v in besides:
+                continue
             if v in self.pinned:
                 home[v] = self.pinned[v]
                 continue

@@ -224,7 +224,7 @@ def is_zero(v: Atom, producer: Mapping[Var, Node]) -> bool:
 
 def _regroup_chains(flat: FlatProgram, placement: Placement) -> FlatProgram:
     """Adds up on each submesh first, wherever a sum's terms lie on several."""
-    producer, uses = flat.index.producer, flat.index.uses
+    producer, uses, readers = flat.index.producer, flat.index.uses, flat.index.readers
     homes = _Homes(flat, placement)
     done: set[Node] = set()
     replaced: dict[Node, list[Node]] = {}
@@ -235,7 +235,12 @@ def _regroup_chains(flat: FlatProgram, placement: Placement) -> FlatProgram:
         terms, nodes = terms_of_sum(result, producer, uses, root.loop)
         done.update(nodes)
         groups = _by_submesh(terms, homes)
-        if len(nodes) < 2 or len(groups) < 2 or max(map(len, groups.values())) == 1 or _is_grouped(nodes, homes):
+        if (
+            len(nodes) < 2
+            or len(groups) < 2
+            or max(map(len, groups.values())) == 1
+            or _is_grouped(nodes, homes, readers.get(result, ()))
+        ):
             continue
         made: list[Node] = []
         subtotals = []
@@ -292,12 +297,23 @@ class _Homes:
         return made is not None and self.placement.reason.get(made) == "cloned"
 
 
-def _is_grouped(nodes: Sequence[Node], homes: _Homes) -> bool:
-    """Whether the sum already adds up locally: at most (submeshes - 1) additions read from elsewhere."""
+def _is_grouped(nodes: Sequence[Node], homes: _Homes, readers: Sequence[Node]) -> bool:
+    """Whether the sum already adds up locally: at most (submeshes - 1) additions, and readers of it, read from elsewhere.
+
+    Args:
+      nodes: its additions.
+      homes: where terms are.
+      readers: what reads the sum. If all of it is on one submesh, the sum has to come there.
+    """
     at = {v: homes.get(v) for n in nodes for v in n.inputs}
     places = {n: homes.placement.node.get(n, ()) for n in nodes}
     crossing = sum(any(at[v] is not None and at[v] not in places[n] for v in n.inputs) for n in nodes)
-    return crossing <= max(len({k for k in at.values() if k is not None}) - 1, 0)
+    there = {k for k in at.values() if k is not None}
+    goes_to = {k for n in readers for k in homes.placement.node.get(n, ())}
+    if len(goes_to) == 1:
+        crossing += goes_to.isdisjoint(places[nodes[0]])
+        there |= goes_to
+    return crossing <= max(len(there) - 1, 0)
 
 
 def summed(xs: Sequence[Any]) -> jax.Array:

@@ -139,7 +139,7 @@ def _width(dtype: jax.typing.DTypeLike) -> int:
     """Bytes of an element."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-        return math.prod(words.shape) * words.dtype.itemsize
+        return int(math.prod(words.shape) * words.dtype.itemsize)
     return 8 if jnp.issubdtype(dtype, jax.dtypes.extended) else int(np.dtype(dtype).itemsize)
 
 
