@@ -14,6 +14,22 @@ from manymesh._passes._blocks._ties import block_eqn, joins_blocks, put_together
 COUNT = 2
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 2)), jnp.float32)
 ROW = X[:, :1]
+SQUARES = jnp.einsum("lij,lik->ljk", X, X)[:, :2, :2] + 3 * jnp.eye(2)
+PLACES = jnp.asarray([[[[1]], [[0]]] * 3] * 4, jnp.int32)
+
+
+def gathered(x, i, sizes, at, batch=()):
+    """Elements of ``x`` at places along one dimension."""
+    whole = [d for d in range(x.ndim) if d not in (*at, *batch)]
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=(0, 2)[: len(whole)] if whole else (), collapsed_slice_dims=at, start_index_map=at,
+        operand_batching_dims=batch, start_indices_batching_dims=batch,
+    )  # fmt: skip
+    return lax.gather_p.bind(
+        x, i, dimension_numbers=numbers, slice_sizes=sizes, indices_are_sorted=False, unique_indices=False,
+        mode=lax.GatherScatterMode.CLIP, fill_value=None,
+    )  # fmt: skip
+
 
 # name -> the function, its operands, the dimension of the first operand that is cut.
 CASES = {
@@ -42,6 +58,17 @@ CASES = {
     "stack": (lambda x, y: jnp.stack([x, y], 1), (X, X + 1), 1),
     "batched product": (lambda x, y: lax.dot_general(x, y, (((2,), (2,)), ((0,), (0,)))), (X, X + 1), 0),
     "product, rows": (lambda x, y: lax.dot_general(x, y, (((2,), (1,)), ((), ()))), (X, jnp.ones((5, 2))), 1),
+    "cholesky": (lambda x: lax.linalg.cholesky_p.bind(x), (SQUARES,), 0),
+    "eigh": (lambda x: lax.linalg.eigh(x, symmetrize_input=False), (SQUARES,), 0),
+    "svd": (lambda x: lax.linalg.svd(x), (SQUARES,), 0),
+    "lu": (lambda x: lax.linalg.lu(x), (SQUARES,), 0),
+    "permutation": (lambda x: lax.linalg.lu_pivots_to_permutation(x, 3), (jnp.ones((4, 3), jnp.int32),), 0),
+    "triangular_solve": (lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), (SQUARES, SQUARES + 1), 0),
+    "fft": (lambda x: lax.fft_p.bind(x, fft_type=lax.FftType.FFT, fft_lengths=(2,)), (X.astype(jnp.complex64),), 1),
+    "top_k": (lambda x: lax.top_k(x, 3), (X.transpose(2, 0, 1),), 0),
+    "convolution": (lambda x, k: lax.conv(x, k, (1,), "SAME"), (X, jnp.ones((3, 6, 3))), 0),
+    "looked up side by side": (lambda x, i: gathered(x, i, (1, 1, 1), batch=(0, 1), at=(2,)), (X, PLACES), 0),
+    "looked up, whole": (lambda x, i: gathered(x, i, (4, 1, 2), at=(1,)), (X, PLACES[0, :, 0]), 0),
     "product over blocks": (lambda x, y: lax.dot_general(x, y, (((0,), (0,)), ((), ()))), (X, X[:, 0]), 0),
 }  # fmt: skip
 

@@ -92,6 +92,14 @@ def _spans(node: Node, flat: FlatProgram) -> bool:
     return len(places) > 1
 
 
+def is_short(node: Node) -> bool:
+    """Whether a scan outside of loops over microbatches becomes a bearable number of equations where it is opened."""
+    scan = _compat.scan_parts(node.eqn)
+    if node.loop is not None or scan.length > UNROLLED:
+        return False
+    return scan.length * len(inlined(_compat.open_jaxpr(scan.jaxpr).eqns)[0]) <= MOST
+
+
 def _comes_apart(node: Node, flat: FlatProgram) -> bool:
     """Whether the large values of a scan are on several submeshes, and some of them never meet the others.
 
@@ -99,12 +107,10 @@ def _comes_apart(node: Node, flat: FlatProgram) -> bool:
     """
     scan, homes = _compat.scan_parts(node.eqn), flat.placement.home if flat.placement is not None else {}
     given = {homes[v] for v in node.inputs if nbytes(v.aval) > SMALL and v in homes}
-    if node.loop is not None or scan.length > UNROLLED or len(given) < 2:
+    if len(given) < 2 or not is_short(node):
         return False
     inner = _compat.open_jaxpr(scan.jaxpr)
     eqns, env = inlined(inner.eqns)
-    if scan.length * len(eqns) > MOST:
-        return False
     groups = Groups[Var]()
     outs = [env.get(v, v) if _compat.is_var(v) else v for v in inner.outvars[: scan.num_carry]]
     carry = inner.invars[scan.num_consts : scan.num_consts + scan.num_carry]

@@ -22,6 +22,7 @@ from ..._compat import Var
 from ..._program._flat import FlatProgram
 from ..._program._nodes import Loop, Node, nbytes, shape_and_dtype
 from ..._task import mesh_devices
+from .._spread import is_short
 from ._ties import Tie, joins_blocks, taken_apart, tie_of
 
 
@@ -54,7 +55,7 @@ class Uneven:
 
 @dataclass(frozen=True)
 class Found:
-    """What lies in blocks, what does not though its layers do, and the conditionals that are in the way."""
+    """What lies in blocks, what does not though its layers do, and the conditionals and short scans that are in the way."""
 
     split: Mapping[Var, Split]
     uneven: tuple[Uneven, ...]
@@ -203,17 +204,31 @@ class _Finder:
         n = self.producer.get(v)
         if n is None:
             return True  # of a loop; what its body makes decides
-        if n.task is None and n.primitive == "cond":
-            self.conditionals[n] = None
+        self._note(n, None)
         if n.task is None and n.mesh is None and joins_blocks(n.eqn, split.dim, len(split.submeshes)) is not None:
             return True
         return tie_at(n, ~n.eqn.outvars.index(v), split) is not None
 
+    def _note(self, n: Node, v: Var | None) -> None:
+        """Notes what is in the way, where it can be opened: a conditional, or a short scan that changes a value, or goes over it.
+
+        Args:
+          n: the equation.
+          v: the value that it reads; None for one that it makes.
+        """
+        if n.task is not None or n in self.conditionals:
+            return
+        opens = n.primitive == "cond"
+        if n.primitive == "scan":
+            constants = n.eqn.invars[: _compat.scan_parts(n.eqn).num_consts]
+            opens = not any(x is v for x in constants) and is_short(n)
+        if opens:
+            self.conditionals[n] = None
+
     def _spread(self, v: Var) -> None:
         split = self.split[v]
         for n in self.readers.get(v, ()):
-            if n.task is None and n.primitive == "cond":
-                self.conditionals[n] = None
+            self._note(n, v)
             for k, x in enumerate(n.eqn.invars):
                 if x is v:
                     self._along(n, tie_at(n, k, split), split)

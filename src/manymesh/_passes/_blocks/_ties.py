@@ -268,16 +268,58 @@ def _dot(eqn: Eqn) -> Iterator[Tie]:
                 at += 1
 
 
+def _batched(core: Callable[[Eqn], int]) -> Callable[[Eqn], Iterator[Tie]]:
+    """All operands and results alike in the first dimensions: ``core`` says how many of the first operand's are others."""
+
+    def rule(eqn: Eqn) -> Iterator[Tie]:
+        for d in range(len(_shape(eqn.invars[0])) - core(eqn)):
+            yield Tie(dict.fromkeys(range(len(eqn.invars)), d), dict.fromkeys(range(len(eqn.outvars)), d))
+
+    return rule
+
+
+def _conv(eqn: Eqn) -> Iterator[Tie]:
+    numbers = eqn.params["dimension_numbers"]
+    if eqn.params["batch_group_count"] == 1:
+        yield Tie({0: numbers.lhs_spec[0]}, {0: numbers.out_spec[0]})
+
+
+def _gather(eqn: Eqn) -> Iterator[Tie]:
+    """What is looked up side by side, dimensions that are taken whole, and those of the indices."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape, indices = _shape(eqn.invars[0]), len(_shape(eqn.invars[1])) - 1
+    places = [d for d in range(len(_shape(eqn.outvars[0]))) if d not in numbers.offset_dims]  # of the indices
+    for a, i in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+        yield Tie({0: a, 1: i}, {0: places[i]})
+    whole = [d for d in range(len(shape)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+    for d, out in zip(whole, numbers.offset_dims, strict=True):
+        if sizes[d] == shape[d] and d not in numbers.start_index_map:
+            yield Tie({0: d}, {0: out}, params=_smaller(eqn, "slice_sizes", d))
+    for i in range(indices):
+        if i not in numbers.start_indices_batching_dims:
+            yield Tie({1: i}, {0: places[i]})
+
+
+_MATRICES = (
+    "cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
+    "triangular_solve", "tridiagonal",
+)  # fmt: skip
+
 _RULES: dict[str, Callable[[Eqn], Iterator[Tie]]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys((*_REDUCTIONS, "argmax", "argmin"), _reduce),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _but("axis")),
+    **dict.fromkeys(_MATRICES, _batched(lambda eqn: 2)),
     "broadcast_in_dim": _broadcast,
     "concatenate": _but("dimension"),
+    "conv_general_dilated": _conv,
     "dot_general": _dot,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update,
+    "fft": _batched(lambda eqn: len(eqn.params["fft_lengths"])),
+    "gather": _gather,
     "iota": _iota,
+    "lu_pivots_to_permutation": _batched(lambda eqn: 1),
     "optimization_barrier": _barrier,
     "pad": _pad,
     "reshape": _reshape,
@@ -286,5 +328,6 @@ _RULES: dict[str, Callable[[Eqn], Iterator[Tie]]] = {
     "sort": _but("dimension"),
     "squeeze": _squeeze,
     "stack": _stack,
+    "top_k": _but("axis"),
     "transpose": _transpose,
 }

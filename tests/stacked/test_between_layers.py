@@ -1,0 +1,87 @@
+"""What an optimizer does with a stack layer by layer is done where the layers are: nothing of it crosses."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+import pytest
+
+import manymesh as mm
+from stages import assert_agrees
+
+LAYERS, WIDTH, ROWS, MICROBATCHES = 4, 16, 8, 4
+layer = mm.task(
+    lambda w, x: jnp.tanh(x @ w),
+    "layer",
+    mesh=mm.submeshes(jax.make_mesh((2,), ("s",), devices=jax.devices()[:2]), "s"),
+)
+
+
+def loss(w, x):
+    return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0] ** 2)
+
+
+def gradient(w, x):
+    return mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=MICROBATCHES, reduce="mean")(w, x)
+
+
+def positive(g):
+    return jnp.einsum("lij,lkj->lik", g, g) + jnp.eye(WIDTH)
+
+
+def newton(y):
+    return y - 0.1 * y @ y.mT @ y
+
+
+OPERATIONS = {
+    "eigh": lambda g: jnp.abs(jnp.linalg.eigh(positive(g))[1]),
+    "qr": lambda g: jnp.abs(jnp.linalg.qr(g + jnp.eye(WIDTH))[0]),
+    "singular values": lambda g: g / jnp.linalg.svd(g, compute_uv=False)[:, :1, None],
+    "cholesky": lambda g: jnp.linalg.cholesky(positive(g)),
+    "quantiles": lambda g: jnp.clip(
+        g, *(jnp.quantile(g.reshape(LAYERS, -1), q, axis=1)[:, None, None] for q in (0.1, 0.9))
+    ),
+    "the largest": lambda g: g * (jnp.abs(g) >= jax.lax.top_k(jnp.abs(g).reshape(LAYERS, -1), 10)[0][:, -1:, None]),
+    "convolution": lambda g: jax.vmap(jax.vmap(lambda r: jnp.convolve(r, jnp.ones(3), "same")))(g),
+    "Fourier": lambda g: jnp.fft.fft(g, axis=-1).real,
+    "looked up": lambda g: jnp.take_along_axis(g, jnp.argmax(g, -1, keepdims=True), -1) + g,
+    "map": lambda g: jax.lax.map(newton, g),
+    "fori_loop": lambda g: jax.lax.fori_loop(0, 3, lambda _, y: newton(y), g),
+    "scan": lambda g: jax.lax.scan(lambda y, _: (newton(y), None), g, None, length=3)[0],
+}
+
+
+def arguments():
+    return jnp.sin(jnp.arange(float(LAYERS * WIDTH**2))).reshape(LAYERS, WIDTH, WIDTH) / 4, jnp.ones((ROWS, WIDTH))
+
+
+def bytes_of_weights(step, *args):
+    """What crosses in a call besides activations and numbers."""
+    report = mm.jit(step, strict=True).lower(*args).report()
+    return sum(v.total_bytes for v in report.values if v.times == 1 and v.nbytes > 64)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_no_layer_crosses(name):
+    """Whatever takes each layer by itself; a warning would be an error."""
+
+    def step(w, x):
+        return w - 0.1 * OPERATIONS[name](gradient(w, x))
+
+    assert bytes_of_weights(step, *arguments()) == 0
+    assert_agrees(step, *arguments(), tolerance=2e-3)
+
+
+def test_muon():
+    """As it is told which dimensions of a stack are those of a matrix."""
+    dimensions = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    muon = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=lambda p: jax.tree.map(lambda _: dimensions, p))
+
+    def step(w, state, x):
+        updates, state = muon.update({"w": gradient(w["w"], x)}, state, w)
+        return optax.apply_updates(w, updates), state
+
+    w, x = arguments()
+    args = {"w": w}, muon.init({"w": w}), x
+    assert bytes_of_weights(step, *args) == 0
+    assert_agrees(step, *args, tolerance=2e-3)
