@@ -38,6 +38,8 @@ OPERATIONS = {
     "qr": lambda g: jnp.abs(jnp.linalg.qr(g + jnp.eye(WIDTH))[0]),
     "singular values": lambda g: g / jnp.linalg.svd(g, compute_uv=False)[:, :1, None],
     "cholesky": lambda g: jnp.linalg.cholesky(positive(g)),
+    "solve": lambda g: jnp.linalg.solve(positive(g), g),
+    "inverse": lambda g: jnp.linalg.inv(positive(g)),
     "quantiles": lambda g: jnp.clip(
         g, *(jnp.quantile(g.reshape(LAYERS, -1), q, axis=1)[:, None, None] for q in (0.1, 0.9))
     ),

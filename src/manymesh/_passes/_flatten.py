@@ -172,7 +172,10 @@ class Flattener:
             elif is_transparent(eqn) and spec is None and mark not in self.specs:
                 self._call(eqn, env, inner_stack, loop, None)
             elif not self.is_opened(eqn, inner_stack) and not (spec is not None and eqn.primitive.name == "scan"):
-                self._plain(eqn, env, inner_stack, loop)
+                if solver := _compat.solver(eqn):  # which is all that is left of it: derivatives are taken
+                    self._solve(solver, eqn, env, inner_stack, loop)
+                else:
+                    self._plain(eqn, env, inner_stack, loop)
             elif eqn.primitive.name == "scan":
                 if spec is not None:
                     self._loop(eqn, env, inner_stack, spec)
@@ -189,11 +192,14 @@ class Flattener:
             elif whole := self.whole(eqn, inner_stack, loop):
                 self._keep_whole(eqn, env, inner_stack, loop, whole)
             elif solver := _compat.solver(eqn):
-                operands = [_lookup(env, v) for v in solver[1]]
-                self._inline_jaxpr(solver[0], operands, eqn.outvars, env, inner_stack, loop)
+                self._solve(solver, eqn, env, inner_stack, loop)
             else:
                 message = control_flow_message(eqn, self._tasks_in(eqn, inner_stack))
                 raise (AcrossError if eqn.primitive.name == "while" else PlacementError)(message)
+
+    def _solve(self, solver: tuple[AbstractJaxpr, list[Any]], eqn: Eqn, env: Env, stack: str, loop: int | None) -> None:
+        operands = [_lookup(env, v) for v in solver[1]]
+        self._inline_jaxpr(solver[0], operands, eqn.outvars, env, stack, loop)
 
     def _plain(self, eqn: Eqn, env: Env, stack: str, loop: int | None) -> None:
         if eqn.primitive is border_p or (eqn.primitive.name == "reshard" and _is_empty_reshard(eqn)):
