@@ -36,6 +36,7 @@ from ._spread import spread_control_flow
 from ._stacks import accumulate_each_layer
 from ._sums import regroup_sums
 from ._unreduced._defer import leave_unreduced
+from ._vectors import leave_apart
 
 
 class Fact(Enum):
@@ -92,6 +93,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("make_once", make_once, needs=ALL, makes_stale=ALL),
     Pass("shrink_where_made", shrink_where_made, needs=ALL, makes_stale=ALL),
     Pass("compute_where_read", compute_where_read, needs=ALL, makes_stale=_DEAD),
+    Pass("leave_apart", leave_apart, needs=ALL, makes_stale=ALL),
     Pass("regroup_sums", regroup_sums, needs=_PLACED, makes_stale=ALL),
     Pass("widen_scatters", widen_scatters, makes_stale=ALL),
     Pass("leave_unreduced", leave_unreduced, needs=ALL, makes_stale=ALL),

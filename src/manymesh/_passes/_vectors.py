@@ -1,0 +1,164 @@
+"""A vector of all gradients is put together nowhere, where only its parts and sums over it are read.
+
+``ravel_pytree`` makes one vector of gradients that lie on several submeshes, for a norm, a test for infinities or a clip, and
+takes it apart again. Put together it would bring all of them to one submesh in every step, and back.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jax import lax
+
+from .. import _compat
+from .._compat import Atom, Var
+from .._program._flat import FlatProgram
+from .._program._nodes import Node, nbytes, nodes_where
+from .._program._rewrite import making, rename, trace_nodes, with_atoms
+from ._blocks._ties import ELEMENTWISE
+from ._hoist import SMALL
+
+Range = tuple[int, int]
+
+_SUMS: dict[str, Callable[[Any, Any], Any]] = {
+    "reduce_sum": lax.add, "reduce_max": lax.max, "reduce_min": lax.min, "reduce_prod": lax.mul,
+    "reduce_and": lax.bitwise_and, "reduce_or": lax.bitwise_or, "dot_general": lax.add,
+}  # fmt: skip
+
+
+def leave_apart(flat: FlatProgram) -> FlatProgram:
+    """Computes sums and parts of vectors of the parts that these are put together of on several submeshes. Needs the placement."""
+    worker = _Worker(flat)
+    replaced = {n: found for n in flat.nodes if (found := worker.look_at(n)) is not None}
+    if not replaced:
+        return flat
+    return rename(replace(flat, nodes=nodes_where(flat.nodes, replaced), placement=None), worker.alias)
+
+
+class _Worker:
+    """Goes through the nodes outside of loops, in order.
+
+    Attributes:
+      ranges: a vector that could be left in parts -> where each part begins and ends.
+      uniform: vectors of one number -> the node that spreads it out.
+      parts: (vector, which part, its length) -> that part.
+      alias: what is a part of a vector -> that part.
+      made: nodes that make parts, to be put before the one that is looked at.
+    """
+
+    def __init__(self, flat: FlatProgram) -> None:
+        assert flat.placement is not None, "parts on one submesh are put together there"
+        self.home, self.producer = flat.placement.home, flat.index.producer
+        self.ranges: dict[Var, tuple[Range, ...]] = {}
+        self.uniform: dict[Var, Node] = {}
+        self.parts: dict[tuple[Var, int, int], Atom] = {}
+        self.alias: dict[Var, Atom] = {}
+        self.made: list[Node] = []
+
+    def look_at(self, n: Node) -> list[Node] | None:
+        """What a node becomes; None where it stays."""
+        if n.task is not None or n.loop is not None or n.guard or n.eqn.effects or not n.outputs or not n.eqn.invars:
+            return None
+        name, v = n.primitive, n.eqn.invars[0]
+        if name == "concatenate":
+            self._put_together(n)
+        elif name == "broadcast_in_dim" and not _shape(v) and len(_shape(n.outputs[0])) == 1:
+            self.uniform[n.outputs[0]] = n
+        elif name in ELEMENTWISE and not name.startswith("manymesh"):
+            self._elementwise(n)
+        elif _compat.is_var(v) and v in self.ranges:
+            if name in ("slice", "split"):
+                return self._taken(n, v)
+            if name in _SUMS:
+                return self._sum(n, self.ranges[v])
+        return None
+
+    # --- what could be left in parts ------------------------------------------------------------------
+
+    def _put_together(self, n: Node) -> None:
+        operands = n.eqn.invars
+        large = {self.home.get(v) for v in operands if _compat.is_var(v) and nbytes(v.aval) > SMALL}
+        if len(_shape(n.outputs[0])) != 1 or len(large - {None}) < 2 or not all(map(_compat.is_var, operands)):
+            return
+        at, ranges = 0, list[Range]()
+        for k, v in enumerate(operands):
+            length = _shape(v)[0]
+            self.parts[n.outputs[0], k, length] = v
+            ranges.append((at, at := at + length))
+        self.ranges[n.outputs[0]] = tuple(ranges)
+
+    def _elementwise(self, n: Node) -> None:
+        vectors = [v for v in n.eqn.invars if _shape(v)]
+        found = {self.ranges.get(v, () if v in self.uniform else None) if _compat.is_var(v) else None for v in vectors}
+        if len(found - {()}) == 1 and None not in found:
+            self.ranges[n.outputs[0]] = (found - {()}).pop() or ()
+
+    def _part(self, v: Atom, k: int, length: int) -> Atom:
+        """The k-th part of a vector, made if it is not there; a number as it is."""
+        if not _shape(v) or not _compat.is_var(v):
+            return v
+        if (v, k, length) not in self.parts:
+            n = self.producer[v]
+            if v in self.uniform:
+                made, (part,) = trace_nodes(lambda x: lax.broadcast_in_dim(x, (length,), ()), [n.eqn.invars[0]])
+                self.made += made
+            else:
+                operands = [self._part(x, k, length) for x in n.eqn.invars]
+                aval: Any = v.aval
+                part = _compat.new_var(aval.update(shape=(length,)))
+                self.made.append(replace(n, eqn=n.eqn.replace(invars=operands, outvars=[part])))
+            self.parts[v, k, length] = part
+        return self.parts[v, k, length]
+
+    # --- what reads them ------------------------------------------------------------------------------
+
+    def _taken(self, n: Node, v: Var) -> list[Node] | None:
+        """What takes pieces, each of one part, from the parts."""
+        if n.primitive == "split":
+            pieces = list(itertools.pairwise(itertools.accumulate(n.eqn.params["sizes"], initial=0)))
+        elif n.eqn.params["strides"] in (None, (1,)):
+            pieces = [(n.eqn.params["start_indices"][0], n.eqn.params["limit_indices"][0])]
+        else:
+            return None
+        around = [k for piece in pieces if (k := _around(self.ranges[v], piece)) is not None]
+        if len(around) < len(pieces) or len(n.outputs) < len(pieces):
+            return None
+        self.made = []
+        for out, k, (a, b) in zip(n.outputs, around, pieces, strict=True):
+            start, end = self.ranges[v][k]
+            part = self._part(v, k, end - start)
+            if (start, end) == (a, b):
+                self.alias[out] = part
+            else:
+                cut = functools.partial(lax.slice, start_indices=(a - start,), limit_indices=(b - start,))
+                nodes, _ = trace_nodes(cut, [part], backward=n.backward)
+                self.made += [making(nodes[-1], [out])]
+        return self.made
+
+    def _sum(self, n: Node, ranges: Sequence[Range]) -> list[Node] | None:
+        """A sum over all of a vector, or a product of two, of those over its parts."""
+        others = [v for v in n.eqn.invars if _shape(v) and not (_compat.is_var(v) and self.ranges.get(v) == ranges)]
+        if others or any(_shape(v) for v in n.outputs):
+            return None
+        self.made = []
+        sums: list[Var] = []
+        for k, (a, b) in enumerate(ranges):
+            eqn = with_atoms(n.eqn, {v: self._part(v, k, b - a) for v in n.inputs})
+            sums.append(_compat.new_var(n.outputs[0].aval))
+            self.made.append(replace(n, eqn=eqn.replace(outvars=[sums[-1]])))
+        nodes, _ = trace_nodes(lambda *xs: functools.reduce(_SUMS[n.primitive], xs), sums, backward=n.backward)
+        self.made += [*nodes[:-1], making(nodes[-1], n.outputs)]
+        return self.made
+
+
+def _around(ranges: Sequence[Range], piece: Range) -> int | None:
+    """The part that a piece is of; None if there is none."""
+    return next((k for k, (a, b) in enumerate(ranges) if a <= piece[0] and piece[1] <= b), None)
+
+
+def _shape(v: Atom) -> tuple[int, ...]:
+    return tuple(getattr(v.aval, "shape", ()))
