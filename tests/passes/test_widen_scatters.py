@@ -63,6 +63,7 @@ def test_rows_are_added_in_the_type_of_the_sum(equations):
         [ROWS.replace("jnp.zeros((8, 4), 'bfloat16')", "jnp.ones((8, 4), 'bfloat16')"), "c = g.astype('float32')", "t = a + c"],
         [ROWS, "h = g.astype('float16')", "c = h.astype('float32')", "t = a + c"],  # another type of fewer numbers between
         [ROWS.replace(".add(", ".max("), "c = g.astype('float32')", "t = a + c"],
+        [ROWS, "h = g.astype('float8_e4m3fn')", "c = h.astype('float32')", "t = a + c"],  # a type that promotes to none
     ],
 )  # fmt: skip
 def test_what_stays(equations):

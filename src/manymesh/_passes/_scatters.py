@@ -150,8 +150,11 @@ def _cast_up(eqn: Eqn) -> Var | None:
     if v is None or not _compat.is_var(v):
         return None
     before, after = _compat.dtype(v), _compat.dtype(eqn.outvars[0])
-    floats = jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)
-    return v if floats and before != after and jnp.promote_types(before, after) == after else None
+    if before == after or not (jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)):
+        return None
+    one, other = jnp.finfo(before), jnp.finfo(after)
+    wider = other.nmant >= one.nmant and other.maxexp >= one.maxexp and other.minexp <= one.minexp
+    return v if wider else None
 
 
 def _is_zero(v: Atom, scope: _Scope, makers: Mapping[Var, int]) -> bool:
