@@ -152,7 +152,7 @@ def _cast_up(eqn: Eqn) -> Var | None:
     before, after = _compat.dtype(v), _compat.dtype(eqn.outvars[0])
     if before == after or not (jnp.issubdtype(before, jnp.floating) and jnp.issubdtype(after, jnp.floating)):
         return None
-    one, other = jnp.finfo(before), jnp.finfo(after)
+    one, other = map(jnp.finfo, (before, after))
     wider = other.nmant >= one.nmant and other.maxexp >= one.maxexp and other.minexp <= one.minexp
     return v if wider else None
 
