@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import manymesh as mm
@@ -48,6 +49,24 @@ def test_values_are_called_what_they_are_in_the_users_call():
         "result[0]['loss']",
         *(name.replace("args[0]", "result[1]") for name in LEAVES[:4]),
     ]
+
+
+def test_what_a_step_returns_is_the_next_value_of_what_it_took():
+    """Each weight, and what Adam keeps of it, by its path: whatever is in the step with it stays where it is."""
+    adam = optax.adam(1e-2)
+
+    def train(model, state, batch):
+        grads = eqx.filter_grad(lambda m: jnp.mean(jax.vmap(m)(batch["x"]) ** 2))(model)
+        updates, state = adam.update(grads, state)
+        return eqx.apply_updates(model, updates), state
+
+    (net, _, batch), _ = arguments()
+    state = adam.init(eqx.filter(net, eqx.is_array))
+    traced = mm.equinox.jit(train).trace(net, state, batch)
+    lowered = traced.lower()
+    names, results = names_of_arguments(lowered._in_tree), names_of_results(lowered._out_tree)
+    pairs = {names[i]: results[o] for i, o in traced._states(frozenset())}
+    assert pairs == {name: f"result[{name[5]}]{name[7:]}" for name in names if not name.startswith("args[2]")}
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,13 @@ def names_of_results(out_tree: Any) -> list[str]:
     return ["".join(path) for path in paths_of_results(out_tree)]
 
 
+def users_keys(path: Sequence[Any]) -> tuple[Any, ...]:
+    """The keys of a path that are the user's: those of what an adapter packs them in are no text."""
+    return tuple(key for key in path if str(key))
+
+
 def _steps(path: Sequence[Any]) -> list[str]:
-    """Each key as text; one without any is not the user's."""
-    return list(filter(None, (jax.tree_util.keystr((key,)) for key in path)))
+    return [jax.tree_util.keystr((key,)) for key in users_keys(path)]
 
 
 def _of_blocks(names: Sequence[str], stacked: Sequence[Stacked]) -> list[str]:

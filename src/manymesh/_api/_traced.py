@@ -31,7 +31,7 @@ from ._boxes import with_parameter
 from ._findings import note_dropped, note_opened, note_pipeline
 from ._hosted import Whole, lower_parts
 from ._lowered import Lowered
-from ._names import names_of_arguments, names_of_results, paths_of_arguments, paths_of_results
+from ._names import names_of_arguments, names_of_results, paths_of_arguments, paths_of_results, users_keys
 from ._outside import Outside
 from ._parts import split
 from ._shardings import check_fit, check_submeshes, committed, expand, mesh_of, on_devices
@@ -215,12 +215,14 @@ class Traced(Shown):
         """(input, result) pairs where the result is the next value of the input."""
         shapes = jax.tree.unflatten(self._out_tree, self._shapes)
         results: dict[Any, list[int]] = {}
-        for o, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(shapes)):
+        for o, (keys, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(shapes)):
+            path = users_keys(keys)
             for start in range(len(path) + 1):
                 results.setdefault((path[start:], leaf.shape, leaf.dtype), []).append(o)
         pairs, taken = [], set()
         inputs = jax.tree_util.tree_leaves_with_path((self._given.dyn_args, self._given.dyn_kwargs))
-        for i, ((path, _), aval) in enumerate(zip(inputs, self.jaxpr.in_avals, strict=True)):
+        for i, ((keys, _), aval) in enumerate(zip(inputs, self.jaxpr.in_avals, strict=True)):
+            path = users_keys(keys)
             if len(path) == 2 and i not in donated:
                 continue  # a bare array and a result of its shape are not the same thing over time
             for o in results.get((path[2:], aval.shape, aval.dtype), ()):
