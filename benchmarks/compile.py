@@ -287,13 +287,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--stages", type=int, default=2, choices=[2, 4, 8])
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument(
+        "--rows", type=int, default=16, help="rows of a microbatch; XLA writes sums of few numbers as two kernels"
+    )
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", choices=MODELS, nargs="*", default=list(MODELS))
     parser.add_argument("--profile", action="store_true", help="also print where the time goes")
     parser.add_argument("--json", help="write the rows of the table to this file")
     a = parser.parse_args()
-    size = Size(a.layers, 64, 256, 16 * a.microbatches, a.microbatches, a.stages)
+    size = Size(a.layers, 64, 256, a.rows * a.microbatches, a.microbatches, a.stages)
     print(f"{size}, {a.schedule}, JAX {jax.__version__}, Python {sys.version.split()[0]}")
     rows = []
     for name in a.model:

@@ -34,7 +34,10 @@ def constructs(program: Program) -> set[str]:
     found |= {f"schedule: {s}" for s in program.schedules}
     found |= {f"microbatches: {program.microbatches}", f"submeshes: {len(program.submeshes)}"}
     if program.mode != "forward":
-        found.add(f"optimizer: {program.optimizer}" + (", clipped" if program.clipped else ""))
+        found.add(
+            f"optimizer: {program.optimizer}"
+            + {False: "", True: ", clipped", "vector": ", clipped as one vector"}[program.clipped]
+        )
     if program.key is not None:
         found.add(f"key: {program.key}{', raw' if program.raw_key else ''}, {program.key_from}")
     if program.in_shardings:

@@ -194,7 +194,7 @@ def of_functions(draw, small: bool) -> Program:
         optimizer=draw(st.sampled_from(sorted(OPTIMIZERS) + ["sgd"] * (len(OPTIMIZERS) * 3 if small else 0)))
         if mode != "forward"
         else "sgd",
-        clipped=draw(st.sampled_from([False, False, True] if small else [False, True])),
+        clipped=draw(st.sampled_from([False, False, True] if small else [False, False, True, "vector"])),
         ema=draw(st.sampled_from([False, False, True])),
         state=state,
         donate=draw(st.booleans()),

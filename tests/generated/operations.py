@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 WIDTH = 4
 
@@ -349,6 +350,16 @@ def bfloat16(x, c):
 @operation(coarse=True)
 def bfloat16_accumulated(x, c):
     return jnp.dot(x.astype(jnp.bfloat16), c.kernel.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+
+
+@operation(coarse=True)
+def bfloat16_table(x, c):
+    return c.kernel.astype(jnp.bfloat16)[c.ids % WIDTH].astype(x.dtype) + x
+
+
+@operation()
+def named_for_checkpoint(x, c):
+    return checkpoint_name(jnp.tanh(x @ c.kernel), "hidden") + x
 
 
 @operation(coarse=True)

@@ -6,7 +6,9 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 from optax import contrib
 
 # An epsilon that is large keeps what is noise in a gradient from becoming a step of full size.
@@ -82,9 +84,23 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 
 @functools.cache
-def optimizer(name: str, clipped: bool) -> optax.GradientTransformation:
-    """The optimizer of a name, behind clipping by the global norm if ``clipped``."""
+def clip_as_vector() -> optax.GradientTransformation:
+    """Clipping by the global norm of one vector of all gradients, as many write it by hand."""
+
+    def update(updates, state, params=None):
+        del params
+        vector, back = ravel_pytree(updates)
+        scale = jnp.where(jnp.all(jnp.isfinite(vector)), jnp.minimum(1.0, 1.0 / (jnp.linalg.norm(vector) + 1e-6)), 0.0)
+        return back(vector * scale.astype(vector.dtype)), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def optimizer(name: str, clipped: bool | str) -> optax.GradientTransformation:
+    """The optimizer of a name, behind clipping by the global norm if ``clipped``, of one vector if that is ``"vector"``."""
     made = OPTIMIZERS[name]()
     if name == "multi_steps":
         return made.gradient_transformation()
-    return optax.chain(optax.clip_by_global_norm(1.0), made) if clipped else made
+    if not clipped:
+        return made
+    return optax.chain(clip_as_vector() if clipped == "vector" else optax.clip_by_global_norm(1.0), made)

@@ -108,7 +108,7 @@ class Program:
     reduce: str = "mean"
     schedules: tuple[str | None, ...] = ("1f1b",)
     optimizer: str = "sgd"
-    clipped: bool = False
+    clipped: bool | str = False
     ema: bool = False
     state: str = "tuple"
     donate: bool = False
