@@ -5,16 +5,18 @@ from __future__ import annotations
 import collections
 import datetime
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.core import FrozenDict
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from manymesh.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
@@ -33,6 +35,9 @@ def saved(tmp_path_factory):
         manager.save(10, state)
         manager.save(20, state)
     return directory
+
+
+OF_FIVE = Mesh(np.array(jax.devices()[:5]), ("x",))
 
 
 def params(**changes):
@@ -58,6 +63,10 @@ LIKE = [
     ({"key": jax.random.key(0, impl="rbg")}, r"key was saved as key<fry>, but like= has key<rbg>; random keys and numbers"),
     ({"step": jax.random.key(0)}, r"step was saved as int64, but like= has key<fry>; random keys and numbers are not"),
     ({"layer_3": {"w": jnp.ones(2)}}, r"layer_3/w is layer 3, but the stack was saved with shape \(3, 2\)"),
+    (
+        params(kernel=jax.ShapeDtypeStruct((32, 32), np.float32, sharding=NamedSharding(OF_FIVE, P(None, "x")))),
+        r"params/front/kernel of shape \(32, 32\) is not divided by the sharding in like=, .*'x'.* over a mesh of x=5",
+    ),
     (
         params(bias=jnp.ones(3), kernel=jnp.ones(1), k1=1, k2=2, k3=3, k4=4),
         r"(\n  .*){5}\n  and 1 more\nsee docs",
@@ -107,13 +116,17 @@ def test_what_is_damaged(saved, tmp_path) -> None:
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     shutil.rmtree(tmp_path / "lost" / "default" / "d")
     (tmp_path / "broken" / "default" / "_METADATA").write_text("{")
+    shutil.copytree(saved / "20", tmp_path / "manifest")
+    (tmp_path / "manifest" / "default" / "manifest.ocdbt").write_bytes(b"x")
     for name, words in [
         ("short", r"cannot be read: (?s:.*); restore another checkpoint"),
         ("lost", r"lost cannot be read: NOT_FOUND(?s:.*)restore another checkpoint"),
         ("broken", r"_METADATA cannot be read: .*restore another checkpoint"),
+        ("manifest", r"manifest cannot be read: DATA_LOSS.*manifest.ocdbt.*; restore another checkpoint"),
     ]:
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises(CheckpointError, match=words) as raised:
             mm.checkpoint.restore(tmp_path / name, params())
+        assert "tensorstore_spec" not in str(raised.value)
     (tmp_path / "lost" / "default" / "manifest.ocdbt").unlink()
     with pytest.raises(CheckpointError, match=r"lists 6 arrays, but their database \(manifest.ocdbt\) is not there"):
         mm.checkpoint.restore(tmp_path / "lost", params())
@@ -179,8 +192,10 @@ def test_mistakes_in_calls(saved, tmp_path) -> None:
     restore = mm.checkpoint.restore
     with pytest.raises(CheckpointError, match=r"10 exists already: remove it, or save under another name"):
         mm.checkpoint.save(saved / "10", {})
-    with pytest.raises(CheckpointError, match=r"10 exists already"):
+    with pytest.raises(CheckpointError, match=r"10 exists already: manager\.delete\(10\) removes it"):
         mm.checkpoint.Manager(saved).save(10, {})
+    with pytest.raises(CheckpointNotFoundError, match=r"15: there is no checkpoint; all_steps\(\) lists what there is"):
+        mm.checkpoint.Manager(saved).delete(15)
     with pytest.raises(CheckpointError, match=r"gs://bucket/x: a checkpoint becomes current by a rename, which object"):
         mm.checkpoint.save("gs://bucket/x", {})
     with pytest.raises(CheckpointError, match=r"is a tracer: save outside"):
@@ -195,14 +210,81 @@ def test_mistakes_in_calls(saved, tmp_path) -> None:
     for options in ({"max_to_keep": 0}, {"save_interval_steps": 2.5}):
         with pytest.raises(ArgumentError, match=rf"Manager\({next(iter(options))}=.*\): expected is a number from 1"):
             mm.checkpoint.Manager(tmp_path, **options)
-    for step in (-1, "3", True):
-        with pytest.raises(ArgumentError, match=re.escape(f"step={step!r}: expected is a number from 0")):
+    for step, shown in ((-1, "-1"), ("3", "'3'"), (True, "True"), (np.int64(-1), "-1"), (jnp.int32(-1), "-1")):
+        with pytest.raises(ArgumentError, match=f"^step={shown}: expected is a number from 0"):
             mm.checkpoint.Manager(tmp_path).save(step, {})
+    for step in ({"w": jnp.ones((30, 30))}, None, jnp.ones(()), np.ones(2, int)):
+        words = r"^save\(step, state\): expected is a number from 0, which comes first; found \w+\nsee docs"
+        with pytest.raises(ArgumentError, match=words):
+            mm.checkpoint.Manager(tmp_path).save(step, 4)
+    with pytest.raises(
+        ArgumentError, match=r"^restore\(step, like=state\): expected is a number from 0, which comes fi"
+    ):
+        mm.checkpoint.Manager(saved).restore({"w": 1})
+    with pytest.raises(ArgumentError, match=r"^delete\(step\): expected is a number from 0, .* found NoneType"):
+        mm.checkpoint.Manager(saved).delete(None)
     step = mm.jit(mm.task(lambda x: x + 1, "only", devices=[0])).lower(1.0)
     with pytest.raises(ArgumentError, match=r"argument_of\(\.\.\., 'state'\): the step has the arguments 0\nsee docs"):
         mm.checkpoint.argument_of(step, "state")
     with pytest.raises(ArgumentError, match=r"argument_of takes what step.lower\(...\) or .* returned, found dict"):
         mm.checkpoint.argument_of({})
+
+
+def test_a_directory_that_is_none(tmp_path) -> None:
+    """A file is refused when the manager is made, and by what saves without one."""
+    (tmp_path / "file").write_text("x")
+    for directory in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(CheckpointError, match=r"file is a file; expected is the name of a directory"):
+            mm.checkpoint.Manager(directory)
+    with pytest.raises(CheckpointError, match=r"file/run: nothing was saved: .*Not a directory"):
+        mm.checkpoint.save(tmp_path / "file" / "run", {})
+
+
+def test_a_directory_that_nobody_may_write_to(saved, tmp_path, monkeypatch) -> None:
+    """One can restore from it; the first call of `save` says what is wrong, due or not."""
+
+    def refuse(*args, **kwargs):
+        raise PermissionError("read only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", refuse)
+        patch.setattr(pathlib.Path, "mkdir", refuse)
+        for directory in (saved, tmp_path / "new"):
+            manager = mm.checkpoint.Manager(directory, save_interval_steps=1000, asynchronous=False)
+            assert manager.latest_step() == (20 if directory is saved else None)
+            with pytest.raises(CheckpointError, match=r"cannot be written to: read only"):
+                manager.save(1, {})
+            with pytest.raises(CheckpointError, match=r"2000: nothing was saved: read only"):
+                manager.save(2000, {})
+        with pytest.raises(CheckpointError, match=r"state: nothing was saved: read only"):
+            mm.checkpoint.save(tmp_path / "state", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_nobody_may_look_into(saved, monkeypatch) -> None:
+    manager = mm.checkpoint.Manager(saved)
+
+    def refuse(*args):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(pathlib.Path, "is_dir", refuse)
+    for ask in (manager.latest_step, manager.restore, lambda: mm.checkpoint.metadata(saved / "10")):
+        with pytest.raises(CheckpointError, match=r"cannot be read: not yours"):
+            ask()
+
+
+def test_steps_that_have_other_names(saved, tmp_path) -> None:
+    """Those of Orbax may; a manager would take them for nothing, and begin anew. What else is there does not matter."""
+    for name in ("ckpt_5", "000005", "step=5"):
+        shutil.copytree(saved / "20", tmp_path / name / name)
+        words = rf"not their numbers: {name}; (?s:.*)Call the directories 5 (?s:.*)restore\('.*{name}', like\)"
+        with pytest.raises(CheckpointError, match=words):
+            mm.checkpoint.Manager(tmp_path / name)
+        assert mm.checkpoint.restore(tmp_path / name / name)["step"] == 4
+    mm.checkpoint.save(tmp_path / "run" / "best_5", {"w": 1})
+    mm.checkpoint.save(tmp_path / "run" / "phase_2" / "7", {"w": 1})
+    shutil.copytree(saved / "20", tmp_path / "run" / "20.orbax-checkpoint-tmp-17")
+    assert mm.checkpoint.Manager(tmp_path / "run").all_steps() == []
 
 
 def test_without_tensorstore() -> None:

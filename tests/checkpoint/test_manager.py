@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -95,13 +96,88 @@ def test_saving_goes_on_beside_the_next_steps_which_may_donate(tmp_path, monkeyp
     manager.save(3, state)
     for _ in range(3):
         state = step(state)
-    assert manager.latest_step() is None and int(state["step"]) == 6
+    assert (
+        mm.checkpoint.Manager(tmp_path).latest_step() is None and int(state["step"]) == 6
+    )  # another one knows nothing
     may_write.set()
     manager.wait_until_finished()
     assert restored(manager) == 3
     assert (
         first["w"].is_deleted() and manager.restore(like=first)["w"].sharding == ON_TWO
     )  # it still says what and where
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda m: m.latest_step(),
+        lambda m: m.all_steps()[-1],
+        lambda m: m.metadata(),
+        lambda m: m.metadata(3),
+        restored,
+        lambda m: restored(m, 3),
+    ],
+    ids=["latest_step", "all_steps", "metadata", "metadata of it", "restore", "restore it"],
+)
+@pytest.mark.parametrize("before", [(), (2,)], ids=["the first", "a later one"])
+def test_what_asks_for_checkpoints_waits_for_the_one_that_is_written(ask, before, tmp_path, monkeypatch) -> None:
+    manager = mm.checkpoint.Manager(tmp_path)
+    for step in before:
+        manager.save(step, state_of(step), metadata=step)
+    manager.wait_until_finished()
+    commit = Database.commit
+    monkeypatch.setattr(Database, "commit", lambda self: (time.sleep(0.2), commit(self)))
+    manager.save(3, state_of(3), metadata=3)
+    assert ask(manager) == 3
+
+
+def test_steps_that_are_arrays(tmp_path) -> None:
+    """The counter of a state is one, of NumPy or JAX."""
+    steps = [np.int64(0), np.uint8(1), jnp.int32(2), np.asarray(3), jax.device_put(jnp.asarray(4), jax.devices()[1])]
+    with mm.checkpoint.Manager(tmp_path, max_to_keep=np.int64(4), save_interval_steps=jnp.int32(1)) as manager:
+        for number, step in enumerate(steps):
+            assert manager.should_save(step) is True and manager.save(step, state_of(number), metadata=number)
+    assert manager.all_steps() == [1, 2, 3, 4]
+    for number, step in list(enumerate(steps))[1:]:
+        assert restored(manager, step) == manager.metadata(step) == number
+        manager.delete(step)
+    assert manager.all_steps() == []
+
+
+def test_several_threads_may_save(tmp_path) -> None:
+    """Each waits for the others; none is lost."""
+    with mm.checkpoint.Manager(tmp_path) as manager, ThreadPoolExecutor(8) as pool:
+        saved = list(pool.map(lambda step: manager.save(step, {"w": np.full(3, step)}), range(16)))
+    assert all(saved) and manager.all_steps() == list(range(16))
+    assert [manager.restore(step)["w"][0] for step in range(16)] == list(range(16))
+
+
+@pytest.mark.parametrize("restore", [True, False])
+def test_what_was_given_up_goes_first(restore, tmp_path) -> None:
+    """A run that goes on from an earlier step keeps that, and where it is, and loses the later ones that it did not go on from."""
+    with mm.checkpoint.Manager(tmp_path, max_to_keep=3) as manager:
+        for step in (600, 800, 1000):
+            manager.save(step, state_of(step))
+        if restore:
+            manager.restore(600)
+        for step, kept in [(700, [600, 700, 800]), (710, [600, 700, 710]), (720, [700, 710, 720])]:
+            manager.save(step, state_of(step))
+            if restore:
+                assert manager.all_steps() == kept
+    assert restore or manager.all_steps() == [720, 800, 1000]
+
+
+def test_looking_at_an_earlier_step_gives_nothing_up(tmp_path) -> None:
+    """Nor does starting to count anew from the last one."""
+    with mm.checkpoint.Manager(tmp_path, max_to_keep=2) as manager:
+        for step in (800, 1000):
+            manager.save(step, state_of(step))
+        manager.restore(800)
+        manager.save(1200, state_of(1200))
+        assert manager.all_steps() == [1000, 1200]
+        manager.restore()
+        manager.save(1, state_of(1))
+        assert manager.all_steps() == [1, 1200]
 
 
 def test_at_the_end_of_a_program_the_last_save_is_waited_for(tmp_path) -> None:
@@ -126,6 +202,14 @@ def test_what_goes_wrong_in_the_thread_is_raised_by_the_next_call(tmp_path, monk
         with pytest.raises(mm.errors.CheckpointError, match=r"was not saved: no space left on device"):
             manager.wait_until_finished()
     manager.wait_until_finished()  # said once
+    with monkeypatch.context() as patch:
+        patch.setattr(Database, "commit", fail)
+        seldom = mm.checkpoint.Manager(tmp_path, save_interval_steps=2)
+        seldom.save(2, state_of(2))
+        while seldom._thread.is_alive():
+            time.sleep(0.01)
+        with pytest.raises(mm.errors.CheckpointError, match=r"was not saved: no space left on device"):
+            seldom.save(3, state_of(3))  # though it is not due
     assert manager.all_steps() == [1]
     with manager:
         manager.save(2, state_of(2))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 
 from .._errors import ArgumentError, CheckpointError
 from .._types import PyTree
-from ._format import read_metadata
+from ._format import read_metadata, translated
 from ._read import read
 from ._write import prepare
 
@@ -43,7 +43,9 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, metadata: Any = None) ->
       >>> state["w"].shape, state["step"], mm.checkpoint.metadata(path)
       ((4, 2), 3, {'batch': 12})
     """
-    prepare(as_path(path), None, tree, metadata, keep=False).run()
+    writing = prepare(as_path(path), None, tree, metadata, keep=False)
+    with translated(f"{writing.path}: nothing was saved"):
+        writing.run()
 
 
 @overload
@@ -57,7 +59,8 @@ def restore(
 ) -> PyTree:
     """Restores a pytree, each array where `like` says, whatever it was sharded over when it was saved.
 
-    This process reads the parts of arrays that its devices get, and nothing else. Checkpoints of Orbax are read too.
+    This process reads the parts of arrays that its devices get, and nothing else. Checkpoints of Orbax are read too. What
+    `like` puts on devices of several processes, all of these restore, or none.
 
     Args:
       path: directory of a checkpoint, by `save`, `Manager` or Orbax.
@@ -73,9 +76,10 @@ def restore(
 
     Raises:
       CheckpointNotFoundError: there is no checkpoint, or it was not finished.
-      CheckpointError: leaves are missing, or have other shapes or dtypes. All are listed, before anything is read.
+      CheckpointError: leaves are missing, have other shapes or dtypes, or are not divided by their shardings, of which the first
+        are listed before anything is read. Or it cannot be read, or other processes restore another one.
     """
-    return read(as_path(path), like, stacked, cast)
+    return read(lambda: as_path(path), like, stacked, cast)
 
 
 def metadata(path: str | os.PathLike[str]) -> Any:
@@ -86,6 +90,7 @@ def metadata(path: str | os.PathLike[str]) -> Any:
 
     Raises:
       CheckpointNotFoundError: there is no checkpoint, or it was not finished.
+      CheckpointError: it cannot be read.
     """
     return read_metadata(as_path(path))
 

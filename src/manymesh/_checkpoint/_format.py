@@ -15,9 +15,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,8 @@ HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckp
 _RANDOM = "random_key_impl"  # Orbax's word
 _DTYPE = "manymesh_dtype"
 _SEQUENCE, _DICT = 1, 2  # how Orbax numbers the kinds of keys
+_STEP = re.compile("0|[1-9][0-9]*")  # a name of a step
+_OTHER_STEP = re.compile(r".*[^0-9][0-9]+|0[0-9]+")  # one that Orbax was told to give: ckpt_5, 000005
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,14 @@ class Saved:
     records: Mapping[Name, Record]
     zarr: str
     one_database: bool
+
+    def identity(self) -> str:
+        """What is the same in copies of a checkpoint, whatever they are called, and different in another one."""
+        if not self.one_database:
+            return self.directory.name if self.directory.name != ITEM else self.directory.parent.name
+        return hashlib.sha256(
+            _read_bytes(self.directory / MANIFEST)
+        ).hexdigest()  # it names files that have random names
 
 
 def find_saved(path: Path) -> Saved:
@@ -208,6 +221,11 @@ def _kind_of_empty(value: object) -> str:
 
 def _directory_of(path: Path) -> Path:
     """Where the arrays of a checkpoint are: in the directory of the step, or in that of its item."""
+    with translated(f"{path} cannot be read"):
+        return _find_directory(path)
+
+
+def _find_directory(path: Path) -> Path:
     if ASIDE in path.name:
         raise CheckpointNotFoundError(
             f"{path} is a checkpoint that was not finished: saving was cut off, or goes on; restore a finished one"
@@ -249,17 +267,64 @@ def _nothing_there(path: Path) -> str:
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The steps of which a directory holds a finished checkpoint, in order."""
-    if not directory.is_dir():
-        return []
-    found = [d for d in directory.iterdir() if d.name.isdigit() and d.is_dir()]
-    return sorted(int(d.name) for d in found if (d / STEP_FILE).exists() or any(d.glob(f"*/{TREE_FILE}")))
+    """The steps of which a directory holds a finished checkpoint, in order.
+
+    Raises:
+      CheckpointError: it cannot be looked into.
+    """
+    with translated(f"{directory} cannot be read"):
+        if not directory.is_dir():
+            return []
+        found = [d for d in directory.iterdir() if _STEP.fullmatch(d.name) and d.is_dir()]
+        return sorted(int(d.name) for d in found if (d / STEP_FILE).exists() or any(d.glob(f"*/{TREE_FILE}")))
+
+
+def check_names_of_steps(directory: Path) -> None:
+    """Goes on where no step of a directory has another name than its number.
+
+    Raises:
+      CheckpointError: one has, as Orbax gives them where it is told to; with its name.
+    """
+    with translated(f"{directory} cannot be read"):
+        inside = list(directory.iterdir()) if directory.is_dir() else []
+        others = [d for d in inside if _OTHER_STEP.fullmatch(d.name) and ASIDE not in d.name]
+        found = sorted(d.name for d in others if (d / STEP_FILE).exists() and any(d.glob(f"*/{TREE_FILE}")))
+    if found:
+        number = int(re.findall(r"\d+", found[-1])[-1])
+        raise CheckpointError(
+            f"{directory} holds checkpoints of steps under names that are not their numbers: {', '.join(found[-3:])}; a Manager "
+            f"would not see them. Call the directories {number} and so on, as Orbax does without step_prefix and "
+            f"step_format_fixed_length, or name another directory and restore with checkpoint.restore({str(directory / found[-1])!r}, like)"
+        )
+
+
+@contextlib.contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Makes a `CheckpointError` of what goes wrong on disk in the block.
+
+    Args:
+      what: what it means, for its message.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as error:  # TensorStore raises either
+        raise CheckpointError(f"{what}: {error}") from error
 
 
 def _read_json(file: Path) -> Any:
+    content = _read_bytes(file)
     try:
-        return json.loads(file.read_text("utf-8"))
-    except (ValueError, OSError) as error:
+        return json.loads(content)
+    except ValueError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; restore another checkpoint") from None
+
+
+def _read_bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}; restore another checkpoint") from None
 
 

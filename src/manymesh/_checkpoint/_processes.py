@@ -21,6 +21,24 @@ _ALL = "every process has to call checkpoint.save, or Manager.save, alike and in
 
 
 @dataclass(frozen=True)
+class Occasion:
+    """Something that several processes do together.
+
+    Attributes:
+      key: under which each says what it does; used once, the same in every process.
+      calls: how many other things that all do together this process had begun. Who has begun more, and has not said what it
+        does here, will not come to it.
+      doing: what it is, for messages.
+      remedy: what to do where a process does not come.
+    """
+
+    key: str
+    calls: int
+    doing: str
+    remedy: str
+
+
+@dataclass(frozen=True)
 class Processes:
     """All processes of a run, seen from one of them.
 
@@ -50,19 +68,27 @@ class Processes:
           number: how many saves this process began before.
           path: what is saved.
         """
-        run = world() if self.count > 1 else None
-        if run is not None:  # nobody is impatient with a copy to the host
-            run.doing = run.doing._replace(busy="copying a checkpoint to the host")
         failed = "it was interrupted"
+        with self.busy("copying a checkpoint to the host"):
+            try:
+                yield
+                failed = ""
+            except Exception as error:
+                failed = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                if self.count > 1:
+                    self._say(number, path, failed)
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Nobody is impatient with this process in the block, which may take as long as it takes."""
+        run = world() if self.count > 1 else None
+        if run is not None:
+            run.doing = run.doing._replace(busy=what)
         try:
             yield
-            failed = ""
-        except Exception as error:
-            failed = f"{type(error).__name__}: {error}"
-            raise
         finally:
-            if self.count > 1:
-                self._say(number, path, failed)
             if run is not None:
                 run.is_ready()
 
@@ -91,11 +117,15 @@ class Processes:
             raise
 
     def _say(self, number: int, path: Path, failed: str) -> None:
-        said = json.dumps({"path": str(path), "failed": failed})
-        _compat.coordination_client().key_value_set(_key(number, self.index), said, allow_overwrite=True)
+        self.say(_key(number), json.dumps({"path": str(path), "failed": failed}))
+
+    def say(self, key: str, said: str) -> None:
+        """Says something to the others, who ask for it by `said`."""
+        _compat.coordination_client().key_value_set(f"{key}/{self.index}", said, allow_overwrite=True)
 
     def _compare(self, number: int, p: int, path: Path, calls: int) -> None:
-        said = json.loads(self._said(number, p, path, calls))
+        remedy = f"{_ALL}, not process 0 alone: each writes what it has of the arrays"
+        said = json.loads(self.said(Occasion(_key(number), calls, f"checkpoint.save of {path}", remedy), p))
         if Path(said["path"]).name != path.name:
             raise CheckpointError(
                 f"process {self.index} saves {path}, while process {p} saves {said['path']}; {_ALL}, with the same "
@@ -104,15 +134,19 @@ class Processes:
         if said["failed"]:
             raise CheckpointError(f"{path}: nothing was saved, because of process {p}: {said['failed']}")
 
-    def _said(self, number: int, p: int, path: Path, calls: int) -> str:
-        """What another process said of a save, once it has."""
+    def said(self, occasion: Occasion, p: int) -> str:
+        """What another process said, once it has.
+
+        Raises:
+          CheckpointError: it will not say anything.
+        """
         run, left, waited = world(), 0.0, 0.0
         limit = PATIENCE if run is None else run.stall_timeout
         while True:
             why = ""
-            if run is not None:  # seen before it is asked: it says what it saves before it goes on
+            if run is not None:  # seen before it is asked: it says what it does before it goes on
                 other = run.progress[p]
-                if other.calls > calls:
+                if other.calls > occasion.calls:
                     why = f"it has gone on, and is in {other.label}"
                 elif other.left and left > run.death_timeout:
                     why = "its script has ended"
@@ -120,15 +154,14 @@ class Processes:
                 waited -= _LOOKS_EVERY if other.busy else 0.0
             if waited > limit:
                 why = why or f"it has not come to it for {limit:g} s"
-            found = _compat.stored_text(_compat.coordination_client(), _key(number, p), _LOOKS_EVERY)
+            found = _compat.stored_text(_compat.coordination_client(), f"{occasion.key}/{p}", _LOOKS_EVERY)
             if found is not None:
                 return found
             waited += _LOOKS_EVERY
             if why:
                 name = f"process {p}" if run is None else run.name(p)
                 raise CheckpointError(
-                    f"process {self.index} is in checkpoint.save of {path}, and {name} is not: {why}; {_ALL}, not process "
-                    "0 alone: each writes what it has of the arrays"
+                    f"process {self.index} is in {occasion.doing}, and {name} is not: {why}; {occasion.remedy}"
                 )
 
     def meet(self, place: str, error: Exception | None) -> None:
@@ -181,6 +214,6 @@ class Processes:
         return [said[p] for p in range(self.count)]
 
 
-def _key(number: int, process: int) -> str:
-    """Under which a process says what its save with this number is."""
-    return f"manymesh.checkpoint/{number}/said/{process}"
+def _key(number: int) -> str:
+    """Under which processes say what their saves with this number are."""
+    return f"manymesh.checkpoint/{number}/said"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import numpy as np
 from .._errors import CheckpointError
 from .._types import PyTree
 from ._format import Record, Saved, find_saved
-from ._leaves import NUMBERS, Leaf, is_key_dtype, leaves_of
+from ._leaves import NUMBERS, Leaf, is_array, is_key_dtype, leaves_of
 from ._left_out import is_lost, said
 from ._match import Source, match, read_stackings
-from ._store import Store, dtype_of, open_arrays, stack
+from ._store import Store, cause, dtype_of, open_arrays, stack
 from ._target import Target
+from ._together import together
 
 # Bytes of arrays that are being read at once, beside those that are already where they belong.
 IN_FLIGHT_BYTES = 1 << 30
@@ -40,6 +41,8 @@ class Reading:
         shape, saved_dtype = self._saved_shape(), self._saved_dtype()
         if shape != self.target.shape:
             return f"{self.leaf} was saved with shape {shape}, but like= has shape {self.target.shape}"
+        if not self.target.is_divided():
+            return f"{self.leaf} of shape {shape} is not divided by the sharding in like=, {self.target.spec()}"
         castable = self.record.random is None and not is_key_dtype(self.target.dtype)
         if saved_dtype == str(self.target.dtype) or (castable and (cast or self._is_number())):
             return None
@@ -75,7 +78,7 @@ class Reading:
         try:
             parts = {key: np.asarray(future.result()) for key, future in started.items()}
         except (ValueError, OSError) as error:
-            raise CheckpointError(f"{self.leaf} cannot be read: {error}; restore another checkpoint") from None
+            raise CheckpointError(f"{self.leaf} cannot be read: {cause(error)}; restore another checkpoint") from None
         if self.record.random is None:
             if self.record.dtype is not None:
                 parts = {key: part.view(np.dtype(self.record.dtype)) for key, part in parts.items()}
@@ -91,12 +94,28 @@ class Reading:
         return count * dtype_of(self.store).itemsize
 
 
-def read(path: Path, like: PyTree, stacked: Mapping[str, str] | None, cast: bool) -> Any:
-    """Restores a tree. See `manymesh.checkpoint.restore`."""
-    saved = find_saved(path)
+def read(find: Callable[[], Path], like: PyTree, stacked: Mapping[str, str] | None, cast: bool) -> Any:
+    """Restores a tree. See `manymesh.checkpoint.restore`.
+
+    Args:
+      find: gives the path of the checkpoint; what it raises, the processes that restore together hear of.
+      like, stacked, cast: as there.
+    """
     if like is None:
-        return read_as_saved(saved)
+        return read_as_saved(find_saved(find()))
     leaves, structure = leaves_of(like)
+    with together(Target.of(leaf) for leaf in leaves if is_array(leaf.value)) as agree:
+        path = find()
+        saved = find_saved(path)
+        agree(path, saved.identity())
+        values = _read_leaves(path, saved, leaves, stacked, cast)
+    return jax.tree.unflatten(structure, [values.get(i, leaf.value) for i, leaf in enumerate(leaves)])
+
+
+def _read_leaves(
+    path: Path, saved: Saved, leaves: Sequence[Leaf], stacked: Mapping[str, str] | None, cast: bool
+) -> dict[int, Any]:
+    """The arrays and numbers among some leaves, by their positions. Nothing is read before all of them are checked."""
     sources, problems = match(leaves, saved.records, read_stackings(stacked))
     problems += [said(leaf) for leaf in leaves if is_lost(leaf) and not leaf.in_class]
     stores = _open(path, saved, sources)
@@ -114,8 +133,7 @@ def read(path: Path, like: PyTree, stacked: Mapping[str, str] | None, cast: bool
         more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         shown = "".join(f"\n  {problem}" for problem in problems[:_SHOWN])
         raise CheckpointError(f"{path} does not fit like=; nothing was read:{shown}{more}")
-    values = dict(zip(readings, _read_all(list(readings.values())), strict=True))
-    return jax.tree.unflatten(structure, [values.get(i, leaf.value) for i, leaf in enumerate(leaves)])
+    return dict(zip(readings, _read_all(list(readings.values())), strict=True))
 
 
 def read_as_saved(saved: Saved) -> Any:
@@ -154,7 +172,7 @@ def _open(path: Path, saved: Saved, sources: Mapping[int, Source]) -> dict[Recor
     try:
         return dict(zip(needed, open_arrays(saved, needed), strict=True))
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; restore another checkpoint") from None
+        raise CheckpointError(f"{path} cannot be read: {cause(error)}; restore another checkpoint") from None
 
 
 def _view(leaf: Leaf, source: Source, stores: Mapping[Record, Store]) -> tuple[Store | None, str]:

@@ -209,6 +209,11 @@ def stack(stores: Sequence[Store]) -> Store:
     return ts.stack(list(stores))
 
 
+def cause(error: Exception) -> str:
+    """What TensorStore says, without its description of the database."""
+    return str(error).partition(" [tensorstore_spec=")[0]
+
+
 def dtype_of(store: Store) -> np.dtype[Any]:
     """The dtype of the numbers in a store."""
     return np.dtype(store.dtype.numpy_dtype)

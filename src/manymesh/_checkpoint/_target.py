@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from .. import _compat
 from .._runtime._exchange import assembled
@@ -51,6 +51,22 @@ class Target:
         sharding = value.sharding if isinstance(value, jax.ShapeDtypeStruct) else None
         host = None if sharding is not None or is_key(value) else np.ndarray
         return cls(value.shape, value.dtype, sharding, weak, host)
+
+    def is_divided(self) -> bool:
+        """Whether its sharding cuts it into equal parts, as JAX wants them."""
+        try:
+            if self.sharding is not None:
+                self.sharding.shard_shape(self.shape)
+        except ValueError:
+            return False
+        return True
+
+    def spec(self) -> str:
+        """How it is sharded: ``PartitionSpec('model',) over a mesh of model=4``."""
+        if not isinstance(self.sharding, NamedSharding):
+            return str(self.sharding)
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sharding.mesh.shape.items())
+        return f"{self.sharding.spec} over a mesh of {sizes}"
 
     def boxes(self, inner: Sequence[int]) -> dict[Any, Box]:
         """The parts that this process needs: each once, by what identifies it.

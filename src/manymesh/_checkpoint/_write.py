@@ -20,7 +20,7 @@ from typing import Any
 from .._errors import CheckpointError
 from .._types import PyTree
 from ._alike import check_alike
-from ._format import ASIDE, write_descriptions, write_json
+from ._format import ASIDE, translated, write_descriptions, write_json
 from ._leaves import Leaf, leaves_of, text
 from ._left_out import check_left_out
 from ._metadata import own, settled, with_all
@@ -169,8 +169,13 @@ def prepare(path: Path, item: str | None, tree: PyTree, metadata: Any, *, keep: 
     calls = processes.calls()
     with processes.preparing(number, path):
         metadata = settled(path, metadata)
-        if path.exists():
-            raise CheckpointError(f"{path} exists already: remove it, or save under another name")
+        with translated(f"{path}: nothing was saved"):
+            exists = path.exists()
+        if exists:
+            remedy = "remove it, or save under another name"
+            if item is not None:
+                remedy = f"manager.delete({path.name}) removes it, as where a run goes on from an earlier step"
+            raise CheckpointError(f"{path} exists already: {remedy}")
         if ASIDE in path.name:
             raise CheckpointError(f"{path}: names with {ASIDE!r} are those of checkpoints that are not finished")
         leaves, _ = leaves_of(tree, with_empty=True)
