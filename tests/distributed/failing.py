@@ -3,6 +3,7 @@
 Where the coordinator is to be lost, that is process 0, which hosts the service because nobody launched it.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -56,6 +57,11 @@ def main(case, limit, *address):
         if failing and number == 3:
             now("fails")
             if case in ("kill", "lost coordinator"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif case == "kill with workers":
+                workers = multiprocessing.get_context("fork").Pool(2)
+                workers.map_async(time.sleep, [100, 100])  # who only waits for work ends when this process does
+                time.sleep(0.5)
                 os.kill(os.getpid(), signal.SIGKILL)
             elif case == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)

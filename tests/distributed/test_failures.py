@@ -26,6 +26,7 @@ WAITS = r"it was in call [23] of train \(program 1\)(, where (task '\w+'(, micro
 # case -> exit code, what the other process says
 CASES = {
     "kill": (137, "process 1 (submesh 1) died: its connection closed without a word"),
+    "kill with workers": (137, "process 1 (submesh 1) died: its connection closed without a word"),
     "stop": (ENDED_WITH_OTHERS, "process 1 (submesh 1) has shown no sign of life for 5 s"),
     "raise": (1, "process 1 (submesh 1) ended with ValueError: on purpose"),
     "leaves early": (ENDED_WITH_OTHERS, "the script of process 1 (submesh 1) has ended, after 4 calls"),
@@ -63,7 +64,7 @@ def test_survivors_end_with_words(case, waiting):
     code, output = waiting[case].result() if case in waiting else run(case)
     assert code == expected if expected is not None else code in (1, ENDED_WITH_OTHERS), output
     assert words in output
-    if case in ("kill", "stop", "leaves early", "leaves with 3", "sleeps"):
+    if case in ("kill", "kill with workers", "stop", "leaves early", "leaves with 3", "sleeps"):
         said = next(line for line in output.splitlines() if "process 0 (submesh 0) ends with the others" in line)
         assert re.search(WAITS, said)
     assert "ended well" not in output

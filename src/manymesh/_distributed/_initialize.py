@@ -76,13 +76,13 @@ def initialize(
       >>> import manymesh as mm
       >>> mm.distributed.initialize()  # one process, no cluster
     """
-    if world() is not None:
-        raise ProcessError("distributed.initialize is called twice; call it once, at the beginning of the script")
     _note("called")
     asked = asked_for(transport)
     given = coordinator_address is not None or num_processes is not None or process_id is not None
     if _is_started_by_one_that_joined(given):
         return
+    if world() is not None:
+        raise ProcessError("distributed.initialize is called twice; call it once, at the beginning of the script")
     launched = not given and COORDINATOR in os.environ
     if launched:
         coordinator_address = os.environ[COORDINATOR]
@@ -240,6 +240,8 @@ def _enter(death_timeout: float, stall_timeout: float, start_timeout: float, ask
     prepare(asked, host)
     new = World(me, count, Wires(me, host), host, death_timeout, stall_timeout, asked)
     new.progress = dict.fromkeys(new.others, Doing())
+    # What this process forks, as workers that load data, would keep the connections open when this one has died.
+    os.register_at_fork(after_in_child=new.wires.close)
     try:
         if me == 0:
             new.write("count", str(count))
@@ -274,6 +276,9 @@ class _Hook:
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
         """Prints the exception as ever, and ends all processes."""
         world = self.watch.world
+        if world.is_of_another:
+            self.before(kind, error, traceback)  # type: ignore[operator]  # whatever was there
+            return
         text = f"{kind.__name__}: {_first_line(error)}"
         if "non-addressable" in str(error) or "not fully addressable" in str(error):
             error.add_note(
@@ -311,6 +316,9 @@ def _wait_for_the_interrupted(world: World) -> None:
 
 def _leave(world: World) -> None:
     """The script has ended: what others still want is given, and nobody is left alone with JAX's own farewell."""
+    if world.is_of_another:
+        _compat.leave_without_farewell()  # which needs threads that are not here
+        return
     world.doing = world.doing._replace(left=True)
     world.wires.flood(flood_of("progress", world, **world.doing._asdict()))
     try:
