@@ -21,6 +21,7 @@ import jax
 
 from .. import _compat
 from .._errors import ProcessError
+from ._proxies import words_on_proxies
 from ._transports import TransportName, agree_on_transport, asked_for, prepare
 from ._watch import ENDED_WITH_OTHERS, Watch, say
 from ._wires import Wires
@@ -209,7 +210,11 @@ def _nobody_came(address: str | None, count: int | None, timeout: float) -> None
 
 
 def _hint(address: str | None) -> str:
-    return f"start as many processes as num_processes says, all with the same coordinator address ({address})"
+    host = (address or _compat.coordinator_address() or "").rpartition(":")[0].strip("[]")
+    return (
+        f"start as many processes as num_processes says, all with the same coordinator address ({address})"
+        f"{words_on_proxies(os.environ, host) if host else ''}"
+    )
 
 
 def _first_line(error: BaseException) -> str:
