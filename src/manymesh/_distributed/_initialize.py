@@ -21,8 +21,9 @@ import jax
 
 from .. import _compat
 from .._errors import ProcessError
+from ._join import agree_on_start, connect, wait_for_neighbour
 from ._proxies import words_on_proxies
-from ._transports import TransportName, agree_on_transport, asked_for, prepare
+from ._transports import TransportName, asked_for, prepare
 from ._watch import ENDED_WITH_OTHERS, Watch, say
 from ._wires import Wires
 from ._world import Doing, World, enter, flood_of, world
@@ -212,7 +213,7 @@ def _nobody_came(address: str | None, count: int | None, timeout: float) -> None
 def _hint(address: str | None) -> str:
     host = (address or _compat.coordinator_address() or "").rpartition(":")[0].strip("[]")
     return (
-        f"start as many processes as num_processes says, all with the same coordinator address ({address})"
+        f"start as many processes as num_processes says, all with the same num_processes and coordinator address ({address})"
         f"{words_on_proxies(os.environ, host) if host else ''}"
     )
 
@@ -247,26 +248,11 @@ def _enter(death_timeout: float, stall_timeout: float, start_timeout: float, ask
     new.progress = dict.fromkeys(new.others, Doing())
     # What this process forks, as workers that load data, would keep the connections open when this one has died.
     os.register_at_fork(after_in_child=new.wires.close)
-    try:
-        if me == 0:
-            new.write("count", str(count))
-        elif (said := int(new.read("count", start_timeout))) != count:
-            raise ProcessError(
-                f"distributed.initialize: process {me} was told num_processes={count}, process 0 was told {said}"
-            )
-        agree_on_transport(new, start_timeout)
-        new.write(f"wire/{me}", new.wires.address)
-        after = (me + 1) % count
-        new.wires.connect(after, new.read(f"wire/{after}", start_timeout))
-        watch = Watch(new)
-        watch.start()
-        deadline = time.monotonic() + start_timeout
-        while not new.wires.has((me - 1) % count):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"process {(me - 1) % count}")
-            time.sleep(0.005)
-    except (TimeoutError, OSError) as error:
-        raise ProcessError(f"distributed.initialize: {error} did not come within {start_timeout:g} s") from error
+    agree_on_start(new, start_timeout)
+    connect(new, start_timeout)
+    watch = Watch(new)
+    watch.start()
+    wait_for_neighbour(new, start_timeout)
     enter(new)
     sys.excepthook = _Hook(watch, sys.excepthook)
     atexit.register(_leave, new)
