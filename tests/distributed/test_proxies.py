@@ -29,10 +29,11 @@ def test_launch_goes_by_none(monkeypatch, proxy):
 
 
 def test_what_is_excepted_already():
-    """Stays so."""
-    assert past_proxies({}, "a") == {"no_grpc_proxy": "a"}
-    assert past_proxies({"no_proxy": "b,c"}, "a") == {"no_grpc_proxy": "b,c,a"}
-    assert past_proxies({"no_grpc_proxy": "d", "no_proxy": "b,c"}, "a") == {"no_grpc_proxy": "d,a"}
+    """Stays so; without a proxy nothing is."""
+    assert past_proxies({"https_proxy": NOWHERE}, "a") == {"no_grpc_proxy": "a"}
+    assert past_proxies({"https_proxy": NOWHERE, "no_proxy": "b,c"}, "a") == {"no_grpc_proxy": "b,c,a"}
+    assert past_proxies({"http_proxy": NOWHERE, "no_grpc_proxy": "d", "no_proxy": "b,c"}, "a") == {"no_grpc_proxy": "d,a"}
+    assert past_proxies({"no_grpc_proxy": "d", "HTTPS_PROXY": NOWHERE}, "a") == {}
 
 
 def test_a_start_that_fails_mentions_the_proxy():
