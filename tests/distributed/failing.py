@@ -16,6 +16,14 @@ import numpy as np
 import manymesh as mm
 
 
+class Wordless(Exception):
+    """Has no text."""
+
+    def __str__(self):
+        """Fails."""
+        raise RuntimeError("nor this one")
+
+
 def now(what):
     print(f"{what} at {time.time()}", flush=True)
 
@@ -67,6 +75,8 @@ def main(case, limit, *address):
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif case == "raise":
                 raise ValueError("on purpose")
+            elif case == "raise without words":
+                raise Wordless
             elif case == "leaves early":
                 sys.exit(0)
             elif case == "leaves with 3":

@@ -32,7 +32,9 @@ def test_what_is_excepted_already():
     """Stays so; without a proxy nothing is."""
     assert past_proxies({"https_proxy": NOWHERE}, "a") == {"no_grpc_proxy": "a"}
     assert past_proxies({"https_proxy": NOWHERE, "no_proxy": "b,c"}, "a") == {"no_grpc_proxy": "b,c,a"}
-    assert past_proxies({"http_proxy": NOWHERE, "no_grpc_proxy": "d", "no_proxy": "b,c"}, "a") == {"no_grpc_proxy": "d,a"}
+    assert past_proxies({"http_proxy": NOWHERE, "no_grpc_proxy": "d", "no_proxy": "b,c"}, "a") == {
+        "no_grpc_proxy": "d,a"
+    }
     assert past_proxies({"no_grpc_proxy": "d", "HTTPS_PROXY": NOWHERE}, "a") == {}
 
 

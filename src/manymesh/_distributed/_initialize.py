@@ -36,6 +36,7 @@ NOTES = "MANYMESH_NOTES"  # a folder of `launch`, where a process notes that it 
 JOINED = "MANYMESH_JOINED"
 # JAX's own watch looks at the coordinator only and ends a process without words: it comes after ours.
 HEARTBEAT_TIMEOUT = 100
+_TRACEBACK = "Traceback (most recent call last):"
 _INTERRUPTED = "its end, after Ctrl-C"  # what a process is busy with that nobody interrupts any more
 
 
@@ -218,8 +219,21 @@ def _hint(address: str | None) -> str:
     )
 
 
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # whatever a user's class does there
+        return "<exception str() failed>"  # as Python says it
+
+
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of what an exception says; that of the cause too where it ends in a traceback, as of a failed callback."""
+    first, *rest = _text(error).strip().splitlines() or [type(error).__name__]
+    if not first.endswith(_TRACEBACK):
+        return first
+    last = max((k for k, line in enumerate(rest, 1) if line == _TRACEBACK), default=0)
+    cause = next((line for line in rest[last:] if line and not line.startswith(" ")), "")
+    return first.removesuffix(_TRACEBACK) + cause if cause else first
 
 
 def _is_loopback(host: str) -> bool:
@@ -271,7 +285,7 @@ class _Hook:
             self.before(kind, error, traceback)  # type: ignore[operator]  # whatever was there
             return
         text = f"{kind.__name__}: {_first_line(error)}"
-        if "non-addressable" in str(error) or "not fully addressable" in str(error):
+        if any(words in _text(error) for words in ("non-addressable", "not fully addressable")):
             error.add_note(
                 "This array is on devices of another process, and its value is not here. manymesh.fetch(x) brings it to "
                 "every process; all of them have to call it."
