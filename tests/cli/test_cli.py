@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 
 import jax
 import pytest
 
+import manymesh as mm
 from manymesh._cli import COMMANDS, _selftests, main
 from views.steps import made_up, predicted
 
@@ -71,6 +73,11 @@ def test_help_teaches(run):
         code, out, err = run(command.NAME, "--help")
         assert (code, err) == (0, "") and "examples:\n" in out and ("--json" in out or command.NAME == "launch")
         assert f"python -m manymesh {command.NAME}" in out
+
+
+def test_version(run):
+    """That of the package."""
+    assert run("--version") == (0, f"manymesh {mm.__version__}\n", "")
 
 
 def test_every_example_in_the_help_is_understood(monkeypatch):
@@ -275,3 +282,17 @@ def test_a_reader_who_has_seen_enough(tmp_path):
     shell = f"'{sys.executable}' -m manymesh schedule --stages 64 --num-microbatches 256 --json | head -1"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_an_output_without_some_characters(tmp_path, encoding):
+    """Bars are drawn in others, and what is somebody's own is replaced."""
+    variables = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "manymesh", "schedule", "--compare", "--stages", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables, encoding=encoding)
+    assert done.returncode == 0 and done.stderr == ""
+    assert " ####" in done.stdout and "#.. " in done.stdout and "?" not in done.stdout
+    (tmp_path / "described.py").write_text(SCRIPT.replace('"alone"', '"alone \N{SNOWMAN}"'), encoding="utf-8")
+    command = [sys.executable, "-m", "manymesh", "plan", f"{tmp_path / 'described.py'}:lowered"]
+    done = subprocess.run(command, capture_output=True, timeout=300, env=variables)
+    assert done.returncode == 0 and b"alone ?" in done.stdout, done.stderr

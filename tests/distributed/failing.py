@@ -3,6 +3,7 @@
 Where the coordinator is to be lost, that is process 0, which hosts the service because nobody launched it.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -13,6 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import manymesh as mm
+
+
+class Wordless(Exception):
+    """Has no text."""
+
+    def __str__(self):
+        """Fails."""
+        raise RuntimeError("nor this one")
 
 
 def now(what):
@@ -57,10 +66,17 @@ def main(case, limit, *address):
             now("fails")
             if case in ("kill", "lost coordinator"):
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif case == "kill with workers":
+                workers = multiprocessing.get_context("fork").Pool(2)
+                workers.map_async(time.sleep, [100, 100])  # who only waits for work ends when this process does
+                time.sleep(0.5)
+                os.kill(os.getpid(), signal.SIGKILL)
             elif case == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif case == "raise":
                 raise ValueError("on purpose")
+            elif case == "raise without words":
+                raise Wordless
             elif case == "leaves early":
                 sys.exit(0)
             elif case == "leaves with 3":

@@ -264,6 +264,9 @@ def disagreement(case):
     if case == "values":
         x = {"same": np.ones(4), "key": jax.random.key(3), "batch": np.full(1 << 19, me, np.float32)}
         fun = lambda x: front(x["batch"]) + x["same"][0]  # noqa: E731
+    if case == "numbers":
+        x = (0.02 if me else 0.01, np.ones(4, np.float32))
+        fun = lambda x: front(x[1]) * x[0]  # noqa: E731
     if case == "more":
         fun = lambda x: front(x["b"])  # noqa: E731
         x = {"b": jnp.ones(4)} | ({"a": jnp.ones(4)} if me else {})

@@ -14,20 +14,24 @@ from pathlib import Path
 
 import pytest
 
+from manymesh._distributed._initialize import _first_line
 from manymesh._distributed._launch import run_processes
 from manymesh._distributed._watch import ENDED_WITH_OTHERS
 
 pytestmark = [pytest.mark.once, pytest.mark.xdist_group("failures")]
 
 SCRIPT = Path(__file__).with_name("failing.py")
+TRACEBACK = "Traceback (most recent call last):"
 # The value that process 0 waits for when process 1 fails between two calls may be that of either.
 WAITS = r"it was in call [23] of train \(program 1\)(, where (task '\w+'(, microbatch \d,)? on submesh 0|a value of another process))?"
 
 # case -> exit code, what the other process says
 CASES = {
     "kill": (137, "process 1 (submesh 1) died: its connection closed without a word"),
+    "kill with workers": (137, "process 1 (submesh 1) died: its connection closed without a word"),
     "stop": (ENDED_WITH_OTHERS, "process 1 (submesh 1) has shown no sign of life for 5 s"),
     "raise": (1, "process 1 (submesh 1) ended with ValueError: on purpose"),
+    "raise without words": (1, "process 1 (submesh 1) ended with Wordless: <exception str() failed>"),
     "leaves early": (ENDED_WITH_OTHERS, "the script of process 1 (submesh 1) has ended, after 4 calls"),
     "leaves with 3": (3, "the script of process 1 (submesh 1) has ended, after 4 calls"),
     "leaves at once": (3, "the script of process 1 has ended, after 0 calls"),
@@ -63,12 +67,28 @@ def test_survivors_end_with_words(case, waiting):
     code, output = waiting[case].result() if case in waiting else run(case)
     assert code == expected if expected is not None else code in (1, ENDED_WITH_OTHERS), output
     assert words in output
-    if case in ("kill", "stop", "leaves early", "leaves with 3", "sleeps"):
+    if case in ("kill", "kill with workers", "stop", "leaves early", "leaves with 3", "sleeps"):
         said = next(line for line in output.splitlines() if "process 0 (submesh 0) ends with the others" in line)
         assert re.search(WAITS, said)
     assert "ended well" not in output
     if code in (1, 3):
         assert output.endswith(f"manymesh: process 1 ended with exit code {code}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "RuntimeError"),
+        ("one\ntwo", "one"),
+        (f"INTERNAL: calling back: {TRACEBACK}\n  File 'a'\n    f()\nValueError: bad\n  row\nor two", "INTERNAL: calling back: ValueError: bad"),
+        (f"A: {TRACEBACK}\n  File 'a'\nKeyError: 1\n\nDuring it:\n\n{TRACEBACK}\n  File 'b'\nValueError: bad", "A: ValueError: bad"),
+        (f"A: {TRACEBACK}\n  File 'a'", f"A: {TRACEBACK}"),
+    ],
+    ids=range(5),
+)  # fmt: skip
+def test_an_exception_in_a_line(text, line):
+    """Also where its text is that of another one, as of a callback that failed."""
+    assert _first_line(RuntimeError(text)) == line
 
 
 def test_a_process_that_never_starts(waiting):

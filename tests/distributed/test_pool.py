@@ -116,6 +116,7 @@ def test_results_go_where_they_are_wanted(pool):
             ],
         ),
         ("values", ["in: values\n", "process 0: args[0]['batch']: value ", "process 1: args[0]['batch']: value "]),
+        ("numbers", ["in: values\n", "process 0: args[0][0]: value 0.01\n", "process 1: args[0][0]: value 0.02\n"]),
         ("committed", ["in: arguments\n", "process 0: args[0]: float32[4]", "process 1: args[0]: float32[4]"]),
     ],
 )

@@ -1,9 +1,5 @@
 """One contract for every transport between processes: what it carries, in which layouts, and how far it gets ahead."""
 
-import collections
-import queue
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import programs
 import pytest
@@ -11,8 +7,8 @@ from pool import Pool
 from test_pool import GROUPS
 
 import manymesh as mm
-from manymesh._distributed._transports import NAMES, VARIABLE, agree_on_transport, asked_for, of_backend
-from manymesh._distributed._world import WINDOW, World
+from manymesh._distributed._transports import NAMES, VARIABLE, asked_for, different_transports, of_backend
+from manymesh._distributed._world import WINDOW
 
 pytestmark = pytest.mark.once
 
@@ -133,45 +129,13 @@ def test_processes_without_a_part(trained_by_three, transport):
 # --- which one ------------------------------------------------------------------------------------------------------
 
 
-class Beside(World):
-    """One of several processes that share a dictionary."""
-
-    def __init__(self, process, asked, shared):
-        super().__init__(process, len(asked), None, "127.0.0.1", 1, 1, asked[process])
-        self.shared = shared
-
-    def write(self, key, value):
-        self.shared[key].put(value)
-
-    def read(self, key, timeout=None, check=None):
-        value = self.shared[key].get(timeout=timeout)
-        self.shared[key].put(value)
-        return value
-
-
-def _said(*asked):
-    """What each of several processes that ask for a transport is told, or None."""
-    shared = collections.defaultdict(queue.Queue)
-
-    def agree(process):
-        try:
-            agree_on_transport(Beside(process, asked, shared), 20)
-        except mm.errors.ProcessError as error:
-            return str(error)
-        return None
-
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(agree, range(len(asked))))
-
-
 def test_all_ask_for_the_same_one():
-    """Else each process says so, and which differ."""
-    assert _said("pull", "pull", "pull") == [None] * 3
-    words = (
+    """Else it is said which differ."""
+    assert different_transports(["pull", "pull"]) == different_transports([None, None]) == ""
+    assert different_transports(["ppermute", "ppermute", None]) == (
         "the processes ask for different transports: process 0 for 'ppermute', process 2 for that of its backend; give all "
         "of them the same transport= and MANYMESH_TRANSPORT"
     )
-    assert _said("ppermute", "ppermute", None) == [f"distributed.initialize: {words}"] * 3
 
 
 def test_what_is_asked_for(monkeypatch):

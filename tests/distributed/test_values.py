@@ -1,4 +1,4 @@
-"""Fingerprints of host values."""
+"""Short texts of host values."""
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,32 @@ def test_equal_values_have_one(x):
     found = fingerprint(x)
     again = x.copy() if isinstance(x, np.ndarray) else x
     assert found is not None and found == fingerprint(again)
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        (0.01, "0.01"),
+        (np.float32(0.01), "0.01"),
+        (jnp.bfloat16(2.5), "2.5"),
+        (True, "True"),
+        (np.arange(4).reshape(2, 2), "[0, 1, 2, 3]"),
+        (np.ones(1), "[1.0]"),
+        (jax.random.key(7), "[0, 7]"),
+    ],
+    ids=str,
+)
+def test_small_ones_are_shown(x, text):
+    assert fingerprint(x) == text
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_no_two_numbers_look_alike(dtype):
+    """As short as they are shown: of all that there are, only those that are no numbers."""
+    bits = jnp.dtype(dtype).itemsize * 8
+    every = np.arange(1 << bits, dtype=f"uint{bits}").view(dtype)
+    every = every[~np.isnan(every.astype("f4"))]
+    assert len({fingerprint(x) for x in every}) == len(every)
 
 
 def test_others_have_others():

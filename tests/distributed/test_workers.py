@@ -62,3 +62,31 @@ def test_programs_of_their_own(lines):
 def test_a_launch_of_their_own(lines):
     """Is a run of its own, whose processes join that one."""
     assert [line for line in lines if "] helper 7 2" in line] == [f"[0] [{p}] helper 7 2 2" for p in range(2)]
+
+
+FORKS = """
+import os, sys
+import manymesh as mm
+mm.distributed.initialize()
+import jax
+for ends in ("goes", "raises"):
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        mm.distributed.initialize()
+        if ends == "raises": raise ValueError("in a fork")
+        sys.exit()
+    os.waitpid(child, 0)
+print("goes on", mm.fetch(jax.numpy.arange(2)), flush=True)
+"""
+
+
+def test_a_fork_that_ends():
+    """Is not the process that has forked it: neither its end nor its exception is told to others."""
+    output = io.StringIO()
+    assert run_processes([sys.executable, "-c", FORKS], 2, 1, output=output, timeout=120) == 0, output.getvalue()
+    lines = output.getvalue().splitlines()
+    assert sorted(line for line in lines if "goes on" in line) == [f"[{p}] goes on [0 1]" for p in range(2)]
+    assert sorted(line for line in lines if "] ValueError" in line) == [
+        f"[{p}] ValueError: in a fork" for p in range(2)
+    ]

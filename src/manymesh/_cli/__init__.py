@@ -7,6 +7,7 @@ Each command is a module with ``NAME``, ``HELP``, ``add_arguments(parser)`` and 
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -53,8 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit code.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # it may have no code for a character in somebody's names
     parser = Parser(
         prog="python -m manymesh", description="Looks at pipelines before and after they run.", epilog=_EPILOG
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"manymesh {_doctor.version_of('manymesh') or 'unknown'}"
     )
     commands = parser.add_subparsers(title="commands", metavar="command", dest="command", required=True)
     for module in COMMANDS:

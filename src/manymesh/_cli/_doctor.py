@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 def examine() -> Diagnosis:
     """Looks at everything and runs the tests."""
-    versions = {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+    versions = {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
     devices = dict(Counter(f"{d.platform} {d.device_kind}" for d in jax.devices()))
     variables = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
     settings = {name: getattr(jax.config, name) for name in _SETTINGS if hasattr(jax.config, name)}
@@ -105,7 +105,8 @@ def examine() -> Diagnosis:
     return Diagnosis(versions, devices, jax.process_count(), variables, settings, tuple(_advice(settings)), checks)
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """The version of a package; None where it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -41,6 +41,15 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=False)
 
 
+def drawn(text: str, plain: str) -> str:
+    """A text, or a plain one where standard output has no code for it."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return plain
+    return text
+
+
 def print_json(value: object) -> None:
     """Prints plain data, dataclasses included."""
     print(json.dumps(plain(value), indent=2))

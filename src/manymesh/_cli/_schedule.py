@@ -11,7 +11,7 @@ from .. import schedules
 from .._errors import ScheduleError
 from .._views._spans import spans_of
 from .._views._timeline import Timeline
-from ._parser import add_json, console, print_json, whole
+from ._parser import add_json, console, drawn, print_json, whole
 
 NAME = "schedule"
 HELP = "draw a pipeline schedule, with its bubble and its memory"
@@ -181,9 +181,10 @@ def _compare(args: argparse.Namespace) -> int:
     ):  # fmt: skip
         table.add_column(head, justify=justify)  # type: ignore[arg-type]  # one of its words
     longest = max(c.makespan for c in found)
+    works, waits = tuple(drawn("█░", "#."))
     for c in found:
-        bar = "█" * round(24 * c.makespan * (1 - c.bubble_fraction) / longest)
-        wait = "░" * (round(24 * c.makespan / longest) - len(bar))
+        bar = works * round(24 * c.makespan * (1 - c.bubble_fraction) / longest)
+        wait = waits * (round(24 * c.makespan / longest) - len(bar))
         table.add_row(
             c.name, str(c.stages_per_submesh), f"{c.makespan:g}", f"{c.bubble_fraction:.1%}", f"{c.activations:g}",
             f"{bar}[dim]{wait}[/]",

@@ -21,7 +21,9 @@ import jax
 
 from .. import _compat
 from .._errors import ProcessError
-from ._transports import TransportName, agree_on_transport, asked_for, prepare
+from ._join import agree_on_start, connect, wait_for_neighbour
+from ._proxies import words_on_proxies
+from ._transports import TransportName, asked_for, prepare
 from ._watch import ENDED_WITH_OTHERS, Watch, say
 from ._wires import Wires
 from ._world import Doing, World, enter, flood_of, world
@@ -34,6 +36,7 @@ NOTES = "MANYMESH_NOTES"  # a folder of `launch`, where a process notes that it 
 JOINED = "MANYMESH_JOINED"
 # JAX's own watch looks at the coordinator only and ends a process without words: it comes after ours.
 HEARTBEAT_TIMEOUT = 100
+_TRACEBACK = "Traceback (most recent call last):"
 _INTERRUPTED = "its end, after Ctrl-C"  # what a process is busy with that nobody interrupts any more
 
 
@@ -76,13 +79,13 @@ def initialize(
       >>> import manymesh as mm
       >>> mm.distributed.initialize()  # one process, no cluster
     """
-    if world() is not None:
-        raise ProcessError("distributed.initialize is called twice; call it once, at the beginning of the script")
     _note("called")
     asked = asked_for(transport)
     given = coordinator_address is not None or num_processes is not None or process_id is not None
     if _is_started_by_one_that_joined(given):
         return
+    if world() is not None:
+        raise ProcessError("distributed.initialize is called twice; call it once, at the beginning of the script")
     launched = not given and COORDINATOR in os.environ
     if launched:
         coordinator_address = os.environ[COORDINATOR]
@@ -209,11 +212,28 @@ def _nobody_came(address: str | None, count: int | None, timeout: float) -> None
 
 
 def _hint(address: str | None) -> str:
-    return f"start as many processes as num_processes says, all with the same coordinator address ({address})"
+    host = (address or _compat.coordinator_address() or "").rpartition(":")[0].strip("[]")
+    return (
+        f"start as many processes as num_processes says, all with the same num_processes and coordinator address ({address})"
+        f"{words_on_proxies(os.environ, host) if host else ''}"
+    )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # whatever a user's class does there
+        return "<exception str() failed>"  # as Python says it
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of what an exception says; that of the cause too where it ends in a traceback, as of a failed callback."""
+    first, *rest = _text(error).strip().splitlines() or [type(error).__name__]
+    if not first.endswith(_TRACEBACK):
+        return first
+    last = max((k for k, line in enumerate(rest, 1) if line == _TRACEBACK), default=0)
+    cause = next((line for line in rest[last:] if line and not line.startswith(" ")), "")
+    return first.removesuffix(_TRACEBACK) + cause if cause else first
 
 
 def _is_loopback(host: str) -> bool:
@@ -240,26 +260,13 @@ def _enter(death_timeout: float, stall_timeout: float, start_timeout: float, ask
     prepare(asked, host)
     new = World(me, count, Wires(me, host), host, death_timeout, stall_timeout, asked)
     new.progress = dict.fromkeys(new.others, Doing())
-    try:
-        if me == 0:
-            new.write("count", str(count))
-        elif (said := int(new.read("count", start_timeout))) != count:
-            raise ProcessError(
-                f"distributed.initialize: process {me} was told num_processes={count}, process 0 was told {said}"
-            )
-        agree_on_transport(new, start_timeout)
-        new.write(f"wire/{me}", new.wires.address)
-        after = (me + 1) % count
-        new.wires.connect(after, new.read(f"wire/{after}", start_timeout))
-        watch = Watch(new)
-        watch.start()
-        deadline = time.monotonic() + start_timeout
-        while not new.wires.has((me - 1) % count):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"process {(me - 1) % count}")
-            time.sleep(0.005)
-    except (TimeoutError, OSError) as error:
-        raise ProcessError(f"distributed.initialize: {error} did not come within {start_timeout:g} s") from error
+    # What this process forks, as workers that load data, would keep the connections open when this one has died.
+    os.register_at_fork(after_in_child=new.wires.close)
+    agree_on_start(new, start_timeout)
+    connect(new, start_timeout)
+    watch = Watch(new)
+    watch.start()
+    wait_for_neighbour(new, start_timeout)
     enter(new)
     sys.excepthook = _Hook(watch, sys.excepthook)
     atexit.register(_leave, new)
@@ -274,8 +281,11 @@ class _Hook:
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
         """Prints the exception as ever, and ends all processes."""
         world = self.watch.world
+        if world.is_of_another:
+            self.before(kind, error, traceback)  # type: ignore[operator]  # whatever was there
+            return
         text = f"{kind.__name__}: {_first_line(error)}"
-        if "non-addressable" in str(error) or "not fully addressable" in str(error):
+        if any(words in _text(error) for words in ("non-addressable", "not fully addressable")):
             error.add_note(
                 "This array is on devices of another process, and its value is not here. manymesh.fetch(x) brings it to "
                 "every process; all of them have to call it."
@@ -311,6 +321,9 @@ def _wait_for_the_interrupted(world: World) -> None:
 
 def _leave(world: World) -> None:
     """The script has ended: what others still want is given, and nobody is left alone with JAX's own farewell."""
+    if world.is_of_another:
+        _compat.leave_without_farewell()  # which needs threads that are not here
+        return
     world.doing = world.doing._replace(left=True)
     world.wires.flood(flood_of("progress", world, **world.doing._asdict()))
     try:

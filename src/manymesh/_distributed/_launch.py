@@ -19,9 +19,11 @@ from .._errors import ProcessError
 from ._initialize import COORDINATOR, COUNT, JOINED, NOTES, PROCESS, RESTARTS, joins
 from ._output import Output
 from ._ports import reserve_port
+from ._proxies import past_proxies
 from ._restarts import Ending, Restarts
 from ._watch import ENDED_WITH_OTHERS
 
+HOST = "127.0.0.1"  # where processes find the service
 # Seconds of silence after which JAX's service takes a process for dead and ends all of them: a process speaks to it as often as
 # its own ``stall_timeout`` says, and who died or stalls is found out without the service.
 NEVER = 10**8
@@ -169,6 +171,7 @@ def _environment(devices: int | None) -> dict[str, str]:
     """The environment of a process that has a number of simulated devices."""
     variables = {k: v for k, v in os.environ.items() if k not in (COORDINATOR, COUNT, PROCESS, JOINED)}
     variables["PYTHONUNBUFFERED"] = "1"
+    variables.update(past_proxies(variables, HOST))
     if devices is not None:
         flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", variables.get("XLA_FLAGS", ""))
         variables["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
@@ -179,8 +182,8 @@ def _environment(devices: int | None) -> dict[str, str]:
 @contextlib.contextmanager
 def _service(processes: int) -> Iterator[str]:
     """Hosts the service through which processes find each other; gives its address."""
-    with reserve_port("127.0.0.1") as held:
-        address = f"127.0.0.1:{held.getsockname()[1]}"
+    with reserve_port(HOST) as held:
+        address = f"{HOST}:{held.getsockname()[1]}"
         service: Any = _compat.start_coordination_service(address, processes, NEVER)
         try:
             yield address

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import jax
@@ -10,7 +11,6 @@ import jax
 from .. import _compat
 from .._errors import ProcessError
 from ._ports import reserve_port
-from ._world import World
 
 TransportName = Literal["pull", "device_put", "ppermute"]
 NAMES: tuple[TransportName, ...] = get_args(TransportName)
@@ -68,33 +68,20 @@ def prepare(name: TransportName | None, host: str) -> None:
         jax.config.update("jax_cross_host_transfer_timeout_seconds", _PATIENCE)
 
 
-def agree_on_transport(world: World, timeout: float) -> None:
-    """Goes on once all processes have asked for the same transport, and refuses to go on otherwise: in every process.
+def different_transports(asked: Sequence[str | None]) -> str:
+    """What is wrong where processes ask for different transports; empty where all ask for the same one.
 
     Args:
-      world: the processes.
-      timeout: seconds to wait for the others.
-
-    Raises:
-      ProcessError: they differ.
-      TimeoutError: one did not come.
+      asked: what each asks for.
     """
-    world.write(f"transport/asked/{world.process}", world.asked or "")
-    if world.process == 0:
-        said = [world.read(f"transport/asked/{p}", timeout) for p in range(world.count)]
-        different = next((p for p, name in enumerate(said) if name != said[0]), None)
-        verdict = ""
-        if different is not None:
-            verdict = (
-                f"distributed.initialize: the processes ask for different transports: process 0 for {_shown(said[0])}, "
-                f"process {different} for {_shown(said[different])}; give all of them the same transport= and {VARIABLE}"
-            )
-        world.write("transport/verdict", verdict)
-    else:
-        verdict = world.read("transport/verdict", timeout)
-    if verdict:
-        raise ProcessError(verdict)
+    different = next((p for p, name in enumerate(asked) if name != asked[0]), None)
+    if different is None:
+        return ""
+    return (
+        f"the processes ask for different transports: process 0 for {_shown(asked[0])}, process {different} for "
+        f"{_shown(asked[different])}; give all of them the same transport= and {VARIABLE}"
+    )
 
 
-def _shown(name: str) -> str:
+def _shown(name: str | None) -> str:
     return repr(name) if name else "that of its backend"

@@ -1,4 +1,4 @@
-"""Fingerprints of host values, by which processes find out that they were given different ones."""
+"""Short texts of host values, by which processes find out that they were given different ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import numpy as np
 
 from .. import _compat
 
+SHOWN = 6  # numbers of which a value may consist to be its own text
 WHOLE = 1 << 16  # bytes that are looked at in one value; of a larger one, as many, from all over it
 
 
 def fingerprint(x: Any) -> str | None:
     """A short text that is another one for another value, but for differences that fall between what is looked at.
+
+    Of a scalar and of a very small array, whose shape and dtype others compare, it is the numbers themselves.
 
     Args:
       x: a number, an array of the host, or an array that JAX put where it liked.
@@ -28,7 +31,11 @@ def fingerprint(x: Any) -> str | None:
             return None
     elif not isinstance(x, (bool, int, float, complex, np.ndarray, np.generic)):
         return None
-    flat = np.ravel(np.asarray(_compat.key_words(x)))
+    whole = np.asarray(_compat.key_words(x))
+    flat = np.ravel(whole)
+    if flat.size <= SHOWN:
+        numbers = ", ".join(map(str, flat))
+        return f"[{numbers}]" if whole.ndim else numbers
     if flat.nbytes > WHOLE:
         count = WHOLE // flat.itemsize
         flat = np.concatenate([flat[: count // 2], flat[count // 2 :: max(2 * flat.size // count, 1)]])

@@ -141,9 +141,10 @@ class Wires:
                 wire.flush()
 
     def close(self) -> None:
-        """Closes all of them."""
+        """Closes all of them, for this process: one that shares them, because it forked this one or was forked, keeps them."""
         sockets = {wire.sock for wires in self._by_peer.values() for wire in wires}
-        sockets |= {key.fileobj for key in self._selector.get_map().values()}  # type: ignore[misc]  # only sockets are in it
+        registered = self._selector.get_map() or {}  # None where they have been closed before
+        sockets |= {key.fileobj for key in registered.values()}  # type: ignore[misc]  # only sockets are in it
         for sock in {self._listener, self._wake_in, self._wake_out, *sockets}:
             sock.close()
         self._selector.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class World:
       carriers: name of a transport -> what carries arrays by it, once it was needed.
       over: whether the script of this process has ended before those of others, which do not go on.
       agreed: what all processes have agreed to mean, so that they need not ask again.
+      number: that of this process for the system.
     """
 
     process: int
@@ -82,6 +84,7 @@ class World:
     changed: threading.Condition = field(default_factory=threading.Condition)
     carriers: dict[str, Any] = field(default_factory=dict)
     agreed: set[Any] = field(default_factory=set)
+    number: int = field(default_factory=os.getpid)
     _sent: dict[int, int] = field(default_factory=dict)
     _received: dict[int, int] = field(default_factory=dict)
     _acknowledged: dict[int, int] = field(default_factory=dict)
@@ -90,6 +93,11 @@ class World:
     def store(self) -> Any:
         """The key-value store that all processes share; for short texts."""
         return _compat.coordination_client()
+
+    @property
+    def is_of_another(self) -> bool:
+        """Whether this process was forked by the one of the run, has a copy of all this, and is no part of it."""
+        return os.getpid() != self.number
 
     @property
     def others(self) -> frozenset[int]:
