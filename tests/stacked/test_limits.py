@@ -68,6 +68,13 @@ def test_layers_that_do_not_divide():
         mm.jit(step.fun, strict=True).lower({"w": weights(5)}, batch())
 
 
+def test_layers_before_an_early_exit():
+    """Those that are used are the first half, which is the block of one submesh; what that costs is said."""
+    step = mm.jit(lambda p, x: loss_of()(p["w"][:4], x))
+    with pytest.warns(UserWarning, match="the 8 layers of args.0..'w'. are not used in equal blocks by 2 submeshes"):
+        step.lower({"w": weights(8)}, batch())
+
+
 def test_layers_that_are_dealt_out_in_rounds():
     """The warning says in which shape each submesh would keep its own."""
     stages = mm.submeshes(Mesh(DEVICES[:2].reshape(2, 1), ("stage", "m"), axis_types=(AxisType.Auto,) * 2), "stage")

@@ -261,13 +261,14 @@ def _groups(loops: Iterable[Loop]) -> dict[Var, tuple[Var, ...]]:
 
 
 def _covered(parts: Iterable[tuple[int, int]], length: int) -> bool:
-    """Whether all of a dimension is in one of the parts."""
-    end = 0
-    for a, b in sorted(parts):
+    """Whether parts make up a stretch of at least half of a dimension, such as the layers before an early exit."""
+    stretches = sorted(parts)
+    start = end = stretches[0][0]
+    for a, b in stretches:
         if a > end:
             return False
         end = max(end, b)
-    return end >= length
+    return 2 * (end - start) >= length
 
 
 def _rounds(known: Sequence[tuple[int, int, Mesh]], submeshes: tuple[Mesh, ...]) -> int:
