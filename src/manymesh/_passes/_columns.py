@@ -19,7 +19,7 @@ from ._sums import is_addition, terms_of_sum
 
 MOST = 512  # layers; what is longer is no stack
 # Of one operand and blind to shapes: their parameters are right for a slice as they are for the stack.
-ELEMENTWISE = {"convert_element_type", "neg", "copy", "real", "mul", "div"}
+ELEMENTWISE = {"convert_element_type", "neg", "copy", "real", "mul", "div", "stop_gradient"}
 
 
 @dataclass(frozen=True)
