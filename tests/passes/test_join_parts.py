@@ -150,7 +150,7 @@ def test_no_weight_of_a_grid_crosses(read, rounds):
 
 
 def test_without_the_pass_whole_stacks_cross(monkeypatch):
-    step, args = indexed(READS["an index"], 4)
+    step, args = indexed(lambda ws, i: ws.reshape(-1)[256 * i : 256 * (i + 1)].reshape(16, 16), 4)
     before = len(sent(step, args))
     switch_off(monkeypatch, "join_parts")
     assert len(sent(step, args)) > 2 * before

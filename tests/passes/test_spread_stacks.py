@@ -75,11 +75,13 @@ def test_layers_that_do_not_divide():
     """Two of three layers on the first submesh: nothing changes, and a finding says what that costs."""
     source = LAYERS.format(n="m * 0.9").replace("[2,4]", "[3,4]").replace("b = two: a + w1", "b = two: one_more(a)")
     source = source.replace("    b = two: one_more(a)", "    w2 = w[2]\n    c = one: a + w1\n    b = two: c + w2")
-    after = run("spread_stacks", layers(source))
-    assert not after.stacked_inputs and len(after.nodes) == len(layers(source).nodes)
+    wide = source.replace("[3,4]", "[3,512]").replace("f32[4]", "f32[512]")
+    after = run("spread_stacks", layers(wide))
+    assert not after.stacked_inputs and len(after.nodes) == len(layers(wide).nodes)
     (finding,) = after.findings
     assert finding.text.startswith("the 3 layers of an argument are not used in equal blocks by 2 submeshes")
-    assert "16 bytes go out to the others in every step" in finding.text
+    assert "2048 bytes go out to the others in every step" in finding.text
+    assert not run("spread_stacks", layers(source)).findings  # 16 bytes are not worth a word
 
 
 def test_what_is_wanted_on_one_submesh_stays_whole():

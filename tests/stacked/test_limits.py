@@ -68,6 +68,13 @@ def test_layers_that_do_not_divide():
         mm.jit(step.fun, strict=True).lower({"w": weights(5)}, batch())
 
 
+def test_layers_before_an_early_exit():
+    """Those that are used are the first half, which is the block of one submesh; what that costs is said."""
+    step = mm.jit(lambda p, x: loss_of()(p["w"][:4], x))
+    with pytest.warns(UserWarning, match="the 8 layers of args.0..'w'. are not used in equal blocks by 2 submeshes"):
+        step.lower({"w": weights(8)}, batch())
+
+
 def test_layers_that_are_dealt_out_in_rounds():
     """The warning says in which shape each submesh would keep its own."""
     stages = mm.submeshes(Mesh(DEVICES[:2].reshape(2, 1), ("stage", "m"), axis_types=(AxisType.Auto,) * 2), "stage")
@@ -88,11 +95,11 @@ def test_elements_that_are_not_used_in_equal_parts():
     one, two = mm.submeshes(Mesh(DEVICES[:2].reshape(2, 1), ("stage", "m"), axis_types=(AxisType.Auto,) * 2), "stage")
     front = mm.task(lambda w, x: x * w, "front", mesh=one)
     back = mm.task(lambda w, x: x * w, "back", mesh=two)
-    step = mm.jit(lambda w, x: back(w[2:], front(w[:2].sum(), x)))
+    step = mm.jit(lambda w, x: back(w[300:], front(w[:300].sum(), x)))
     with pytest.warns(
-        UserWarning, match="the 8 elements of args.0. are not used .* let each submesh use as many elements"
+        UserWarning, match="the 800 elements of args.0. are not used .* let each submesh use as many elements"
     ):
-        step.lower(jnp.ones(8), jnp.ones(6))
+        step.lower(jnp.ones(800), jnp.ones(500))
 
 
 def test_rows_of_a_grid_are_no_layers():

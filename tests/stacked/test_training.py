@@ -384,6 +384,70 @@ def test_boxes_on_sharded_submeshes():
     assert len(jitted._compiled) == 1
 
 
+def frozen_by_slicing(loss, ws, x):
+    low, top = ws[:2], ws[2:]
+    grads = jax.grad(lambda top: loss(jnp.concatenate([jax.lax.stop_gradient(low), top]), x))(top)
+    return jnp.concatenate([low, top - 0.1 * grads])
+
+
+def frozen_in_the_loss(loss, ws, x):
+    grads = jax.grad(lambda ws: loss(jnp.concatenate([jax.lax.stop_gradient(ws[:2]), ws[2:]]), x))(ws)
+    return ws - 0.1 * grads
+
+
+def updated_layer_by_layer(loss, ws, x):
+    grads = jax.grad(loss)(ws, x)
+    return jnp.stack([w - 0.1 * g for w, g in zip(ws, grads, strict=True)])
+
+
+def updated_in_halves(loss, ws, x):
+    """One of them is scaled, and grows by the other way of writing it."""
+    grads = jax.grad(loss)(ws, x)
+    return jnp.concatenate([jnp.maximum(ws[:2] - grads[:2], -1.0), 0.9 * ws[2:] + ws[2:] * 0.1 - 0.2 * grads[2:]])
+
+
+def test_a_state_that_tasks_make_layer_by_layer_stays_in_blocks():
+    """What they make is put together on each submesh."""
+    mesh, submeshes = stages(2)
+    loss = loss_of(submeshes)
+    sgd = [mm.task(lambda w, g: w - 0.1 * g, "sgd", mesh=submeshes[i // 2]) for i in range(4)]
+
+    def update(p, x):
+        grads = jax.grad(loss)(p, x)
+        return {"w": jnp.stack([f(p["w"][i], grads["w"][i]) for i, f in enumerate(sgd)]), "b": p["b"]}
+
+    step = mm.jit(update, strict=True)
+    lowered = step.lower(parameters(4), batch())
+    assert all(e.var.aval.shape[-2:] != (WIDTH, WIDTH) for e in lowered.program.edges)
+    new = step(parameters(4), batch())
+    assert_same(new, reference(step, parameters(4), batch()))
+    assert new["w"].sharding == NamedSharding(mesh, P("stage"))
+
+
+PARTS = {f.__name__: f for f in (frozen_by_slicing, frozen_in_the_loss, updated_layer_by_layer, updated_in_halves)}
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "in a state"])
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_a_state_that_are_updated_apart_stay_in_blocks(name, alone):
+    """No weight crosses, and the next value lies where the state did."""
+    mesh, submeshes = stages(2)
+    loss = loss_of(submeshes)
+
+    def update(ws, x):
+        new = PARTS[name](lambda ws, x: loss({"w": ws, "b": jnp.zeros((4, WIDTH))}, x), ws if alone else ws["w"], x)
+        return new if alone else ({"w": new}, jnp.sum(new[0]))
+
+    step = mm.jit(update, strict=True)  # a finding is an error
+    ws = parameters(4)["w"] if alone else {"w": parameters(4)["w"]}
+    lowered = step.lower(ws, batch())
+    assert all(e.var.aval.shape[-2:] != (WIDTH, WIDTH) for e in lowered.program.edges)
+    new = step(ws, batch())
+    assert_same(new, reference(step, ws, batch()))
+    assert jax.tree.leaves(new)[0].sharding == NamedSharding(mesh, P("stage"))
+    assert jax.tree.leaves(lowered.compile().input_shardings)[0] == NamedSharding(mesh, P("stage"))
+
+
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("kept", [False, True])
 def test_stacked_random_keys_are_in_blocks(kept, impl, recwarn):

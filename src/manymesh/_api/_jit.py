@@ -102,8 +102,9 @@ def jit(
       out_shardings: pytree prefix of the result, likewise.
       compiler_options: handed to XLA for every fragment.
       strict: whether findings are errors instead of one warning: a logical name that no rule knows, a constraint that
-        vmap took the axis of, a task whose results nobody reads, microbatches in a step without a task or with stages
-        in no order, a batch that is also what is differentiated, a sum of losses that are means.
+        vmap took the axis of, a task whose results nobody reads, microbatches in a step without a task, with stages in
+        no order, or in turns around a loop of unknown length, a batch that is also what is differentiated, a sum of
+        losses that are means, stacked layers that are not used in equal blocks or that something reads whole.
 
     Returns:
       A callable. Each distinct structure, shape, dtype and static value of arguments is traced and compiled once.

@@ -30,6 +30,7 @@ from ._repeat import repeat_constraints
 from ._residuals import minimise_residuals
 from ._scans import minimise_scans
 from ._scatters import widen_scatters
+from ._see_through import see_through_stacks
 from ._shrink import shrink_where_made
 from ._split import split_weights
 from ._spread import spread_control_flow
@@ -80,6 +81,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("recompute_apart", recompute_apart, makes_stale=ALL),
     Pass("repeat_constraints", repeat_constraints, needs=_DEAD, makes_stale=_PLACED, repeats=True),
     Pass("join_parts", join_parts, needs=_DEAD, makes_stale=ALL, repeats=True),
+    Pass("see_through_stacks", see_through_stacks, needs=_DEAD, makes_stale=ALL),
     Pass("accumulate_each_layer", accumulate_each_layer, needs=_DEAD, makes_stale=ALL),
     Pass("spread_stacks", spread_stacks, needs=_DEAD, makes_stale=ALL),
     Pass("split_weights", split_weights, needs=_DEAD, makes_stale=_PLACED),

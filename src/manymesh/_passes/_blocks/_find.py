@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,10 @@ from ..._program._flat import FlatProgram
 from ..._program._nodes import Loop, Node, nbytes, shape_and_dtype
 from ..._task import mesh_devices
 from .._spread import is_short
-from ._ties import Tie, joins_blocks, taken_apart, tie_of
+from ._ties import ELEMENTWISE, Tie, joins_blocks, put_together, taken_apart, tie_of
+
+# From a part to its next value, which may be a layer without its dimension of one.
+_FOLLOWED = ELEMENTWISE | {"broadcast_in_dim", "reshape", "squeeze"}
 
 
 @dataclass(frozen=True)
@@ -93,10 +96,16 @@ class _Finder:
 
     def run(self) -> Found:
         for v, split in self._seeds():
-            self._mark(v, split)
-            while self.queue:
-                self._spread(self.queue.popleft())
+            self._cut(v, split)
+        for v, o in self.flat.pins.states:  # what is put together of blocks, some of them as they were, say
+            if v in self.split:
+                self._cut(self.flat.outvars[o], self.split[v])
         return Found(self.split, tuple(self.uneven.values()), tuple(self.conditionals))
+
+    def _cut(self, v: Any, split: Split) -> None:
+        self._mark(v, split)
+        while self.queue:
+            self._spread(self.queue.popleft())
 
     # --- where it begins ------------------------------------------------------------------------------
 
@@ -232,6 +241,8 @@ class _Finder:
             for k, x in enumerate(n.eqn.invars):
                 if x is v:
                     self._along(n, tie_at(n, k, split), split)
+            for x in self._put_back(n, split.dim):
+                self._mark(x, split)
         maker = self.producer.get(v)
         if maker is not None:
             self._along(maker, tie_at(maker, ~maker.eqn.outvars.index(v), split), split)
@@ -244,6 +255,24 @@ class _Finder:
                 self._mark(n.eqn.invars[k], Split(split.submeshes, d))
             for o, d in tie.results.items():
                 self._mark(n.eqn.outvars[o], Split(split.submeshes, d))
+
+    def _put_back(self, n: Node, dim: int) -> Iterator[Var]:
+        """Values like the one that an equation takes apart, in which a part, or its next value, is where it was in that one."""
+        taken = taken_apart(n.eqn) if n.task is None and n.inputs else None
+        if taken is None or taken.dim != dim:
+            return
+        shape = _compat.shape(n.inputs[0])
+        for part, place in zip(n.eqn.outvars, taken.ranges, strict=True):
+            todo, seen = [part], {part}
+            for x in todo:
+                for r in self.readers.get(x, ()) if _compat.is_var(x) else ():
+                    together = put_together(r.eqn) if r.task is None else None
+                    if together is not None and together.dim == dim and _compat.shape(r.outputs[0]) == shape:
+                        if any(v is x and at == place for v, at in zip(r.eqn.invars, together.ranges, strict=True)):
+                            yield r.outputs[0]
+                    elif r.task is None and r.primitive in _FOLLOWED and r.outputs[0] not in seen:
+                        seen.add(r.outputs[0])
+                        todo.append(r.outputs[0])
 
 
 def _through_loops(loops: Iterable[Loop]) -> tuple[dict[Var, list[Var]], dict[Var, list[Var]]]:
@@ -276,13 +305,14 @@ def _groups(loops: Iterable[Loop]) -> dict[Var, tuple[Var, ...]]:
 
 
 def _covered(parts: Iterable[tuple[int, int]], length: int) -> bool:
-    """Whether all of a dimension is in one of the parts."""
-    end = 0
-    for a, b in sorted(parts):
+    """Whether parts make up a stretch of at least half of a dimension, such as the layers before an early exit."""
+    stretches = sorted(parts)
+    start = end = stretches[0][0]
+    for a, b in stretches:
         if a > end:
             return False
         end = max(end, b)
-    return end >= length
+    return 2 * (end - start) >= length
 
 
 def _rounds(known: Sequence[tuple[int, int, Mesh]], submeshes: tuple[Mesh, ...]) -> int:

@@ -17,7 +17,7 @@ from .._spread import open_control_flow
 from ._find import Found, Split, Uneven, find_split
 from ._rewrite import Rewriter, Whole
 
-SMALL = 1024  # bytes: what is put together of less is not worth a word
+SMALL = 1024  # bytes: what goes to and fro, or is put together, of less is not worth a word
 
 
 def spread_stacks(flat: FlatProgram) -> FlatProgram:
@@ -107,7 +107,7 @@ def _stacked(splits: Sequence[Split | None]) -> tuple[Stacked, ...]:
 
 
 def _about_uneven(uneven: Sequence[Uneven], called: Mapping[Var, str]) -> list[Finding]:
-    """A finding for each number of layers that cannot be cut."""
+    """A finding for each number of layers that cannot be cut, if much of them goes to and fro."""
     alike: dict[tuple[str, int, tuple[Mesh, ...]], list[Uneven]] = {}
     for u in uneven:
         kind = "layers" if len(_compat.shape(u.var)) > 1 else "elements"
@@ -118,6 +118,7 @@ def _about_uneven(uneven: Sequence[Uneven], called: Mapping[Var, str]) -> list[F
         f"{sum(u.away for u in those)} bytes go out to the others in every step, and where they are trained or "
         f"changed as many come back; {_even(kind, layers, len(submeshes), min(u.rounds for u in those))}"
         for (kind, layers, submeshes), those in alike.items()
+        if sum(u.away for u in those) > SMALL
     ]
     return list(map(Finding, texts))
 
