@@ -21,7 +21,8 @@ from .._compat import AbstractJaxpr, Atom, Eqn, Var
 from .._mark import constraint_p
 from .._program._calls import call_body, is_rewritable
 from .._program._flat import FlatProgram
-from .._program._nodes import Node
+from .._program._nodes import Node, nodes_where
+from .._program._placement import Placement
 from .._program._rewrite import trace_eqns, with_atoms
 
 SCATTERS = frozenset({"scatter-add", "scatter_add"})
@@ -34,13 +35,24 @@ def widen_scatters(flat: FlatProgram) -> FlatProgram:
     new: dict[Node, list[Eqn]] = {}
     for body in (flat.index.bodies[i] for i in range(len(flat.loops))):
         eqns = [worker.with_wide_body(n.eqn) for n in body]
-        changed = worker.wide(_Scope(eqns, flat.index.uses))
-        new.update({n: changed.get(k, [e]) for k, (n, e) in enumerate(zip(body, eqns, strict=True))})
-    new = {n: eqns for n, eqns in new.items() if eqns != [n.eqn]}
-    if not new:
+        wide = worker.wide(_Scope(eqns, flat.index.uses))
+        new.update({n: wide.get(k, [e]) for k, (n, e) in enumerate(zip(body, eqns, strict=True))})
+    changed = {n: [replace(n, eqn=e) for e in eqns] for n, eqns in new.items() if eqns != [n.eqn]}
+    if not changed:
         return flat
-    nodes = [replace(n, eqn=e) if n in new else n for n in flat.nodes for e in new.get(n, [n.eqn])]
-    return replace(flat, nodes=tuple(nodes), placement=None)
+    placement = _placed_alike(flat.placement, changed) if flat.placement is not None else None
+    return replace(flat, nodes=nodes_where(flat.nodes, changed), placement=placement)
+
+
+def _placed_alike(placement: Placement, changed: Mapping[Node, Sequence[Node]]) -> Placement:
+    """The placement with everything where the equations are in whose place it is."""
+    node, home, reason = dict(placement.node), dict(placement.home), dict(placement.reason)
+    for n, others in changed.items():
+        for m in others:
+            node[m], reason[m] = node[n], reason[n]
+            home.update({v: node[n][0] for v in m.outputs if v not in home})
+        del node[n], reason[n]
+    return Placement(placement.submeshes, node, home, reason)
 
 
 class _Scope(NamedTuple):
