@@ -83,7 +83,6 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-@functools.cache
 def clip_as_vector() -> optax.GradientTransformation:
     """Clipping by the global norm of one vector of all gradients, as many write it by hand."""
 
@@ -96,6 +95,7 @@ def clip_as_vector() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+@functools.cache
 def optimizer(name: str, clipped: bool | str) -> optax.GradientTransformation:
     """The optimizer of a name, behind clipping by the global norm if ``clipped``, of one vector if that is ``"vector"``."""
     made = OPTIMIZERS[name]()
