@@ -67,11 +67,8 @@ def _read(flat: FlatProgram, n: Node, layer: Layer, alias: dict[Var, Var]) -> li
     else:
         made, v = make_layer(layer)
         for r in flat.index.readers.get(out, ()):
-            if (
-                r.primitive == "squeeze"
-                and tuple(r.eqn.params["dimensions"]) == (0,)
-                and (r.loop, r.guard) == (n.loop, ())
-            ):
+            drops = r.primitive == "squeeze" and tuple(r.eqn.params["dimensions"]) == (0,)
+            if drops and (r.loop, r.guard) == (n.loop, ()) and r.outputs[0] not in flat.index.leaving:
                 alias[r.outputs[0]] = v
         made += trace_nodes(lambda x: lax.expand_dims(x, (0,)), [v])[0]
     return _instead(n, made)
