@@ -198,6 +198,19 @@ def test_skips_of_a_scan_are_read_backwards(flip):
     assert_agrees(grad, *args)
 
 
+def test_random_keys_of_a_scan_are_read_backwards():
+    """Keys are stacked like any other value."""
+    draw = mm.task(lambda k, x: (jax.random.fold_in(k, 1), x + jax.random.normal(k, (WIDTH,))), "draw", mesh=stages(2))
+    add = mm.task(lambda k, x: x * jax.random.uniform(k, (WIDTH,)), "add", mesh=stages(2)[::-1])
+
+    def step(keys, x):
+        x, new = lax.scan(lambda x, k: draw(k, x)[::-1], x, keys)
+        x, _ = lax.scan(lambda x, k: (add(k, x), None), x, new[1:][::-1])
+        return x, new[:2]
+
+    assert_agrees(step, jax.random.split(jax.random.key(0), 4), jnp.ones(WIDTH))
+
+
 def test_stacks_without_microbatches():
     """The gradient of a slice lies in blocks like the weights."""
     loss = scanned(lambda ws: ws[:3], stages(2))

@@ -82,11 +82,14 @@ def _is_rearranged(n: Node, column: Sequence[Layer | None]) -> bool:
 
 def _stack(n: Node, column: Sequence[Layer | None]) -> tuple[list[Node], tuple[Var, ...]]:
     """Equations that stack layers, and the layers."""
-    shape, dtype = shape_and_dtype(n.outputs[0])
-    nodes, (zero,) = trace_nodes(lambda: jnp.zeros(shape[1:], dtype), [])
+    nodes: list[Node] = []
+    zeros: list[Var] = []
+    if None in column:
+        shape, dtype = shape_and_dtype(n.outputs[0])
+        nodes, zeros = trace_nodes(lambda: jnp.zeros(shape[1:], dtype), [])
     layers: list[Var] = []
     for layer in column:
-        made, v = ([], zero) if layer is None else make_layer(layer)
+        made, v = make_layer(layer) if layer is not None else ([], zeros[0])
         nodes += made
         layers.append(v)
     nodes += trace_nodes(lambda *xs: jnp.stack(xs), layers)[0]
