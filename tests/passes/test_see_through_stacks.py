@@ -27,6 +27,7 @@ VIEWS = {
     "a slice": ("w[1:]", 1, "slice(a) start_indices=(2, 0) limit_indices=(3, 8)"),
     "a reversal": ("w[::-1]", 0, "slice(a) start_indices=(3, 0) limit_indices=(4, 8)"),
     "a concatenation": ("lax.concatenate([w[2:], u], 0)", 3, "slice(b) start_indices=(1, 0) limit_indices=(2, 8)"),
+    "a repeated stack": ("jnp.tile(u, (2, 1))", 3, "slice(b) start_indices=(1, 0) limit_indices=(2, 8)"),
     "a padded stack": (
         "lax.pad(u, 0.0, [(2, 1, 0), (0, 0, 0)])",
         3,
@@ -113,6 +114,7 @@ SLICES = {  # what is taken of how many layers, on how many submeshes, and how m
     "backwards": (lambda ws: ws[::-1], 4, 2, 0),
     "a slice of a cast": (lambda ws: (ws.astype(jnp.bfloat16) * 2)[:3].astype(jnp.float32) / 2, 4, 2, 0),
     "a slice of a slice": (lambda ws: ws[:5][:3], 8, 2, None),
+    "all of them twice": (lambda ws: jnp.tile(ws, (2, 1, 1)), 2, 2, 4),
     "frozen below": (lambda ws: jnp.concatenate([lax.stop_gradient(ws[:2]), ws[2:]]), 4, 2, 0),
 }
 
@@ -127,6 +129,12 @@ def test_gradients_of_a_slice_stay_where_they_are_made(take, layers, count, move
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert_agrees(step, *args)
+
+
+def test_layers_that_several_submeshes_share_are_no_finding():
+    """They go out in any case."""
+    step, *args = trained(scanned(lambda ws: jnp.tile(ws, (2, 1, 1)), stages(2)), 2)
+    mm.jit(step, strict=True).lower(*args)
 
 
 def run_layers(ws, x, meshes, begin=0):
@@ -188,6 +196,19 @@ def test_skips_of_a_scan_are_read_backwards(flip):
         (1, 0, (4, WIDTH))
     ]
     assert_agrees(grad, *args)
+
+
+def test_random_keys_of_a_scan_are_read_backwards():
+    """Keys are stacked like any other value."""
+    draw = mm.task(lambda k, x: (jax.random.fold_in(k, 1), x + jax.random.normal(k, (WIDTH,))), "draw", mesh=stages(2))
+    add = mm.task(lambda k, x: x * jax.random.uniform(k, (WIDTH,)), "add", mesh=stages(2)[::-1])
+
+    def step(keys, x):
+        x, new = lax.scan(lambda x, k: draw(k, x)[::-1], x, keys)
+        x, _ = lax.scan(lambda x, k: (add(k, x), None), x, new[1:][::-1])
+        return x, new[:2]
+
+    assert_agrees(step, jax.random.split(jax.random.key(0), 4), jnp.ones(WIDTH))
 
 
 def test_stacks_without_microbatches():

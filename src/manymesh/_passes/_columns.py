@@ -93,9 +93,13 @@ class Columns:
             return None if _is_zero(self._producer.get(x)) else Given(x)
         if node is None:
             return Cut(v, at)
-        if not is_addition(node):
+        if is_addition(node):
+            found = [self.layer(w, at) for w in terms_of_sum(v, self._producer, self._uses, node.loop)[0]]
+        elif (repeated := self._repeated(node)) is not None:
+            length = _compat.shape(v)[0]
+            found = [self.layer(repeated, i) for i in range(at, _compat.shape(repeated)[0], length)]
+        else:
             return self._of_one(node, v, at)
-        found = [self.layer(w, at) for w in terms_of_sum(v, self._producer, self._uses, node.loop)[0]]
         terms = tuple(x for x in found if x is not None)
         if len(terms) < 2:
             return terms[0] if terms else None
@@ -107,6 +111,17 @@ class Columns:
         if node is None or node.task or node.guard or node.colocated_with or node.mesh is not None:
             return None
         return node
+
+    def _repeated(self, node: Node) -> Var | None:
+        """The gradient of a stack that is repeated (``jnp.tile``), where an equation adds up that of each repetition."""
+        apart = self._followed(node.inputs[0]) if node.primitive == "reduce_sum" else None
+        if apart is None or apart.primitive != "reshape" or len(apart.inputs) != 1:
+            return None
+        (v,), sizes, (first, *others) = apart.inputs, apart.eqn.params["new_sizes"], node.eqn.params["axes"]
+        shape, total = _compat.shape(v), _compat.shape(node.outputs[0])
+        if first != 0 or any(sizes[d] != 1 for d in others) or not shape or total[1:] != shape[1:]:
+            return None
+        return v if total and total[0] * sizes[0] == shape[0] <= MOST else None
 
     def _of_one(self, node: Node, v: Var, at: int) -> Layer | None:
         """A layer of what an elementwise equation of one operand makes, or one that only gives it a dimension of one."""
@@ -195,6 +210,11 @@ def _padded(eqn: Eqn, at: int) -> _Place:
     return (None if between or not 0 <= within < _compat.shape(v)[0] else v), within
 
 
+def _tiled(eqn: Eqn, at: int) -> _Place:
+    (v,), (_, *others) = eqn.invars, eqn.params["reps"]
+    return (v, at % _compat.shape(v)[0]) if set(others) <= {1} else None
+
+
 def _joined(eqn: Eqn, at: int) -> _Place:
     if eqn.params["dimension"] != 0:
         return None
@@ -211,4 +231,5 @@ _PLACES: Mapping[str, Callable[[Eqn, int], _Place]] = {
     "pad": _padded,
     "rev": _reversed,
     "slice": _slice,
+    "tile": _tiled,
 }

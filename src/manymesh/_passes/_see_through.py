@@ -67,11 +67,8 @@ def _read(flat: FlatProgram, n: Node, layer: Layer, alias: dict[Var, Var]) -> li
     else:
         made, v = make_layer(layer)
         for r in flat.index.readers.get(out, ()):
-            if (
-                r.primitive == "squeeze"
-                and tuple(r.eqn.params["dimensions"]) == (0,)
-                and (r.loop, r.guard) == (n.loop, ())
-            ):
+            drops = r.primitive == "squeeze" and tuple(r.eqn.params["dimensions"]) == (0,)
+            if drops and (r.loop, r.guard) == (n.loop, ()) and r.outputs[0] not in flat.index.leaving:
                 alias[r.outputs[0]] = v
         made += trace_nodes(lambda x: lax.expand_dims(x, (0,)), [v])[0]
     return _instead(n, made)
@@ -85,11 +82,14 @@ def _is_rearranged(n: Node, column: Sequence[Layer | None]) -> bool:
 
 def _stack(n: Node, column: Sequence[Layer | None]) -> tuple[list[Node], tuple[Var, ...]]:
     """Equations that stack layers, and the layers."""
-    shape, dtype = shape_and_dtype(n.outputs[0])
-    nodes, (zero,) = trace_nodes(lambda: jnp.zeros(shape[1:], dtype), [])
+    nodes: list[Node] = []
+    zeros: list[Var] = []
+    if None in column:
+        shape, dtype = shape_and_dtype(n.outputs[0])
+        nodes, zeros = trace_nodes(lambda: jnp.zeros(shape[1:], dtype), [])
     layers: list[Var] = []
     for layer in column:
-        made, v = ([], zero) if layer is None else make_layer(layer)
+        made, v = make_layer(layer) if layer is not None else ([], zeros[0])
         nodes += made
         layers.append(v)
     nodes += trace_nodes(lambda *xs: jnp.stack(xs), layers)[0]

@@ -9,6 +9,7 @@ moments and to whatever else is an argument of the step.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,6 +154,12 @@ class _Finder:
             return  # the keys that a key is split into, say, are no layers of it
         if not jnp.issubdtype(shape_and_dtype(root)[1], jnp.inexact):
             return  # nor are the tokens of a sequence
+        readers: dict[tuple[int, int], set[Mesh]] = defaultdict(set)
+        for a, b, m in known:
+            readers[a, b].add(m)
+        known = [cut for cut in known if len(readers[cut[:2]]) == 1]  # what several share goes out in any case
+        if len({m for *_, m in known}) < 2:
+            return
         size = nbytes(root.aval) // max(_compat.shape(v)[d], 1)
         held: dict[Mesh, int] = defaultdict(int)
         for a, b, m in dict.fromkeys(known):
@@ -263,16 +270,16 @@ class _Finder:
             return
         shape = _compat.shape(n.inputs[0])
         for part, place in zip(n.eqn.outvars, taken.ranges, strict=True):
-            todo, seen = [part], {part}
+            todo, seen, size = [part], {part}, math.prod(_compat.shape(part))
             for x in todo:
-                for r in self.readers.get(x, ()) if _compat.is_var(x) else ():
+                for r in self.readers.get(x, ()):
                     together = put_together(r.eqn) if r.task is None else None
                     if together is not None and together.dim == dim and _compat.shape(r.outputs[0]) == shape:
                         if any(v is x and at == place for v, at in zip(r.eqn.invars, together.ranges, strict=True)):
                             yield r.outputs[0]
-                    elif r.task is None and r.primitive in _FOLLOWED and r.outputs[0] not in seen:
-                        seen.add(r.outputs[0])
-                        todo.append(r.outputs[0])
+                    elif r.task is None and r.primitive in _FOLLOWED and math.prod(_compat.shape(r.outputs[0])) == size:
+                        todo += {*r.outputs} - seen
+                        seen.update(r.outputs)
 
 
 def _through_loops(loops: Iterable[Loop]) -> tuple[dict[Var, list[Var]], dict[Var, list[Var]]]:
