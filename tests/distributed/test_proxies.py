@@ -53,8 +53,8 @@ def test_a_start_that_fails_mentions_the_proxy():
     ("variables", "words"),
     [
         ({}, ""),
+        ({"http_proxy": NOWHERE, "no_proxy": "other, t.here"}, ""),
         ({"HTTPS_PROXY": NOWHERE}, ""),  # which gRPC does not read
-        ({"http_proxy": NOWHERE, "no_proxy": "other, .here"}, ""),
         ({"http_proxy": NOWHERE, "no_proxy": "host.here", "no_grpc_proxy": "other"}, "name host.here in no_grpc_proxy"),
     ],
 )
@@ -62,3 +62,9 @@ def test_words(variables, words):
     """Only where a proxy is asked."""
     said = words_on_proxies(variables, "host.here")
     assert said.endswith(words) and bool(said) == bool(words)
+
+
+def test_words_on_an_address():
+    """Which a range may be about."""
+    assert words_on_proxies({"http_proxy": NOWHERE, "no_proxy": "10.0.0.0/8"}, "10.1.2.3") == ""
+    assert words_on_proxies({"http_proxy": NOWHERE, "no_proxy": "10.0.0.0/16, ::1"}, "10.1.2.3").endswith("in no_proxy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 
 # In the order in which gRPC looks; it knows no others, and none in capitals.
@@ -20,7 +21,7 @@ def past_proxies(variables: Mapping[str, str], host: str) -> dict[str, str]:
     """
     if _proxy(variables) is None:
         return {}
-    said = variables.get(_EXCEPTIONS) or variables.get(_EXCEPTIONS_OF_ALL)
+    said = variables.get(_exceptions(variables))
     return {_EXCEPTIONS: f"{said},{host}" if said else host}
 
 
@@ -32,11 +33,23 @@ def words_on_proxies(variables: Mapping[str, str], host: str) -> str:
       host: name or address, as in what is connected to.
     """
     proxy = _proxy(variables)
-    name = next((name for name in (_EXCEPTIONS, _EXCEPTIONS_OF_ALL) if variables.get(name)), _EXCEPTIONS_OF_ALL)
-    endings = [ending.strip() for ending in variables.get(name, "").split(",")]
-    if proxy is None or any(host.endswith(ending) for ending in endings if ending):
+    name = _exceptions(variables)
+    if proxy is None or any(_covers(word.strip(), host) for word in variables.get(name, "").split(",")):
         return ""
     return f"; {proxy} is set, so processes ask that proxy for {host}: name {host} in {name}"
+
+
+def _exceptions(variables: Mapping[str, str]) -> str:
+    """The variable that gRPC looks at: its own goes before that of all, also where it is empty."""
+    return _EXCEPTIONS if _EXCEPTIONS in variables else _EXCEPTIONS_OF_ALL
+
+
+def _covers(exception: str, host: str) -> bool:
+    """Whether one of the exceptions, the end of a name or a range of addresses, is about a host."""
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(exception, strict=False)
+    except ValueError:  # one of them is a name
+        return bool(exception) and host.endswith(exception)
 
 
 def _proxy(variables: Mapping[str, str]) -> str | None:
