@@ -359,3 +359,22 @@ def test_work_does_not_wait_for_what_only_its_reader_waits_for(rows, expected):
         results: u, v
     """)
     assert sorted(c for c in found if c) == sorted(expected)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble-h1"])
+def test_two_chains_in_opposite_directions_are_a_pipeline(schedule):
+    """As in a model that reads both ways: the loss's backward pass begins with the stage that comes last."""
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"task_{i}", devices=[at]) for i, at in enumerate((0, 1, 1, 0))]
+
+    def loss(ws, x):
+        there, back = x, x
+        for task, w in zip(tasks[:2], ws[:2], strict=True):
+            there = task(w, there)
+        for task, w in zip(tasks[2:], ws[2:], strict=True):
+            back = task(w, back)
+        return jnp.mean(there**2) + jnp.mean(back**2)
+
+    grads = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=4, schedule=schedule, reduce="mean")
+    args = [jnp.eye(8) + 0.1 * i for i in range(4)], jnp.sin(jnp.arange(64.0)).reshape(8, 8)
+    assert mm.jit(grads).lower(*args).program.loops[0].in_order
+    assert_agrees(grads, *args)
