@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ class Arguments:
     static: tuple[tuple[Any, Any], ...]
     dyn_args: tuple[Any, ...]
     dyn_kwargs: dict[str, Any]
-    donated: frozenset[int] | None = None
+    donated: Collection[int] | None = None
 
 
 def flatten(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -233,7 +234,7 @@ def gathered(tree: PyTree) -> Any:
 def donated_leaves(given: Arguments, argnums: tuple[int, ...], argnames: tuple[str, ...]) -> frozenset[int]:
     """Positions of the leaves of donated arguments."""
     if given.donated is not None:
-        return given.donated
+        return frozenset(given.donated)
     count = len(given.dyn_args)
     numbers = {k % count for k in argnums if -count <= k < count} if count else set()
     paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))

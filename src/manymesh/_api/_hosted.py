@@ -344,10 +344,8 @@ class LoweredParts(_InParts, Lowered):
         self, whole: Whole, items: tuple[_Item, ...], consts: dict[Var, object], homes: Mapping[Var, Sharding]
     ) -> None:
         self._title, self._whole, self._items, self._consts = whole.step.name, whole, items, consts
-        self._homes, self._lines = (
-            homes,
-            ", ".join(dict.fromkeys(filter(None, (x.part.line for x in _all_hosted(items))))),
-        )
+        lines = filter(None, (x.part.line for x in _all_hosted(items)))
+        self._homes, self._lines = homes, ", ".join(dict.fromkeys(lines))
         self._in_tree, self._out_tree = whole.given.treedef, whole.out_tree
         self.findings = tuple(sentences(whole.record.findings))
         programs = _programs(items)

@@ -94,9 +94,8 @@ class Saved:
         """What is the same in copies of a checkpoint, whatever they are called, and different in another one."""
         if not self.one_database:
             return self.directory.name if self.directory.name != ITEM else self.directory.parent.name
-        return hashlib.sha256(
-            _read_bytes(self.directory / MANIFEST)
-        ).hexdigest()  # it names files that have random names
+        manifest = _read_bytes(self.directory / MANIFEST)  # it names files that have random names
+        return hashlib.sha256(manifest).hexdigest()
 
 
 def find_saved(path: Path) -> Saved:

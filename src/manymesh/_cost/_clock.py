@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .._plan._instructions import Instruction, Plan, Receive, Run, Send
+from .._plan._number import arguments_elsewhere
 from .._program import Program
 from .._task import mesh_devices
 
@@ -24,11 +25,11 @@ class Durations:
     Attributes:
       runs: one run of each fragment, alone on the machine, once it is issued.
       transfers: each batch of values between two submeshes, once it is issued.
-      arguments: each argument that goes on from its home to another submesh: its place among the inputs of the plan.
       issues: what the thread that issues all instructions needs for one run of each fragment; nothing where it is empty.
       transfer_issues: the same for batches of values.
       cores: where all devices share the cores of one computer, how many there are; None where each has its own.
       demand: how many of these each fragment uses while it is alone.
+      arguments: each argument that goes on from its home to another submesh, by its place among the inputs of the plan.
     """
 
     runs: Sequence[float]
@@ -94,11 +95,12 @@ def _arguments(program: Program, plan: Plan, durations: Durations) -> list[_Argu
     """What a call does first: it sends arguments on, those of one link one after the other."""
     links: dict[tuple[int, int], float] = defaultdict(float)
     found = []
-    for place, took in durations.arguments.items():
-        i, s, slot = plan.inputs[place]
-        link = program.home[program.invars[i]], s
-        start, links[link] = links[link], links[link] + took
-        found.append(_Argument(place, link, slot, start, links[link]))
+    for place, _, *link in arguments_elsewhere(program, plan) if durations.arguments else ():
+        if place in durations.arguments:
+            source, target = link
+            start = links[source, target]
+            links[source, target] = end = start + durations.arguments[place]
+            found.append(_Argument(place, (source, target), plan.inputs[place][2], start, end))
     return found
 
 

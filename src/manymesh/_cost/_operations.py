@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from .._compat import AbstractJaxpr, Atom, Eqn, Var
-from .._passes._scatters import SCATTERS
-from .._passes._unreduced._links import links, shape_of
+from .._passes._unreduced._links import SCATTERS, links, shape_of
 from .._program._calls import call_body
 from .._program._nodes import nbytes
 
@@ -21,7 +20,6 @@ Split = tuple[Axes, ...]  # the mesh axes that shard each dimension of a value
 
 NOTHING = -1  # the number of a literal, and of a result that nobody wants
 _CONSTRAINTS = ("sharding_constraint", "manymesh_constraint")
-_VIEWS = ("reshape", "squeeze", *_CONSTRAINTS)
 
 
 @dataclass(slots=True)
@@ -88,39 +86,37 @@ def flatten(jaxpr: AbstractJaxpr) -> Operations:
 
 def _add_rows_in_place(found: Operations) -> None:
     """A scatter into zeros that are added to something else is one into that: XLA makes no zeros, and no sum."""
-    if not any(_rows_of(op.eqn) for op in found.operations):
+    scatters = {k: at for at, op in enumerate(found.operations) if _adds_rows(op.eqn) for k in op.makes}
+    if not scatters:
         return
-    maker = {k: op for op in found.operations for k in op.makes}
+    maker = {k: at for at, op in enumerate(found.operations) for k in op.makes}
     uses = Counter(k for op in found.operations for k in op.reads)
     uses.update(found.outputs)
-    gone: list[Operation] = []
-    for op in found.operations:
-        if op.name not in ("add", "add_any"):
-            continue
-        for k, other in (op.reads, op.reads[::-1]):
-            views = []
-            while k in maker and maker[k].name in _VIEWS and uses[k] == 1:
-                views.append(maker[k])
-                k = maker[k].reads[0]
-            scatter = maker.get(k)
-            if scatter is None or uses[k] != 1 or not _rows_of(scatter.eqn) or other == NOTHING:
+    left: list[Operation | None] = list(found.operations)
+    for at, op in enumerate(found.operations):
+        for k, other in (op.reads, op.reads[::-1]) if op.name in ("add", "add_any") else ():
+            between = []
+            while k in maker and found.operations[maker[k]].name in _CONSTRAINTS and uses[k] == 1:
+                between.append(maker[k])
+                (k,) = found.operations[maker[k]].reads
+            if other == NOTHING or k not in scatters or uses[k] != 1:
                 continue
+            scatter = found.operations[scatters[k]]
             zeros = maker.get(scatter.reads[0])
-            if zeros is None or zeros.reads != (NOTHING,) or not _is_zero(zeros.eqn.invars[0]):
-                continue
-            place = found.operations.index(op)
-            found.operations.remove(scatter)
-            found.operations.insert(place - 1, Operation(scatter.eqn, (other, *scatter.reads[1:]), op.makes))
-            gone += [op, *views, *([zeros] if uses[scatter.reads[0]] == 1 else [])]
-            break
-    found.operations = [op for op in found.operations if op not in gone]
+            if zeros is not None and _makes_zeros(found.operations[zeros].eqn):
+                left[at] = Operation(scatter.eqn, (other, *scatter.reads[1:]), op.makes)
+                for gone in (*between, scatters[k], *([zeros] if uses[scatter.reads[0]] == 1 else [])):
+                    left[gone] = None
+                break
+    found.operations = [op for op in left if op is not None]
 
 
-def _is_zero(v: Atom) -> bool:
-    return isinstance(v, _compat.Literal) and bool(v.val == 0)
+def _makes_zeros(eqn: Eqn) -> bool:
+    value = eqn.invars[0] if eqn.primitive.name == "broadcast_in_dim" else None
+    return isinstance(value, _compat.Literal) and bool(value.val == 0)
 
 
-def _rows_of(eqn: Eqn) -> bool:
+def _adds_rows(eqn: Eqn) -> bool:
     """Whether an equation adds rows to its first operand, on each device by itself or not."""
     if eqn.primitive.name != "shard_map":
         return eqn.primitive.name in SCATTERS

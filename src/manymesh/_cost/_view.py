@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 ROWS = 24  # a longer list is folded
-NOTHING = 1000  # of a peak, what is less than this part of it is not told
+LITTLE = 1e-3  # of a peak; a kind of values that is less everywhere is not told
 
 
 def as_text(parts: Iterable[RenderableType]) -> str:
@@ -172,11 +172,8 @@ def devices(memory: Mapping[Any, Memory]) -> RenderableType:
 
     # Many columns: what is next to nothing everywhere is left out, and cells stand closer.
     table = Table(title="memory of each device", title_justify="left", padding=(0, 0, 0, 1))
-    kinds = list(
-        dict.fromkeys(
-            kind for m in memory.values() for kind, count in m.made_of.items() if count > m.peak_bytes / NOTHING
-        )
-    )
+    told = (kind for m in memory.values() for kind, count in m.made_of.items() if count > LITTLE * m.peak_bytes)
+    kinds = list(dict.fromkeys(told))
     for column in ("devices", "arriving", "peak", "at", *kinds):
         table.add_column(column, justify="left" if column in ("devices", "at") else "right", overflow="fold")
     for devices, m in _alike(memory.items()):

@@ -81,8 +81,9 @@ class _Step(PlainJitted[..., _Packed]):
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         given = super()._flatten(args, kwargs)
         if self._donate != "none":
-            kept = len(jax.tree.leaves(args[:1])) if self._donate == "all-except-first" else 0
-            given.donated = frozenset(range(kept, len(given.leaves)))
+            of_args, _ = given.treedef.children()
+            kept = self._donate == "all-except-first" and args
+            given.donated = range(of_args.children()[0].num_leaves if kept else 0, len(given.leaves))
         return given
 
 

@@ -364,12 +364,12 @@ class _Clusterer:
         while changed:
             changed = False
             order = {c: i for i, c in enumerate(self._sorted())}
-            stage: dict[str, int] = {}  # once all is part of a forward pass that can be
+            stage: dict[str, int] | None = None
             for c in order:
-                if c.backward and not stage:
+                if c.backward and stage is None:  # all is part of a forward pass that can be
                     stage = self._stages_of_tasks()
                 if c.task is None and not c.layout_follows_loop and not c.unstacks and c.loop is None:
-                    t = self._neighbouring_task(c, order, stage)
+                    t = self._neighbouring_task(c, order, stage or {})
                     if t is not None:
                         self._merge(t, c)
                         changed = True

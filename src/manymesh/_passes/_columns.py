@@ -15,7 +15,7 @@ from .._compat import Eqn, Var
 from .._program._flat import FlatProgram
 from .._program._nodes import Node
 from .._program._rewrite import Tags, of_one_operand, trace_nodes
-from ._sums import is_addition, terms_of_sum
+from ._sums import is_addition, is_zero, terms_of_sum
 
 MOST = 512  # layers; what is longer is no stack
 # Of one operand and blind to shapes: their parameters are right for a slice as they are for the stack.
@@ -90,7 +90,7 @@ class Columns:
             x = column[at]
             if not _compat.is_var(x):
                 return Cut(v, at)
-            return None if _is_zero(self._producer.get(x)) else Given(x)
+            return None if is_zero(x, self._producer) else Given(x)
         if node is None:
             return Cut(v, at)
         if is_addition(node):
@@ -175,14 +175,6 @@ def make_layer(layer: Layer, **tags: Unpack[Tags]) -> tuple[list[Node], Var]:
     fun = of_one_operand(layer.node.eqn) if len(operands) == 1 else lambda *xs: functools.reduce(lax.add, xs)
     made, (out,) = trace_nodes(fun, operands, **tags)
     return nodes + made, out
-
-
-def _is_zero(node: Node | None) -> bool:
-    """Whether an equation makes zeros."""
-    if node is None or node.primitive != "broadcast_in_dim":
-        return False
-    value = node.eqn.invars[0]
-    return isinstance(value, _compat.Literal) and not _compat.shape(value) and bool(value.val == 0)
 
 
 # Where a layer is in the operands: the operand, None where it is zero, and the place. None where it is in no one place.

@@ -24,8 +24,9 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Node, nodes_where
 from .._program._placement import Placement
 from .._program._rewrite import trace_eqns, with_atoms
+from ._sums import is_made_zero
+from ._unreduced._links import SCATTERS
 
-SCATTERS = frozenset({"scatter-add", "scatter_add"})
 _MOVES = frozenset({"copy", "reshape", "squeeze", "transpose", "sharding_constraint", constraint_p.name})
 
 
@@ -115,7 +116,7 @@ class _Worker:
     def _made_as(self, v: Var, wanted: Var, scope: _Scope, makers: Mapping[Var, int]) -> _Changed | None:
         """What changes so that a variable of a wider type is made instead of one; None where it is no sum of rows alone."""
         moves: list[int] = []
-        dtype = _compat.dtype(wanted)
+        dtype, made_by = _compat.dtype(wanted), lambda x: scope.eqns[makers[x]] if x in makers else None
         while True:
             at = makers.get(v)
             if at is None or scope.uses[v] != 1:
@@ -126,7 +127,7 @@ class _Worker:
             moves.append(at)
             (v,) = (x for x in e.invars if _compat.is_var(x))
         out = wanted if not moves else _like(v, dtype)
-        if e.primitive.name in SCATTERS and _is_zero(e.invars[0], scope, makers):
+        if e.primitive.name in SCATTERS and is_made_zero(e.invars[0], made_by):
             changed = {at: _in_type(e, out)}
         else:
             body = call_body(e) if is_rewritable(e) else None
@@ -167,15 +168,6 @@ def _cast_up(eqn: Eqn) -> Var | None:
     one, other = map(jnp.finfo, (before, after))
     wider = other.nmant >= one.nmant and other.maxexp >= one.maxexp and other.minexp <= one.minexp
     return v if wider else None
-
-
-def _is_zero(v: Atom, scope: _Scope, makers: Mapping[Var, int]) -> bool:
-    while _compat.is_var(v):
-        at = makers.get(v)
-        if at is None or scope.eqns[at].primitive.name not in ("broadcast_in_dim", "convert_element_type"):
-            return False
-        v = scope.eqns[at].invars[0]
-    return isinstance(v, _compat.Literal) and not _compat.shape(v) and bool(v.val == 0)
 
 
 def _in_type(eqn: Eqn, out: Var) -> list[Eqn]:

@@ -8,7 +8,7 @@ scalars: one partial sum a submesh, not one transfer a parameter.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _compat
-from .._compat import Atom, Var
+from .._compat import Atom, Eqn, Var
 from .._mark import box_constraint_p, constraint_p
 from .._program._edit import Editor
 from .._program._flat import FlatProgram
@@ -215,10 +215,15 @@ def zeros(edit: Editor, like: Var) -> Var:
 
 def is_zero(v: Atom, producer: Mapping[Var, Node]) -> bool:
     """Whether a value is known to be all zeros."""
-    while _compat.is_var(v) and (n := producer.get(v)) is not None:
-        if n.primitive not in ("broadcast_in_dim", "convert_element_type"):
+    return is_made_zero(v, lambda x: None if (n := producer.get(x)) is None else n.eqn)
+
+
+def is_made_zero(v: Atom, made_by: Callable[[Var], Eqn | None]) -> bool:
+    """The same, where ``made_by`` gives the equation that makes a variable."""
+    while _compat.is_var(v) and (eqn := made_by(v)) is not None:
+        if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
             return False
-        v = n.eqn.invars[0]
+        v = eqn.invars[0]
     return isinstance(v, _compat.Literal) and not _compat.shape(v) and bool(v.val == 0)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +19,12 @@ from .._compat import Atom, Var
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes, nodes_where
 from .._program._rewrite import making, rename, trace_nodes, with_atoms
-from ._blocks._ties import ELEMENTWISE
+from ._blocks._ties import COMBINE, ELEMENTWISE, REDUCTIONS
 from ._hoist import SMALL
 
 Range = tuple[int, int]
 
-_SUMS: dict[str, Callable[[Any, Any], Any]] = {
-    "reduce_sum": lax.add, "reduce_max": lax.max, "reduce_min": lax.min, "reduce_prod": lax.mul,
-    "reduce_and": lax.bitwise_and, "reduce_or": lax.bitwise_or, "dot_general": lax.add,
-}  # fmt: skip
+_SUMS = {**REDUCTIONS, "dot_general": "add"}
 
 
 def leave_apart(flat: FlatProgram) -> FlatProgram:
@@ -93,9 +90,13 @@ class _Worker:
 
     def _elementwise(self, n: Node) -> None:
         vectors = [v for v in n.eqn.invars if _shape(v)]
-        found = {self.ranges.get(v, () if v in self.uniform else None) if _compat.is_var(v) else None for v in vectors}
-        if len(found - {()}) == 1 and None not in found:
-            self.ranges[n.outputs[0]] = (found - {()}).pop() or ()
+        given = [v for v in vectors if _compat.is_var(v) and v in self.ranges]
+        if given and all(self._fits(v, self.ranges[given[0]]) for v in vectors):
+            self.ranges[n.outputs[0]] = self.ranges[given[0]]
+
+    def _fits(self, v: Atom, ranges: Sequence[Range]) -> bool:
+        """Whether a vector could be left in these parts."""
+        return _compat.is_var(v) and (v in self.uniform or self.ranges.get(v) == ranges)
 
     def _part(self, v: Atom, k: int, length: int) -> Atom:
         """The k-th part of a vector, made if it is not there; a number as it is."""
@@ -141,8 +142,7 @@ class _Worker:
 
     def _sum(self, n: Node, ranges: Sequence[Range]) -> list[Node] | None:
         """A sum over all of a vector, or a product of two, of those over its parts."""
-        others = [v for v in n.eqn.invars if _shape(v) and not (_compat.is_var(v) and self.ranges.get(v) == ranges)]
-        if others or any(_shape(v) for v in n.outputs):
+        if any(_shape(v) for v in n.outputs) or not all(self._fits(v, ranges) for v in n.eqn.invars if _shape(v)):
             return None
         self.made = []
         sums: list[Var] = []
@@ -150,7 +150,7 @@ class _Worker:
             eqn = with_atoms(n.eqn, {v: self._part(v, k, b - a) for v in n.inputs})
             sums.append(_compat.new_var(n.outputs[0].aval))
             self.made.append(replace(n, eqn=eqn.replace(outvars=[sums[-1]])))
-        nodes, _ = trace_nodes(lambda *xs: functools.reduce(_SUMS[n.primitive], xs), sums, backward=n.backward)
+        nodes, _ = trace_nodes(lambda *xs: functools.reduce(COMBINE[_SUMS[n.primitive]], xs), sums, backward=n.backward)
         self.made += [*nodes[:-1], making(nodes[-1], n.outputs)]
         return self.made
 

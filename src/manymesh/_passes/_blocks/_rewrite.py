@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from ..._program._flat import FlatProgram
 from ..._program._nodes import Carry, Loop, Node, Pieces, nbytes
 from ..._program._rewrite import making, trace_nodes
 from ._find import Split, tie_at
-from ._ties import Tie, block_aval, block_eqn, joins_blocks, taken_apart
+from ._ties import COMBINE, Tie, block_aval, block_eqn, joins_blocks, taken_apart
 
 
 @dataclass(frozen=True)
@@ -210,15 +211,8 @@ class Rewriter:
 
     def _combine(self, n: Node, tie: Tie, split: Split) -> None:
         """One result of those of the blocks."""
-        combine = getattr(lax, _COMBINE[tie.combined_by])
         partial = [outs[0] for outs in self._each(n, tie, split)]
-
-        def total(*xs: Any) -> Any:
-            result = xs[0]
-            for x in xs[1:]:
-                result = combine(result, x)
-            return result
-
+        total = lambda *xs: functools.reduce(COMBINE[tie.combined_by], xs)  # noqa: E731
         nodes, _ = trace_nodes(total, partial, loop=n.loop, backward=n.backward)
         nodes[-1] = making(nodes[-1], n.eqn.outvars)
         self._nodes += nodes
@@ -320,6 +314,3 @@ class Rewriter:
             name = n.task.split("__mm")[0] if n is not None and n.task is not None else reader
             self.whole[v] = Whole(v, name, nbytes(v.aval) * (count - 1) // count * times)
         return self._joined[v]
-
-
-_COMBINE = {"add": "add", "max": "max", "min": "min", "mul": "mul", "and": "bitwise_and", "or": "bitwise_or"}

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+from jax import lax
+
 from ... import _compat
 from ..._compat import Atom, Eqn
 
@@ -28,9 +31,12 @@ ELEMENTWISE = frozenset(
 )  # fmt: skip
 
 # How partial results along a dimension become one: a reduction -> the equation that combines two of them.
-_REDUCTIONS = {
+REDUCTIONS = {
     "reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_prod": "mul", "reduce_and": "and",
     "reduce_or": "or",
+}  # fmt: skip
+COMBINE: Mapping[str, Callable[[Any, Any], jax.Array]] = {
+    "add": lax.add, "max": lax.max, "min": lax.min, "mul": lax.mul, "and": lax.bitwise_and, "or": lax.bitwise_or,
 }  # fmt: skip
 
 
@@ -209,8 +215,8 @@ def _reduce(eqn: Eqn) -> Iterator[Tie]:
     axes = eqn.params["axes"]
     kept = [d for d in range(len(_shape(eqn.invars[0]))) if d not in axes]
     yield from (Tie({0: d}, {0: i}) for i, d in enumerate(kept))
-    if eqn.primitive.name in _REDUCTIONS:
-        yield from (Tie({0: d}, {}, _REDUCTIONS[eqn.primitive.name]) for d in axes)
+    if eqn.primitive.name in REDUCTIONS:
+        yield from (Tie({0: d}, {}, REDUCTIONS[eqn.primitive.name]) for d in axes)
 
 
 def _slice(eqn: Eqn) -> Iterator[Tie]:
@@ -307,7 +313,7 @@ _MATRICES = (
 
 _RULES: dict[str, Callable[[Eqn], Iterator[Tie]]] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys((*_REDUCTIONS, "argmax", "argmin"), _reduce),
+    **dict.fromkeys((*REDUCTIONS, "argmax", "argmin"), _reduce),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _but("axis")),
     **dict.fromkeys(_MATRICES, _batched(lambda eqn: 2)),
     "broadcast_in_dim": _broadcast,

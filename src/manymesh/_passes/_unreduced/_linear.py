@@ -9,7 +9,7 @@ from ..._compat import Atom, Eqn
 from ..._mark import box_constraint_p
 from ..._program._nodes import shape_and_dtype
 from ._dims import Frame
-from ._links import shape_of, updated_dims
+from ._links import SCATTERS, shape_of, updated_dims
 
 # Linear in these operands together (None: in all); the others are no part of the sum.
 TOGETHER: dict[str, tuple[int, ...] | None] = {
@@ -19,8 +19,7 @@ TOGETHER: dict[str, tuple[int, ...] | None] = {
     "concatenate": None,
     "pad": (0, 1),
     "dynamic_update_slice": (0, 1),
-    "scatter-add": (0, 2),
-    "scatter_add": (0, 2),
+    **dict.fromkeys(SCATTERS, (0, 2)),
 }
 # Linear in the first operand.
 FIRST = frozenset(
@@ -62,7 +61,7 @@ def summed_dims(eqn: Eqn) -> list[list[tuple[int, int]]]:
         return [[(0, a), (1, b)] for a, b in zip(left, right, strict=True)]
     if name == "reduce_sum":
         return [[(0, d)] for d in eqn.params["axes"]]
-    if name in ("scatter-add", "scatter_add"):
+    if name in SCATTERS:
         batched = eqn.params["dimension_numbers"].scatter_indices_batching_dims
         return [[(1, i), (2, d)] for i, d in enumerate(updated_dims(eqn)) if i not in batched]
     if name == "conv_general_dilated" and eqn.params["feature_group_count"] == 1:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 from ..._compat import Atom, Eqn
 
+SCATTERS = frozenset({"scatter-add", "scatter_add"})  # what adds rows, in the words of each JAX
+
 # (value, dimension, value, dimension); a value is the position of an operand, or ``~position`` of a result.
 Link = tuple[int, int, int, int]
 
@@ -156,7 +158,7 @@ _RULES: dict[str, Callable[[Eqn], Iterator[Link]]] = {
     "gather": _gather,
     "concatenate": _along("dimension"),
     "split": _along("axis"),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter-mul"), _scatter),
+    **dict.fromkeys((*SCATTERS, "scatter", "scatter_mul", "scatter-mul"), _scatter),
     **dict.fromkeys(("scatter_min", "scatter-min", "scatter_max", "scatter-max"), _scatter),
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"),

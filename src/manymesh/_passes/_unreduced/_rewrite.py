@@ -30,10 +30,9 @@ from ..._program._flat import FlatProgram
 from ..._program._nodes import Carry, Node, shape_and_dtype
 from ..._program._placement import Placement
 from ..._program._rewrite import Tags, making, substitute, trace_eqns
-from .._scatters import SCATTERS
 from ._dims import Analysis, Entry, Frame, Value, constraint_entries
 from ._linear import is_zero, linear_operands
-from ._links import shape_of
+from ._links import SCATTERS, shape_of
 
 
 @dataclass(frozen=True)
