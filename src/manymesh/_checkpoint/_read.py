@@ -42,7 +42,10 @@ class Reading:
         if shape != self.target.shape:
             return f"{self.leaf} was saved with shape {shape}, but like= has shape {self.target.shape}"
         if not self.target.is_divided():
-            return f"{self.leaf} of shape {shape} is not divided by the sharding in like=, {self.target.spec()}"
+            return (
+                f"{self.leaf} of shape {shape} is not divided by the sharding in like=, {self.target.spec()}; give it one that "
+                "divides it, or none"
+            )
         castable = self.record.random is None and not is_key_dtype(self.target.dtype)
         if saved_dtype == str(self.target.dtype) or (castable and (cast or self._is_number())):
             return None
