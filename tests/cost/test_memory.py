@@ -134,23 +134,27 @@ def test_activations_in_flight_are_those_of_the_schedule():
 
 
 def test_every_kind_of_value_is_told_apart():
-    """Parameters in another dtype, a batch that is read whole, gradients that are handed out."""
-    front, back = (mm.task(lambda w, x: jnp.tanh(x @ w), name, devices=[i]) for i, name in enumerate(("front", "back")))
+    """Parameters in another dtype, beside a mask that is made of the batch; gradients that are handed out."""
+    front, back = (
+        mm.task(lambda w, x, mask: jnp.tanh(x @ w + mask), name, devices=[i]) for i, name in enumerate(("front", "back"))
+    )
 
     def loss(ws, x):
         cast = [w.astype(jnp.bfloat16) for w in ws]
-        return jnp.sum(back(cast[1], front(cast[0], x)).astype(jnp.float32))
+        mask = jnp.where(x["keep"], 0.0, -1e9).astype(jnp.bfloat16)
+        return jnp.sum(back(cast[1], front(cast[0], x["x"], mask), mask).astype(jnp.float32))
 
     def step(ws, x, scale):
         value, grads = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2)(ws, x)
         return value * scale, grads
 
     shape = jax.ShapeDtypeStruct((32, 32), "float32")
-    args = [shape, shape], jax.ShapeDtypeStruct((64, 32), "bfloat16"), jax.ShapeDtypeStruct((), "float32")
+    batch = {"keep": jax.ShapeDtypeStruct((64, 32), "bool"), "x": jax.ShapeDtypeStruct((64, 32), "bfloat16")}
+    args = [shape, shape], batch, jax.ShapeDtypeStruct((), "float32")
     lowered = mm.jit(step).lower(*args)
     kinds = lowered._estimate.kinds
     inputs = lowered.program.invars[len(lowered.program.consts) :]
-    assert [kinds[v] for v in inputs] == ["parameters", "parameters", "arguments", "arguments"]
+    assert [kinds[v] for v in inputs] == ["parameters", "parameters", *["arguments"] * 3]
     assert [kinds[v] for v, _ in lowered.program.outputs[1:]] == ["gradients", "gradients"]
     tasks = {task.name: task.parameters for task in lowered.report().tasks}
     assert (tasks["front"], tasks["back"]) == (1024, 1024)  # though the tasks read casts of them

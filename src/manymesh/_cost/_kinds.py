@@ -75,5 +75,7 @@ def _behind(program: Program, wanted: set[Var]) -> set[Var]:
     found = set(wanted)
     for f in reversed(program.fragments):
         if not f.tasks and f.loop is None and not found.isdisjoint(f.outvars):
-            found.update(f.invars)
+            for eqn in reversed(_compat.open_jaxpr(f.jaxpr).eqns):
+                if not found.isdisjoint(eqn.outvars):
+                    found.update(v for v in eqn.invars if _compat.is_var(v))
     return found
