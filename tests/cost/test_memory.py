@@ -136,7 +136,8 @@ def test_activations_in_flight_are_those_of_the_schedule():
 def test_every_kind_of_value_is_told_apart():
     """Parameters in another dtype, beside a mask that is made of the batch; gradients that are handed out."""
     front, back = (
-        mm.task(lambda w, x, mask: jnp.tanh(x @ w + mask), name, devices=[i]) for i, name in enumerate(("front", "back"))
+        mm.task(lambda w, x, mask: jnp.tanh(x @ w + mask), name, devices=[i])
+        for i, name in enumerate(("front", "back"))
     )
 
     def loss(ws, x):
@@ -158,6 +159,28 @@ def test_every_kind_of_value_is_told_apart():
     assert [kinds[v] for v, _ in lowered.program.outputs[1:]] == ["gradients", "gradients"]
     tasks = {task.name: task.parameters for task in lowered.report().tasks}
     assert (tasks["front"], tasks["back"]) == (1024, 1024)  # though the tasks read casts of them
+
+
+def test_a_step_that_does_not_train_has_parameters_too():
+    """Those of its first argument, but for what it gives back, as a cache is."""
+    tasks = [mm.task(lambda w, cache, x: (jnp.tanh(x @ w + cache), cache + x), f"t{i}", devices=[i]) for i in range(2)]
+
+    def decode(state, ws, caches, x):
+        for i, task in enumerate(tasks):
+            x, caches[i] = task(ws[i], caches[i], x)
+        return state + 1, x, caches
+
+    weight, row = (jax.ShapeDtypeStruct(s, "float32") for s in ((8, 8), (4, 8)))
+    count = jax.ShapeDtypeStruct((), "float32")
+    given = [weight] * 2, [row] * 2, row
+    for fun, args, named, parameters in (
+        (functools.partial(decode, 0), given, {}, range(2)),
+        (decode, (count, *given), {}, ()),
+        (lambda **kw: decode(0, **kw), (), dict(zip(("ws", "caches", "x"), given, strict=True)), ()),
+    ):
+        lowered = mm.jit(fun).lower(*args, **named)
+        kinds = [lowered._estimate.kinds[v] for v in lowered.program.invars[len(lowered.program.consts) :]]
+        assert kinds == ["parameters" if k in parameters else "arguments" for k in range(len(kinds))]
 
 
 def test_what_shares_a_device_is_counted_together():

@@ -134,10 +134,28 @@ def test_a_loop_counts_as_often_as_it_runs():
 
     found, once = counted(fun, (8, 16), (10, 16, 16)), counted(lambda x, w: jnp.tanh(x @ w), (8, 16), (16, 16))
     assert found.flops == 10 * once.flops
+    rows = {"axes": {"m": 2}, "ins": [P(None, "m"), P(None, "m")]}  # each device has half of the terms of a product
+    shared = counted(fun, (8, 16), (10, 16, 16), **rows).matmul_flops["float32"]
+    assert shared == found.matmul_flops["float32"] / 2
     xla = jax.jit(fun).lower(jnp.ones((8, 16)), jnp.ones((10, 16, 16))).compile().cost_analysis()["flops"]
     assert found.flops - found.repeated_flops == pytest.approx(xla, rel=0.05)
     endless = counted(lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ x, x), (8, 8))
     assert (endless.open_loops, endless.matmul_flops) == (1, {"float32": 2 * 8**3})
+
+
+@pytest.mark.parametrize("stacks", [False, True], ids=["carries", "stacks"])
+def test_memory_of_a_loop_is_that_of_its_rounds(stacks):
+    """A slice is cut off, read by a product, and what is stacked is written to its place: not all of it in each round."""
+
+    def fun(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x if stacks else None), x, ws)
+
+    shapes = (32, 64), (12, 64, 64)
+    found = counted(fun, *shapes)
+    compiled = jax.jit(fun).lower(*[jnp.ones(s) for s in shapes]).compile()
+    once = found.bytes_read + found.bytes_written - found.repeated_bytes
+    assert once == pytest.approx(compiled.cost_analysis()["bytes accessed"], rel=0.25)
+    assert found.temporary_bytes == pytest.approx(compiled.memory_analysis().temp_size_in_bytes, rel=0.1)
 
 
 def test_the_dearest_branch_counts():

@@ -100,3 +100,38 @@ def test_the_buffer_of_a_state_goes_to_its_next_value(name, microbatches):
         if states and not f.tasks and name != "adan":
             assert not re.search(r"f32\[8,8\]\S* copy\(", executable.as_text()), f.name
     assert kept >= len(jax.tree.leaves(state[0])) * (2 if microbatches is None else 3)
+
+
+def test_a_stack_that_a_loop_makes_anew_is_not_written_over():
+    """A loop that cuts slices off a cache and stacks up the next one needs both: XLA would stack up a third, and copy it."""
+
+    def layers(x, ws, cache):
+        def layer(x, each):
+            w, kept = each
+            kept = kept.at[1].set(x[0])
+            return jnp.tanh(x @ w + kept.sum(0)), kept
+
+        return jax.lax.scan(layer, x, (ws, cache))
+
+    tasks = [mm.task(layers, f"layers_{i}", devices=[i]) for i in range(2)]
+
+    def step(caches, ws, x):
+        nexts = []
+        for task, w, cache in zip(tasks, ws, caches, strict=True):
+            x, cache = task(x, w, cache)
+            nexts.append(cache)
+        return nexts, x
+
+    caches, ws = [jnp.ones((4, 64, 8))] * 2, [jnp.ones((4, 8, 8))] * 2
+    x = jnp.ones((2, 8))
+    with mm.ignore_transforms():
+        expected = mm.jit(step)(caches, ws, x)
+    lowered = mm.jit(step, donate_argnums=0).lower(caches, ws, x)
+    compiled = lowered.compile()
+    given = jax.tree.map(jnp.copy, caches)
+    assert_same(compiled(given, ws, x), expected)
+    assert all(cache.is_deleted() for cache in given)
+    for stats in (e.memory_analysis() for e in compiled._lowered.executables):
+        assert stats.temp_size_in_bytes < caches[0].nbytes
+    for device, memory in compiled.memory_analysis().items():
+        assert lowered.memory_analysis()[device].peak_bytes == pytest.approx(memory.peak_bytes, rel=0.1)

@@ -104,7 +104,10 @@ class Lowered(Shown):
         """What the step costs by our own count; made when it is first asked for."""
         at, shift = positions(self._in_tree.num_leaves, self.program.stacked_inputs), len(self.program.consts)
         late = frozenset(shift + at[i].start for i in self._memory_in if len(at[i]) == 1 and world() is None)
-        return estimate(self.program, self.plan, self.layout, self._states, self.findings, late)
+        given, _ = self._in_tree.children()
+        leaves = given.children()[0].num_leaves if given.num_leaves else 0
+        first = range(at[leaves - 1].stop if leaves else 0)
+        return estimate(self.program, self.plan, self.layout, self._states, self.findings, late, first)
 
     def report(self, hardware: Hardware | None = None, *, times: Durations | None = None) -> Report:
         """What the step will cost, without compiling and without devices: FLOPs, bytes, what crosses, memory, time.

@@ -49,6 +49,7 @@ def estimate(
     states: Iterable[tuple[int, int]],
     findings: Sequence[str] = (),
     late: frozenset[int] = frozenset(),
+    first: range = range(0),
 ) -> Estimate:
     """Counts what a step costs; fragments that are alike are counted once.
 
@@ -57,6 +58,7 @@ def estimate(
       states: (input, result) positions where the result is the next value of the input, or has its form.
       findings: what was found while it was traced.
       late: inputs that come from the memory of the host when they are first read.
+      first: positions of the arrays of the first argument.
     """
     keys = Keys()
     known: dict[object, Work] = {}
@@ -71,7 +73,7 @@ def estimate(
         return known[key]
 
     works = tuple(of(f) for f in program.fragments)
-    return Estimate(program, plan, layout, kinds_of(program, layout, states), works, tuple(findings), late)
+    return Estimate(program, plan, layout, kinds_of(program, layout, states, first), works, tuple(findings), late)
 
 
 def _splits(layout: Layout, f: Fragment, variables: Sequence[Var], axes: Mapping[str, int]) -> tuple[Split, ...]:

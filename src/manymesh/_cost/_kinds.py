@@ -16,18 +16,22 @@ Kind = Literal["parameters", "optimizer state", "arguments", "constants", "gradi
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-def kinds_of(program: Program, layout: Layout, states: Iterable[tuple[int, int]]) -> dict[Var, Kind]:
+def kinds_of(
+    program: Program, layout: Layout, states: Iterable[tuple[int, int]], first: range = range(0)
+) -> dict[Var, Kind]:
     """The kind of each variable that has one other than ``activations``.
 
     Parameters are the arguments that every microbatch reads as they are, or as they were cast before the loop, and, outside
-    loops, those that a forward pass reads and that the step gives back, or a gradient of their shape. Other arguments that
-    it gives back are optimizer state. Gradients are what a loop adds up over microbatches, and what a backward pass makes
+    loops, those that a forward pass reads and that the step gives back, or a gradient of their shape; where there is no
+    backward pass, those of its first argument that it does not give back. Other arguments that a training step
+    gives back are optimizer state. Gradients are what a loop adds up over microbatches, and what a backward pass makes
     for the optimizer.
 
     Args:
       program: the program.
       layout: says what is replaced by what.
       states: (input, result) positions where the result is the next value of the input, or has its form.
+      first: positions of the arrays of the first argument.
     """
     kinds: dict[Var, Kind] = {}
     count = len(program.consts)
@@ -37,16 +41,20 @@ def kinds_of(program: Program, layout: Layout, states: Iterable[tuple[int, int]]
     kept = {program.invars[i] for i, _ in states}
     made_back = {v for f in program.fragments if f.kind != "F" and f.loop is None for v in f.outvars}
     results = {(_compat.shape(v), _compat.dtype(v)) for v, _ in program.outputs if _compat.is_var(v)}
-    handed_out = results if any(f.kind != "F" for f in program.fragments) else set()
+    trains = any(f.kind != "F" for f in program.fragments)
+    handed_out = results if trains else set()
+    owned = kept if trains else {program.invars[count + k] for k in first} - kept
     looped = {v for f in program.fragments if f.loop is not None for v in f.invars}
     invariant = _behind(program, looped) - pieces
     for v in program.invars[count:]:
         if not jnp.issubdtype(_compat.dtype(v), jnp.inexact):
-            kinds[v] = "optimizer state" if v in kept and v not in read else "arguments"
-        elif v in read - pieces and (v in kept or v in invariant or (_compat.shape(v), _compat.dtype(v)) in handed_out):
+            kinds[v] = "optimizer state" if trains and v in kept and v not in read else "arguments"
+        elif v in read - pieces and (
+            v in owned or v in invariant or (_compat.shape(v), _compat.dtype(v)) in handed_out
+        ):
             kinds[v] = "parameters"
         else:
-            kinds[v] = "optimizer state" if v in kept else "arguments"
+            kinds[v] = "optimizer state" if trains and v in kept else "arguments"
     for loop in program.loops:
         for carry in loop.carries:
             variables = [v for v in carry if _compat.is_var(v)]

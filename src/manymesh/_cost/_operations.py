@@ -29,16 +29,16 @@ class Operation:
     Attributes:
       eqn: the equation.
       reads, makes: numbers of its values.
+      name: what it does; the name of its primitive, unless a loop does it around its body.
     """
 
     eqn: Eqn
     reads: tuple[int, ...]
     makes: tuple[int, ...]
+    name: str = ""
 
-    @property
-    def name(self) -> str:
-        """The name of its primitive."""
-        return str(self.eqn.primitive.name)
+    def __post_init__(self) -> None:
+        self.name = self.name or str(self.eqn.primitive.name)
 
 
 @dataclass
@@ -67,6 +67,13 @@ class Operations:
         """A number for a new value."""
         self.shapes.append(shape_of(atom))
         self.sizes.append(nbytes(atom.aval))
+        return len(self.shapes) - 1
+
+    def like(self, k: int) -> int:
+        """A number for another value of the same form."""
+        self.shapes.append(self.shapes[k])
+        self.sizes.append(self.sizes[k])
+        self.splits.append(self.splits[k])
         return len(self.shapes) - 1
 
     def ways(self, split: Split, axes: Mapping[str, int]) -> int:

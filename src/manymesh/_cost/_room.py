@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .. import _compat
 from ._operations import NOTHING, Operation, Operations
 
 
@@ -30,6 +31,8 @@ _READS_MEMORY = _words(
     "dot_general conv_general_dilated sort top_k approx_top_k fft cholesky triangular_solve lu qr eig eigh svd custom_call "
     "ffi_call pure_callback io_callback scan while cond shard_map ragged_dot ragged_dot_general reduce_window_sum"
 )
+# Their bodies read their operands, and write their results.
+_ENTERED = _words("scan while cond shard_map")
 # Views: XLA makes no buffer for them.
 _VIEWS = _words("reshape squeeze optimization_barrier name sharding_constraint manymesh_constraint")
 _EXPENSIVE = _words("exp log tanh logistic erf sin cos pow rsqrt sqrt div cbrt exp2 log1p expm1 erf_inv")
@@ -80,7 +83,9 @@ class _Counter:
                 reads = set().union(*(roots[k] for k in op.reads if k != NOTHING))
                 if self.on_cpu and op.name == "dot_general":
                     reads = self._copied(op, reads, roots, copies, writes)
-                if op.name != "shard_map":  # its body reads its operands, and writes its results
+                if op.name == "scan":  # what it stacks is zeros before
+                    written += sum(self.bytes[k] for k in op.makes[_compat.scan_parts(op.eqn).num_carry :] if k in kept)
+                elif op.name not in _ENTERED:
                     read += sum(self._amount_read(op, k, reads) for k in reads)
                     written += sum(self.bytes[k] for k in makes)
                 own = [k for k in makes if k not in outputs]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .. import _compat
 from .._compat import AbstractJaxpr, Eqn, Var
@@ -97,6 +97,7 @@ def work(
     inputs: Sequence[Split],
     outputs: Sequence[Split] | None = None,
     on_cpu: bool = False,
+    scan: Eqn | None = None,
 ) -> Work:
     """Counts what a computation does on each device.
 
@@ -106,10 +107,27 @@ def work(
       inputs, outputs: the axes that shard each dimension of what comes in and goes out.
       on_cpu: whether XLA's CPU backend runs it. It orders operations so that many can run at a time, and not so that
         little memory is needed, and it copies some operands of products into another order of their dimensions.
+      scan: the loop whose body it is.
     """
     found = flatten(jaxpr)
     spread(found, axes, inputs, outputs)
+    if scan is not None:
+        _cut_and_stack(found, scan)
     return _Counter(found, axes, on_cpu).count()
+
+
+def _cut_and_stack(found: Operations, scan: Eqn) -> None:
+    """Around the body of a scan: its slice of what is scanned over is cut off, and what it stacks is written into a stack."""
+    parts = _compat.scan_parts(scan)
+    slices = {k: found.like(k) for k in found.inputs[parts.num_consts + parts.num_carry :]}
+    body = [replace(op, reads=tuple(slices.get(k, k) for k in op.reads)) for op in found.operations]
+    outputs = [slices.get(k, k) for k in found.outputs]
+    stacked = [(k, found.like(k)) if i >= parts.num_carry and k != NOTHING else (k, k) for i, k in enumerate(outputs)]
+    cut = [Operation(scan, (k,), (piece,), "dynamic_slice") for k, piece in slices.items()]
+    written = [Operation(scan, (k,), (out,), "dynamic_update_slice") for k, out in stacked if k != out]
+    found.operations, found.outputs = [*cut, *body, *written], tuple(out for _, out in stacked)
+    found.summed = {at + len(cut): axes for at, axes in found.summed.items()}
+    found.gathered = {at + len(cut): axes for at, axes in found.gathered.items()}
 
 
 class _Counter:
@@ -176,6 +194,7 @@ class _Counter:
                 axes,
                 [_ranked(s, v) for s, v in zip(given, _compat.open_jaxpr(b).invars, strict=True)],
                 on_cpu=self.on_cpu,
+                scan=op.eqn if op.name == "scan" else None,
             )
             for b, given, axes in bodies
         ]
