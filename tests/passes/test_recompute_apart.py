@@ -1,5 +1,6 @@
 """What `jax.checkpoint` computes again around tasks of several submeshes starts, on each, from what came there before."""
 
+import functools
 import warnings
 
 import jax
@@ -423,3 +424,31 @@ def test_what_has_an_effect_is_equal_to_nothing():
 
     one, two = numbered(fun, jnp.ones(2))
     assert one != two
+
+
+@pytest.mark.parametrize(("num_stages", "policy"), [(2, None), (3, None), (2, jax.checkpoint_policies.dots_saveable)])
+def test_the_gradient_of_a_loop_computes_its_forward_pass_again(num_stages, policy):
+    """As a contrastive loss over the whole batch does: the second loop is a pipeline with a forward and a backward pass."""
+    tasks = [mm.task(lambda w, x: x + jnp.tanh(x @ w), f"t{i}", devices=[i]) for i in range(num_stages)]
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def encode(ws, x):
+        for run_task, w in zip(tasks, ws, strict=True):
+            x = run_task(w, x)
+        return x
+
+    @jax.value_and_grad
+    def step(ws, x):
+        z = mm.microbatch(encode, argnum=1, num_microbatches=4, reduce="concat")(ws, x)
+        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(z @ z.T)))
+
+    ws = [jnp.eye(8) / (i + 1) for i in range(num_stages)]
+    x = jax.random.normal(jax.random.key(0), (8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowered = mm.jit(step).lower(ws, x)
+    order = tuple(range(num_stages))
+    assert all(loop.in_order for loop in lowered.program.loops)
+    if policy is None:
+        assert [loop.placement for loop in lowered.program.loops] == [order, order]
+    assert_agrees(step, ws, x)

@@ -72,6 +72,14 @@ def kinds_of(
     for result, argument in layout.replaces.items():
         if kinds.get(argument) in ("parameters", "optimizer state"):
             kinds.setdefault(result, kinds[argument])
+    for f in program.fragments:  # the mean of a gradient, a clipped one, an update
+        if not f.tasks and f.loop is None:
+            found = {v for v in f.invars if kinds.get(v) == "gradients"}
+            for eqn in _compat.open_jaxpr(f.jaxpr).eqns:
+                if not found.isdisjoint(v for v in eqn.invars if _compat.is_var(v)):
+                    found.update(v for v in eqn.outvars if _compat.shape(v) in shapes)
+            for v in found.intersection(f.outvars):
+                kinds.setdefault(v, "gradients")
     for result, _ in program.outputs:
         if _compat.is_var(result):
             kinds.setdefault(result, "results")

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from .._compat import AbstractJaxpr, Atom, Eqn, Var
-from .._passes._unreduced._links import SCATTERS, links, shape_of
+from .._passes._unreduced._links import SCATTERS, Link, links, shape_of
 from .._program._calls import call_body
 from .._program._nodes import nbytes
 
@@ -19,7 +19,7 @@ Axes = tuple[str, ...]
 Split = tuple[Axes, ...]  # the mesh axes that shard each dimension of a value
 
 NOTHING = -1  # the number of a literal, and of a result that nobody wants
-_CONSTRAINTS = ("sharding_constraint", "manymesh_constraint")
+CONSTRAINTS = ("sharding_constraint", "manymesh_constraint")
 
 
 @dataclass(slots=True)
@@ -29,13 +29,19 @@ class Operation:
     Attributes:
       eqn: the equation.
       reads, makes: numbers of its values.
-      name: what it does; the name of its primitive, unless a loop does it around its body.
+      name: what it does; the name of its primitive, unless it is something around it that has no equation.
+      summed: axes over which its terms are added up across devices.
+      sent: bytes that a device sends to others of its submesh.
+      exchanges: how often devices wait for each other.
     """
 
     eqn: Eqn
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     name: str = ""
+    summed: Axes = ()
+    sent: float = 0.0
+    exchanges: int = 0
 
     def __post_init__(self) -> None:
         self.name = self.name or str(self.eqn.primitive.name)
@@ -50,8 +56,6 @@ class Operations:
       shapes, sizes: shape and bytes of each value, all its shards together.
       inputs, outputs: numbers of what comes in and what goes out.
       splits: the axes that shard each dimension of each value, once `spread` was called.
-      summed: position of an operation -> axes over which its terms are added up across devices.
-      gathered: position of a constraint -> axes that its result has lost.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -60,8 +64,6 @@ class Operations:
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     splits: list[Split] = field(default_factory=list)
-    summed: dict[int, Axes] = field(default_factory=dict)
-    gathered: dict[int, Axes] = field(default_factory=dict)
 
     def new(self, atom: Atom) -> int:
         """A number for a new value."""
@@ -103,7 +105,7 @@ def _add_rows_in_place(found: Operations) -> None:
     for at, op in enumerate(found.operations):
         for k, other in (op.reads, op.reads[::-1]) if op.name in ("add", "add_any") else ():
             between = []
-            while k in maker and found.operations[maker[k]].name in _CONSTRAINTS and uses[k] == 1:
+            while k in maker and found.operations[maker[k]].name in CONSTRAINTS and uses[k] == 1:
                 between.append(maker[k])
                 (k,) = found.operations[maker[k]].reads
             if other == NOTHING or k not in scatters or uses[k] != 1:
@@ -187,7 +189,16 @@ class _Spreading:
         self.found, self.axes = found, axes
         self.splits: list[Split] = [((),) * len(shape) for shape in found.shapes]
         self.fixed = set(found.inputs)
-        self.links = [list(links(op.eqn)) if op.name not in _CONSTRAINTS else [] for op in found.operations]
+        self.links = [self._ordered(op) for op in found.operations]
+
+    def _ordered(self, op: Operation) -> list[Link]:
+        """Links, of a product those of the larger operand first: where both want an axis, the smaller one is gathered."""
+        if op.name in CONSTRAINTS:
+            return []
+        if op.name != "dot_general":
+            return list(links(op.eqn))
+        sizes = [self.found.sizes[k] if k != NOTHING else 0 for k in op.reads]
+        return sorted(links(op.eqn), key=lambda link: -sizes[link[0]])
 
     def wants(self, k: int, split: Split) -> None:
         """A value takes axes that it does not have yet, in dimensions that have none and that they divide."""
@@ -205,20 +216,19 @@ class _Spreading:
     def forward(self) -> None:
         """What operands have, results have."""
         for at, op in enumerate(self.found.operations):
-            if op.name in _CONSTRAINTS:
-                self._constrain(at, op)
+            if op.name in CONSTRAINTS:
+                self._constrain(op)
                 continue
             for a, i, b, j in self.links[at]:
                 source, target = self._value(op, a), self._value(op, b)
                 if source != NOTHING and target != NOTHING and b < 0:
                     self._tie(source, i, target, j)
-            self._note_sums(at, op)
 
     def backward(self) -> None:
         """What results have, operands have."""
         for at in range(len(self.found.operations) - 1, -1, -1):
             op = self.found.operations[at]
-            if op.name in _CONSTRAINTS:
+            if op.name in CONSTRAINTS:
                 if op.reads[0] != NOTHING:
                     self.wants(op.reads[0], self.splits[op.makes[0]])
                 continue
@@ -240,7 +250,7 @@ class _Spreading:
         """Whether one value is the other one reshaped."""
         return math.prod(self.found.shapes[source]) == math.prod(self.found.shapes[target])
 
-    def _constrain(self, at: int, op: Operation) -> None:
+    def _constrain(self, op: Operation) -> None:
         spec = getattr(op.eqn.params.get("sharding"), "spec", None)
         before = self.splits[op.reads[0]] if op.reads[0] != NOTHING else ()
         if spec is None:
@@ -254,23 +264,3 @@ class _Spreading:
         )
         self.splits[op.makes[0]] = split
         self.fixed.add(op.makes[0])
-        lost = tuple(a for entry in before for a in entry if not any(a in e for e in split))
-        self.found.gathered.pop(at, None)
-        if lost:
-            self.found.gathered[at] = lost
-
-    def _note_sums(self, at: int, op: Operation) -> None:
-        """The axes over which an operation adds up what its devices have."""
-        if op.name == "dot_general":
-            (left, right), _ = op.eqn.params["dimension_numbers"]
-            gone = [(op.reads[0], d) for d in left] + [(op.reads[1], d) for d in right]
-        elif op.name.startswith("reduce_") and "axes" in op.eqn.params:
-            gone = [(op.reads[0], d) for d in op.eqn.params["axes"]]
-        else:
-            return
-        kept = {a for k in op.makes for entry in self.splits[k] for a in entry}
-        summed = dict.fromkeys(a for k, d in gone if k != NOTHING for a in self.splits[k][d])
-        over = tuple(a for a in summed if a not in kept)
-        self.found.summed.pop(at, None)
-        if over:
-            self.found.summed[at] = over

@@ -24,7 +24,7 @@ _HEAVY = _words(
     "dot_general conv_general_dilated sort top_k approx_top_k gather argmax argmin fft cholesky triangular_solve lu qr "
     "eig eigh svd custom_call ffi_call pure_callback io_callback dynamic_update_slice rng_bit_generator random_bits "
     "threefry2x32 cumsum cumprod cummax cummin cumlogsumexp reduce_window reduce_window_sum scan while cond shard_map "
-    "select_and_scatter_add ragged_dot ragged_dot_general all_to_all"
+    "select_and_scatter_add ragged_dot ragged_dot_general all_to_all all_gather"
 )
 # Of these, those that read their operands as they are; XLA fuses arithmetic into the others.
 _READS_MEMORY = _words(
@@ -146,7 +146,9 @@ class _Counter:
         # XLA computes something expensive once, and in memory if several of what it fuses read it.
         readers: dict[int, set[int]] = defaultdict(set)
         for op in reversed(self.found.operations):
-            if op.name in _EXPENSIVE and len(readers[op.makes[0]]) > 1:
+            # XLA multiplies instead of dividing by a constant, and takes no division for expensive on a GPU.
+            cheap = op.name == "div" and (op.reads[1] == NOTHING or not self.on_cpu)
+            if op.name in _EXPENSIVE and not cheap and len(readers[op.makes[0]]) > 1:
                 kept.add(op.makes[0])
             into = {k for k in op.makes if k in kept}.union(*(readers[k] for k in op.makes if k not in kept))
             for k in op.reads:

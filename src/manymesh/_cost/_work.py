@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from .. import _compat
 from .._compat import AbstractJaxpr, Eqn, Var
 from .._passes._unreduced._links import shape_of
+from ._collectives import exchange
 from ._operations import NOTHING, Operation, Operations, Split, flatten, spread
 from ._room import traffic
 
@@ -98,6 +99,7 @@ def work(
     outputs: Sequence[Split] | None = None,
     on_cpu: bool = False,
     scan: Eqn | None = None,
+    manual: Mapping[str, int] | None = None,
 ) -> Work:
     """Counts what a computation does on each device.
 
@@ -108,12 +110,14 @@ def work(
       on_cpu: whether XLA's CPU backend runs it. It orders operations so that many can run at a time, and not so that
         little memory is needed, and it copies some operands of products into another order of their dimensions.
       scan: the loop whose body it is.
+      manual: sizes of the axes of a `jax.shard_map` around it.
     """
     found = flatten(jaxpr)
     spread(found, axes, inputs, outputs)
+    exchange(found, axes, manual or {})
     if scan is not None:
         _cut_and_stack(found, scan)
-    return _Counter(found, axes, on_cpu).count()
+    return _Counter(found, axes, on_cpu, manual or {}).count()
 
 
 def _cut_and_stack(found: Operations, scan: Eqn) -> None:
@@ -126,13 +130,11 @@ def _cut_and_stack(found: Operations, scan: Eqn) -> None:
     cut = [Operation(scan, (k,), (piece,), "dynamic_slice") for k, piece in slices.items()]
     written = [Operation(scan, (k,), (out,), "dynamic_update_slice") for k, out in stacked if k != out]
     found.operations, found.outputs = [*cut, *body, *written], tuple(out for _, out in stacked)
-    found.summed = {at + len(cut): axes for at, axes in found.summed.items()}
-    found.gathered = {at + len(cut): axes for at, axes in found.gathered.items()}
 
 
 class _Counter:
-    def __init__(self, found: Operations, axes: Mapping[str, int], on_cpu: bool) -> None:
-        self.found, self.axes, self.on_cpu = found, axes, on_cpu
+    def __init__(self, found: Operations, axes: Mapping[str, int], on_cpu: bool, manual: Mapping[str, int]) -> None:
+        self.found, self.axes, self.on_cpu, self.manual = found, axes, on_cpu, manual
         self.ways = [found.ways(split, axes) for split in found.splits]
         self.bytes = [size // n for size, n in zip(found.sizes, self.ways, strict=True)]
         self.matmul: dict[str, float] = defaultdict(float)
@@ -144,7 +146,8 @@ class _Counter:
     def count(self) -> Work:
         for at, op in enumerate(self.found.operations):
             self._operations_of(at, op)
-            self._exchange(at, op)
+            self.exchanged += op.sent
+            self.exchanges += op.exchanges
         read, written, room = traffic(self.found, self.bytes, self.inner_room, self.on_cpu)
         return Work(
             dict(self.matmul), self.other, read + self.inner_read, written + self.inner_written, room, self.exchanged,
@@ -157,7 +160,7 @@ class _Counter:
         rule = _FLOPS.get(op.name)
         if rule is not None:
             axes = {a for k in op.makes for entry in self.found.splits[k] for a in entry}
-            axes.update(self.found.summed.get(at, ()))
+            axes.update(op.summed)
             dtype = str(_compat.dtype(op.eqn.invars[0]))
             self.matmul[dtype] += rule(op.eqn) / math.prod(self.axes[a] for a in axes)
         elif op.name in ("scan", "while", "cond", "shard_map"):
@@ -195,6 +198,7 @@ class _Counter:
                 [_ranked(s, v) for s, v in zip(given, _compat.open_jaxpr(b).invars, strict=True)],
                 on_cpu=self.on_cpu,
                 scan=op.eqn if op.name == "scan" else None,
+                manual={**self.manual, **{a: n for a, n in self.axes.items() if a not in axes}},
             )
             for b, given, axes in bodies
         ]
@@ -210,14 +214,6 @@ class _Counter:
         self.repeated_bytes += (times - 1) * (most.bytes_read + most.bytes_written) + most.repeated_bytes
         self.open_loops += most.open_loops
         self.inner_room[at] = max(w.temporary_bytes for w in each)
-
-    def _exchange(self, at: int, op: Operation) -> None:
-        """Sums and gathers over devices: a ring sends a value's bytes once for each of both halves of a sum."""
-        for axes, factor in ((self.found.summed.get(at, ()), 2.0), (self.found.gathered.get(at, ()), 1.0)):
-            n = math.prod(self.axes[a] for a in axes)
-            if n > 1:
-                self.exchanged += factor * (n - 1) / n * sum(self.bytes[k] for k in op.makes)
-                self.exchanges += 1
 
 
 def _ranked(split: Split, v: Var) -> Split:
@@ -235,7 +231,8 @@ def _dot(eqn: Eqn) -> float:
 def _conv(eqn: Eqn) -> float:
     numbers, kernel = eqn.params["dimension_numbers"], shape_of(eqn.invars[1])
     terms = math.prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)
-    return float(2 * math.prod(shape_of(eqn.outvars[0])) * terms / eqn.params.get("batch_group_count", 1))
+    zeros = math.prod(eqn.params["lhs_dilation"])  # between the rows of an input that a stride has thinned out
+    return float(2 * math.prod(shape_of(eqn.outvars[0])) * terms / eqn.params.get("batch_group_count", 1) / zeros)
 
 
 _FLOPS: dict[str, Callable[[Eqn], float]] = {"dot_general": _dot, "conv_general_dilated": _conv}

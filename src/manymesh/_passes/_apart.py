@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 from jax.sharding import Mesh
@@ -27,18 +28,40 @@ from ._scopes import is_rematerialised
 
 
 def recompute_apart(flat: FlatProgram) -> FlatProgram:
-    """Reads what another submesh would compute again as it came in the forward pass."""
+    """Reads what another submesh would compute again as it came in the forward pass.
+
+    Where that is not in the loop, as in the gradient of a loop, what is computed again is the loop's forward pass.
+    """
     if not _goes_through_several(flat):
         return flat
     slim = place(remove_dead(flat))  # few programs need it here, and it takes long
     worker = _Worker(slim)
     edit = Editor(slim)
+    forward = _forward_again(slim)
     for n in slim.nodes:
         env = {v: worker.again[v] for v in worker.crossing(n)}
         if env:
             edit.replace_node(n, [reading(n, env)])
+        elif n in forward:
+            edit.replace_node(n, [replace(n, backward=False)])
     after = edit.result()
     return flat if after is slim else after
+
+
+def _forward_again(flat: FlatProgram) -> set[Node]:
+    """What loops compute again whose tasks all belong to a backward pass, before that begins."""
+    loops = {n.loop for n in flat.nodes if n.task is not None and is_rematerialised(n.stack)}
+    loops -= {n.loop for n in flat.nodes if n.task is not None and not n.backward}
+    found: set[Node] = set()
+    follows: set[Var] = set()  # what the backward pass proper has made
+    for n in flat.nodes:
+        if n.loop is None or n.loop not in loops:
+            continue
+        if is_rematerialised(n.stack) and follows.isdisjoint(n.inputs):
+            found.add(n)
+        elif n.backward:
+            follows.update(n.outputs)
+    return found
 
 
 def _goes_through_several(flat: FlatProgram) -> bool:

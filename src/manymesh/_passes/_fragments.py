@@ -172,12 +172,14 @@ class _Builder:
         invars, outvars = self._states_first(invars, outvars)
         marks = dict.fromkeys(n.task for n in nodes if n.task is not None)  # what is computed again is no other task
         tasks = tuple(self.flat.tasks[mark].name or "task" for mark in marks)
-        name = "_".join(tasks) + ("", "_bwd", "_wgt")[c.phase] if tasks else f"{fallback}_{c.submesh}"
+        # Outside of loops, what comes after a backward pass may be another forward pass.
+        phase = max(n.phase for n in nodes if n.task is not None) if tasks and loop is None else c.phase
+        name = "_".join(tasks) + ("", "_bwd", "_wgt")[phase] if tasks else f"{fallback}_{c.submesh}"
         self.names[name] += 1
         if self.names[name] > 1:
             name = f"{name}_{self.names[name]}"
         fragment = Fragment(
-            len(self.fragments), name, c.submesh, loop, _KINDS[c.phase], stage,
+            len(self.fragments), name, c.submesh, loop, _KINDS[phase], stage,
             _compat.new_jaxpr(invars, outvars, guarded(nodes)), tasks, c.layout_follows_loop,
         )  # fmt: skip
         self.fragments.append(fragment)
