@@ -240,6 +240,29 @@ def test_a_forgotten_argnum_is_told_where_shapes_do_not_fit():
     assert "if args[0] is not the batch, write argnum=1" in str(caught.value.__notes__)
 
 
+def test_a_second_batch_that_argnum_does_not_name():
+    """Labels go whole to each microbatch, and their shape does not fit: by position, and by keyword."""
+    distance = lambda w, x, y: jnp.sum((front(w, x) - y) ** 2)  # noqa: E731
+    step = mm.jit(mm.microbatch(distance, argnum=1, num_microbatches=2))
+    with pytest.raises(TypeError) as caught:
+        step(jnp.eye(WIDTH), rows(), rows())
+    assert "args[2] has that length, too, and goes whole to each, as argnum does not name it" in str(
+        caught.value.__notes__
+    )
+    with pytest.raises(TypeError) as caught:
+        step(jnp.eye(WIDTH), rows(), y=rows())
+    assert "y=, of length 8 along dimension 0 as the batch, goes whole" in str(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("argnum", [1, -2, (0, 1)])
+def test_a_wrong_argnum_is_told_what_could_be_the_batch(argnum):
+    """Three arguments, of which only the last has leaves of one length."""
+    step = mm.microbatch(lambda p, q, x: loss(p, x), argnum=argnum, num_microbatches=4)
+    called = "args[0] and args[1] are" if argnum == (0, 1) else "args[1] is"
+    with raises(errors.MicrobatchError, f"if {called} not the batch, write argnum=2"):
+        step({"w": jnp.eye(4), "b": jnp.ones(8)}, {"w": jnp.eye(8), "b": jnp.ones(4)}, rows())
+
+
 def test_a_task_in_a_while_loop():
     """The construct, the line, and what to do instead."""
 
