@@ -1,5 +1,6 @@
 """Every error says where, what was expected, what was found and what to do."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -481,6 +482,27 @@ def test_an_argument_that_is_no_array():
         mm.jit(lambda x, options: x)(rows(), {"mode": "fast"})
     with raises(TypeError, "kwargs['f']", "function", "static"):
         mm.jit(lambda x, f: x)(rows(), f=loss)
+
+
+def test_an_argument_of_a_class_that_is_no_pytree():
+    """A dataclass, and another class that holds arrays: what to register, without the numbers of all its arrays."""
+
+    @dataclasses.dataclass
+    class Described:
+        params: dict
+
+    class Plain:
+        def __init__(self, params):
+            self.params = params
+
+    step = mm.jit(lambda state, x: loss(state.params, x))
+    for state in (Described(parameters()), Plain(parameters())):
+        with raises(errors.ArgumentError, f"args[0] is a {type(state).__name__}", "register_dataclass") as caught:
+            step(state, rows())
+        assert len(str(caught.value)) < 400
+    with raises(errors.ArgumentError, "args[0] is str '", "no array; make it static") as caught:
+        step("x" * 1000, rows())
+    assert len(str(caught.value)) < 400
 
 
 def test_not_a_function():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Collection
@@ -186,10 +187,25 @@ def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeSt
                 f"mm.jit({name}): argument{keystr(path)} is an array of dtype {x.dtype}, which JAX has not; leave it out of the "
                 "arguments"
             ) from None
+        if _has_fields(x):
+            raise ArgumentError(
+                f"mm.jit({name}): argument{keystr(path)} is a {type(x).__name__}, which JAX does not know as a pytree; register "
+                "the class (jax.tree_util.register_dataclass), or, if there is no array in it, make it static (static_argnums, "
+                "static_argnames) or close over it"
+            ) from None
         raise ArgumentError(
-            f"mm.jit({name}): argument{keystr(path)} is {type(x).__name__} {x!r}, which is no array; make it static "
+            f"mm.jit({name}): argument{keystr(path)} is {type(x).__name__} {x!r:.80}, which is no array; make it static "
             f"(static_argnums, static_argnames) or close over it{_in_a_module(path, given)}"
         ) from None
+
+
+def _has_fields(x: object) -> bool:
+    """Whether something is an object of a dataclass, of a class of attrs, or another one that holds arrays."""
+    if isinstance(x, type):
+        return False
+    described = dataclasses.is_dataclass(x) or hasattr(x, "__attrs_attrs__")
+    held = jax.tree.leaves(getattr(x, "__dict__", None))
+    return (described and not callable(x)) or any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in held)
 
 
 def _in_a_module(path: Any, given: Arguments) -> str:
