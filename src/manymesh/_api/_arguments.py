@@ -180,7 +180,7 @@ def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeSt
             f"mm.jit({name}): argument{keystr(path)} of shape {x.shape}: Array has been deleted (it was donated to an earlier call, or deleted by hand)"
         )
     try:
-        return _compat.abstract(jax.typeof(x))
+        aval = jax.typeof(x)
     except TypeError:
         if isinstance(x, np.ndarray):
             raise ArgumentError(
@@ -197,6 +197,13 @@ def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeSt
             f"mm.jit({name}): argument{keystr(path)} is {type(x).__name__} {x!r:.80}, which is no array; make it static "
             f"(static_argnums, static_argnames) or close over it{_in_a_module(path, given)}"
         ) from None
+    if (traced := _compat.traced_dtype(aval)) != aval.dtype:
+        raise ArgumentError(
+            f"mm.jit({name}): argument{keystr(path)} is an array of dtype {aval.dtype}, which is switched off here, so that the step "
+            f"would be traced for {traced}; call it in the surroundings that made the array (jax.enable_x64(True), or the "
+            f"setting jax_enable_x64), or convert it (x.astype({traced}))"
+        )
+    return _compat.abstract(aval)
 
 
 def _has_fields(x: object) -> bool:
