@@ -169,9 +169,9 @@ def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeSt
         return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
     if isinstance(x, jax.core.Tracer):
         raise ArgumentError(
-            f"mm.jit({name}): argument{keystr(path)} is a tracer {x.aval.str_short()}; a step that runs on several submeshes cannot "
-            "be a part of jax.jit, jax.grad, jax.vmap or jax.eval_shape: apply these inside the function that mm.jit "
-            "wraps, or use the step's own eval_shape"
+            f"mm.jit({name}): argument{keystr(path)} is a tracer {x.aval.str_short()}; a step of mm.jit runs as programs of its own, "
+            "on one submesh or several, and cannot be a part of jax.jit, jax.grad, jax.vmap or jax.eval_shape: apply these inside "
+            "the function that mm.jit wraps, or use the step's own eval_shape"
         )
     if _compat.is_ref(x):
         raise ArgumentError(f"mm.jit({name}): argument{keystr(path)} is {REFERENCE}")
