@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -64,117 +64,128 @@ def _check_keys(name: str, args: tuple[Any, ...], argnum: int | None) -> None:
             )
 
 
-def count_pieces(
-    name: str,
-    args: tuple[Any, ...],
-    argnums: tuple[int, ...],
-    dim: int,
-    size: int | None,
-    number: int | None,
-    taken: Sequence[int],
-) -> int:
-    """How many pieces the batch is cut into.
+@dataclass(frozen=True)
+class Cut:
+    """How a batch is cut.
 
-    Args:
+    Attributes:
       name: name of the function.
-      args: the positional arguments.
-      argnums: which of them are the batch.
+      argnums: the arguments that are the batch.
       dim: the dimension that is cut.
       size, number: the length of a piece, and how many there are to be, as far as the caller says.
       taken: arguments that are something else, such as parameters, and are not recommended as the batch.
-
-    Raises:
-      MicrobatchError: an argument is not there, or does not divide.
     """
-    counts: dict[str, int] = {}
-    lengths: dict[str, int] = {}
-    hint = functools.partial(other_batch, args, argnums, dim, taken)
-    for k in argnums:
-        if not -len(args) <= k < len(args):
-            raise MicrobatchError(
-                f"microbatch({name}): argnum {k} names the batch, but the call has {len(args)} positional arguments, numbered "
-                "from 0; pass the batch by position"
-            )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(args[k]):
-            where = f"microbatch({name}): args[{k}]{jax.tree_util.keystr(path)}"
-            shape = tuple(np.shape(leaf))
-            if not -len(shape) <= dim < len(shape):
-                if path and isinstance(path[-1], jax.tree_util.SequenceKey) and not shape:
+
+    name: str
+    argnums: tuple[int, ...]
+    dim: int
+    size: int | None
+    number: int | None
+    taken: tuple[int, ...]
+
+    def count(self, args: tuple[Any, ...]) -> int:
+        """How many pieces the batch is cut into.
+
+        Raises:
+          MicrobatchError: an argument is not there, or does not divide.
+        """
+        name, dim, number, size = self.name, self.dim, self.number, self.size
+        counts: dict[str, int] = {}
+        lengths: dict[str, int] = {}
+        for k in self.argnums:
+            if not -len(args) <= k < len(args):
+                raise MicrobatchError(
+                    f"microbatch({name}): argnum {k} names the batch, but the call has {len(args)} positional arguments, numbered "
+                    "from 0; pass the batch by position"
+                )
+            for path, leaf in jax.tree_util.tree_leaves_with_path(args[k]):
+                where = f"microbatch({name}): args[{k}]{jax.tree_util.keystr(path)}"
+                shape = tuple(np.shape(leaf))
+                if not -len(shape) <= dim < len(shape):
+                    if path and isinstance(path[-1], jax.tree_util.SequenceKey) and not shape:
+                        raise MicrobatchError(
+                            f"{where} is a number in a list or tuple, each of which is cut for itself; make an array of them, as by "
+                            f"np.asarray(args[{k}]{jax.tree_util.keystr(path[:-1])})"
+                        )
                     raise MicrobatchError(
-                        f"{where} is a number in a list or tuple, each of which is cut for itself; make an array of them, as by "
-                        f"np.asarray(args[{k}]{jax.tree_util.keystr(path[:-1])})"
+                        f"{where} of shape {shape} has no dimension {dim} to cut along; what is the same in every microbatch goes in an "
+                        f"argument that argnum does not name{self.instead(args)}"
                     )
-                raise MicrobatchError(
-                    f"{where} of shape {shape} has no dimension {dim} to cut along; what is the same in every microbatch goes in an "
-                    f"argument that argnum does not name{hint()}"
-                )
-            length = shape[dim]
-            if length == 0:
-                raise MicrobatchError(
-                    f"{where} of shape {shape} has length 0 along dimension {dim}: there is nothing to cut; skip an empty batch"
-                )
-            pieces = number if number is not None else length // size if size and length % size == 0 else 0
-            if pieces == 0 or length % pieces:
-                fits = [d for d in range(1, length + 1) if length % d == 0]
-                what = f"{number} microbatches" if number is not None else f"pieces of size {size}"
-                kind = "num_microbatches" if number is not None else "size"
-                raise MicrobatchError(
-                    f"{where} of shape {shape} has length {length} along dimension {dim}, which does not divide into {what}; "
-                    f"{kind} that would work: {_short(fits)}{hint()}"
-                )
-            if number is not None and size is not None and length != number * size:
-                raise MicrobatchError(
-                    f"{where} of shape {shape}: num_microbatches={number} times size={size} is {number * size}, "
-                    f"but dimension {dim} has length {length}; give one of the two"
-                )
-            counts[where], lengths[where] = pieces, length
-    if not counts:
-        raise MicrobatchError(f"microbatch({name}): the batch (argnum {argnums}) has no array to cut{hint()}")
-    if len(set(counts.values())) > 1:
-        listing = ", ".join(f"{w.split(': ')[1]}: {c}" for w, c in counts.items())
-        raise MicrobatchError(f"microbatch({name}): leaves give different numbers of microbatches ({listing}){hint()}")
-    if len(set(lengths.values())) > 1:
-        listing = ", ".join(f"{w.split(': ')[1]}: {n}" for w, n in lengths.items())
-        raise MicrobatchError(
-            f"microbatch({name}): leaves of the batch have different lengths along dimension {dim} ({listing}), so that "
-            f"their pieces would not belong together; cut leaves of one length, or pass the other ones apart{hint()}"
+                length = shape[dim]
+                if length == 0:
+                    raise MicrobatchError(
+                        f"{where} of shape {shape} has length 0 along dimension {dim}: there is nothing to cut; skip an empty batch"
+                    )
+                pieces = self._pieces(length)
+                if pieces == 0:
+                    fits = [d for d in range(1, length + 1) if length % d == 0]
+                    what = f"{number} microbatches" if number is not None else f"pieces of size {size}"
+                    kind = "num_microbatches" if number is not None else "size"
+                    raise MicrobatchError(
+                        f"{where} of shape {shape} has length {length} along dimension {dim}, which does not divide into {what}; "
+                        f"{kind} that would work: {_short(fits)}{self.instead(args)}"
+                    )
+                if number is not None and size is not None and length != number * size:
+                    raise MicrobatchError(
+                        f"{where} of shape {shape}: num_microbatches={number} times size={size} is {number * size}, "
+                        f"but dimension {dim} has length {length}; give one of the two"
+                    )
+                counts[where], lengths[where] = pieces, length
+        if not counts:
+            raise MicrobatchError(
+                f"microbatch({name}): the batch (argnum {self.argnums}) has no array to cut{self.instead(args)}"
+            )
+        if len(set(counts.values())) > 1:
+            listing = ", ".join(f"{w.split(': ')[1]}: {c}" for w, c in counts.items())
+            raise MicrobatchError(
+                f"microbatch({name}): leaves give different numbers of microbatches ({listing}){self.instead(args)}"
+            )
+        if len(set(lengths.values())) > 1:
+            listing = ", ".join(f"{w.split(': ')[1]}: {n}" for w, n in lengths.items())
+            raise MicrobatchError(
+                f"microbatch({name}): leaves of the batch have different lengths along dimension {dim} ({listing}), so that "
+                f"their pieces would not belong together; cut leaves of one length, or pass the other ones apart{self.instead(args)}"
+            )
+        return next(iter(counts.values()))
+
+    def instead(self, args: tuple[Any, ...]) -> str:
+        """What to write if argnum names something else than the batch: which other argument could be the batch."""
+        others = self.others(args)
+        if not others and self.argnums == (0,) and len(args) > 1:  # it was not given
+            others = [1]
+        if not others:
+            return ""
+        cut = in_words([f"args[{k % len(args)}]" for k in self.argnums])
+        argnum = in_words([f"argnum={k}" for k in others], "or")
+        return f"; if {cut} {'is' if len(self.argnums) == 1 else 'are'} not the batch, write {argnum}, or whichever is"
+
+    def beside(self, args: tuple[Any, ...], length: int) -> str:
+        """What to know of arguments as long as the batch that argnum does not name."""
+        alike = [f"args[{k}]" for k in self.others(args) if _length(args[k], self.dim) == length]
+        if not alike:
+            return ""
+        one = len(alike) == 1
+        return (
+            f"; {in_words(alike)} {'has' if one else 'have'} that length, too, and {'goes' if one else 'go'} whole to each, as argnum "
+            f"does not name {'it' if one else 'them'}"
         )
-    return next(iter(counts.values()))
 
+    def others(self, args: tuple[Any, ...]) -> list[int]:
+        """The arguments that argnum does not name and that could be cut."""
+        named = {k % len(args) for k in (*self.argnums, *self.taken)}
+        lengths = [(k, _length(x, self.dim)) for k, x in enumerate(args) if k not in named]
+        return [k for k, length in lengths if length and self._pieces(length)]
 
-def other_batch(args: tuple[Any, ...], argnums: tuple[int, ...], dim: int, taken: Sequence[int]) -> str:
-    """What to write if argnum names something else than the batch: which other argument could be the batch."""
-    others = [k for k, _ in uncut(args, argnums, dim, taken)]
-    if not others and argnums == (0,) and len(args) > 1:  # it was not given
-        others = [1]
-    if not others:
-        return ""
-    cut = in_words([f"args[{k % len(args)}]" for k in argnums])
-    return f"; if {cut} {'is' if len(argnums) == 1 else 'are'} not the batch, write {in_words([f'argnum={k}' for k in others], 'or')}, or whichever is"
-
-
-def beside_batch(args: tuple[Any, ...], argnums: tuple[int, ...], dim: int, taken: Sequence[int], length: int) -> str:
-    """What to know of arguments as long as the batch that argnum does not name."""
-    alike = [f"args[{k}]" for k, found in uncut(args, argnums, dim, taken) if found == length]
-    if not alike:
-        return ""
-    one = len(alike) == 1
-    return (
-        f"; {in_words(alike)} {'has' if one else 'have'} that length, too, and {'goes' if one else 'go'} whole to each, as argnum "
-        f"does not name {'it' if one else 'them'}"
-    )
+    def _pieces(self, length: int) -> int:
+        """How many pieces a length makes; 0 where it does not divide."""
+        if self.number is not None:
+            return self.number if length % self.number == 0 else 0
+        return length // self.size if self.size and length % self.size == 0 else 0
 
 
 def whole_by_keyword(kwargs: Mapping[str, PyTree], dim: int, length: int) -> list[str]:
     """The keyword arguments whose arrays all are as long as the batch: what is given by keyword is not cut."""
     return [name for name, tree in kwargs.items() if _length(tree, dim) == length]
-
-
-def uncut(args: tuple[Any, ...], argnums: tuple[int, ...], dim: int, taken: Sequence[int]) -> list[tuple[int, int]]:
-    """The arguments that could be a batch and that argnum does not name, each with its length."""
-    named = {k % len(args) for k in (*argnums, *taken)}
-    lengths = [(k, _length(x, dim)) for k, x in enumerate(args) if k not in named]
-    return [(k, length) for k, length in lengths if length is not None]
 
 
 def _length(tree: PyTree, dim: int) -> int | None:
@@ -185,7 +196,7 @@ def _length(tree: PyTree, dim: int) -> int | None:
     found: set[int] = set()
     for x in jax.tree.leaves(tree):
         shape = tuple(np.shape(x))
-        if not -len(shape) <= dim < len(shape) or (len(shape) == 1 and x.dtype == np.uint32):
+        if not -len(shape) <= dim < len(shape) or (len(shape) == 1 and getattr(x, "dtype", None) == np.uint32):
             return None
         found.add(shape[dim])
     return found.pop() if len(found) == 1 else None

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _compat, schedules
-from ._batch import beside_batch, check_arguments, count_pieces, in_words, other_batch, uncut, whole_by_keyword
+from ._batch import Cut, check_arguments, in_words, whole_by_keyword
 from ._errors import MicrobatchError, ScheduleError
 from ._findings import Finding
 from ._mark import Recording, constrain, current_recording, is_spec
@@ -129,20 +129,18 @@ def microbatch(
       9.0
     """
     name = name_of(fun)
-    argnums = _positions(name, argnum)
-    num_microbatches, size, dim = _sizes(name, num_microbatches, size, dim)
+    cut = _cut(name, fun, argnum, dim, size, num_microbatches, (rng_argnum, state_argnum))
     _check_reductions(name, reduce)
-    shardings = _of_each(name, arg_shardings, argnums)
+    shardings = _of_each(name, arg_shardings, cut.argnums)
     chosen = _chosen_schedule(name, schedule, custom_schedule)
 
     @_compat.boundary
     @functools.wraps(fun)
     def over_microbatches(*args: P.args, **kwargs: P.kwargs) -> PyTree:
-        taken = [*(_compat.differentiated(fun) or ()), *(k for k in (rng_argnum, state_argnum) if k is not None)]
-        count = count_pieces(name, args, argnums, dim, size, num_microbatches, taken)
-        check_arguments(name, args, argnums, rng_argnum, state_argnum)
+        count = cut.count(args)
+        check_arguments(name, args, cut.argnums, rng_argnum, state_argnum)
         record = current_recording()
-        call = _Call(fun, args, kwargs, argnums, dim, count, reduce, shardings, rng_argnum, state_argnum, taken)
+        call = _Call(fun, args, kwargs, cut, count, reduce, shardings, rng_argnum, state_argnum)
         if record is None:
             return call.reference()
         if count == 1:
@@ -151,7 +149,7 @@ def microbatch(
             tasks = [task for mark, task in record.tasks.items() if mark not in before]
             check_single(name, tasks, chosen, custom_schedule, num_stages, interleave)
             return result
-        spec = LoopSpec(name, count, chosen, interleave, num_stages, custom_schedule, dim)
+        spec = LoopSpec(name, count, chosen, interleave, num_stages, custom_schedule, cut.dim)
         suspect = [*call.about_parameters(name), *call.about_keywords(name)]
         record.findings.update((Finding(text), MicrobatchError) for text in suspect)
         try:
@@ -164,6 +162,16 @@ def microbatch(
 
     over_microbatches.__name__ = name  # which a partial application does not have
     return over_microbatches
+
+
+def _cut(
+    name: str, fun: Any, argnum: Any, dim: Any, size: Any, num_microbatches: Any, others: Iterable[int | None]
+) -> Cut:
+    """How the batch is cut; it is hardly an argument that is differentiated, or one of ``others``."""
+    argnums = _positions(name, argnum)
+    number, size, dim = _sizes(name, num_microbatches, size, dim)
+    taken = (*(_compat.differentiated(fun) or ()), *(k for k in others if k is not None))
+    return Cut(name, argnums, dim, size, number, taken)
 
 
 def _sizes(name: str, num_microbatches: object, size: object, dim: object) -> tuple[int | None, int | None, int]:
@@ -274,14 +282,22 @@ class _Call:
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    argnums: tuple[int, ...]
-    dim: int
+    cut: Cut
     count: int
     reduce: Any
     arg_shardings: tuple[Any, ...]  # of each argnum
     rng_argnum: int | None
     state_argnum: int | None
-    taken: Sequence[int]  # arguments that are differentiated, keys or state, and hardly the batch
+
+    @property
+    def argnums(self) -> tuple[int, ...]:
+        """The arguments that are the batch."""
+        return self.cut.argnums
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is cut."""
+        return self.cut.dim
 
     @property
     def name(self) -> str:
@@ -368,8 +384,7 @@ class _Call:
         stacked = (
             "; all pieces together are put into one such object, too, whose leaves have a dimension more, in front"
         )
-        about = (self.args, self.argnums, self.dim, self.taken)
-        hint = "" if self.about_keywords(name) else beside_batch(*about, length) or other_batch(*about)
+        hint = "" if self.about_keywords(name) else self.cut.beside(self.args, length) or self.cut.instead(self.args)
         return (
             f"microbatch({name}): each of {self.count} microbatches has {length // self.count} of {length} along dimension "
             f"{self.dim} of {which}{stacked if classes else ''}{hint}"
@@ -380,11 +395,10 @@ class _Call:
         both = _compat.differentiated(self.fun) or ()
         if not set(both) <= set(self.argnums):  # something else is differentiated too, and that is the parameters
             return []
-        if any(
-            word in ("concat", "stack") for word in jax.tree.leaves(self.reduce)
-        ):  # gradients of a batch are one, too
+        words = jax.tree.leaves(self.reduce)
+        if any(word in ("concat", "stack") for word in words):  # gradients of a batch are one, too
             return []
-        others = in_words([f"argnum={k}" for k, _ in uncut(self.args, self.argnums, self.dim, self.taken)], "or")
+        others = in_words([f"argnum={k}" for k in self.cut.others(self.args)], "or")
         return [
             f"microbatch({name}): argnum={k} is the batch, which is cut into {self.count} pieces, and {name} differentiates the "
             "same argument; if that is the parameters, write "
