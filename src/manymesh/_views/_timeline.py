@@ -90,12 +90,16 @@ class Timeline:
     def summary(self) -> str:
         """How long it takes and how much of that the submeshes wait, in a line."""
         parts = []
-        for spans, word in ((self.spans, "measured"), (self.predicted, "predicted")):
-            if spans:
-                begin, end = extent(spans)
+        for word, calls in (("measured", [self.spans]), ("predicted", self._predicted_calls())):
+            if any(calls):
+                seconds = sum(end - begin for begin, end in map(extent, calls))
                 word = f" {word}" if self.predicted else ""
-                parts.append(f"{format_seconds(end - begin, self.unit)}{word}, bubble {bubble_fraction(spans):.1%}")
+                parts.append(f"{format_seconds(seconds, self.unit)}{word}, bubble {bubble_fraction(calls[0]):.1%}")
         return "; ".join(parts) or "nothing ran"
+
+    def _predicted_calls(self) -> list[list[Span]]:
+        """The prediction of each call, all alike: what was measured between the calls is no part of them."""
+        return [[s for s in self.predicted if s.step == i] for i in sorted({s.step for s in self.predicted})]
 
     @property
     def _words(self) -> tuple[str, ...]:
