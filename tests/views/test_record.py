@@ -114,6 +114,22 @@ def test_times_come_from_the_devices():
     assert spans["quick"].start >= spans["slow"].end and run.seconds > 0.7 * whole
 
 
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_task_does_not_take_the_time_in_which_its_argument_arrives(at):
+    """It starts when the argument is there, at its home or from another device; that is no transfer of the step."""
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 400, lambda _, y: jnp.sin(y @ y), x))
+    front = mm.task(lambda x, key: x + jax.random.uniform(key), "front", devices=[0])
+    back = mm.task(jnp.sin, "back", devices=[1])
+    step = mm.jit(lambda x, key: back(front(x, key)))
+    x, key = (jax.device_put(a, jax.devices()[at]) for a in (jnp.ones((160, 160)), jax.random.key(0)))
+    jax.block_until_ready(step(slow(x), key))
+    with mm.inspect.record() as run:
+        step(slow(x), key)
+    assert [s.label for s in run.spans] == ["front", "front -> submesh 1", "back"]
+    first = run.spans[0]
+    assert first.waited_for == "args[0] to arrive" and first.start > first.seconds
+
+
 def test_threads_end_with_the_recording(recorded):
     """Those that wait are gone, and the next call is told to nobody."""
     compiled, run, params, _ = recorded
