@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from .._errors import ArgumentError
+from .._shown import page_width
 from . import _text
 from ._chrome import chrome_trace
 from ._figure import figure
@@ -143,7 +144,7 @@ class Timeline:
             ".json": lambda: path.write_text(
                 json.dumps(chrome_trace(self.spans, self._words, self.predicted)), "utf-8"
             ),
-            ".txt": lambda: path.write_text(str(self), "utf-8"),
+            ".txt": lambda: path.write_text(self._text(_WIDTH), "utf-8"),
             **dict.fromkeys((".svg", ".png", ".pdf"), lambda: self.figure().savefig(path)),
         }
         if path.suffix not in writers:
@@ -174,10 +175,13 @@ class Timeline:
         yield table
 
     def __str__(self) -> str:
+        return self._text(page_width(_WIDTH))
+
+    def _text(self, width: int) -> str:
         from rich.console import Console
 
         out = io.StringIO()
-        Console(file=out, width=_WIDTH, color_system=None).print(self, end="")
+        Console(file=out, width=width, color_system=None).print(self, end="")
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def __repr__(self) -> str:
