@@ -25,7 +25,7 @@ class ValueLine:
       source, target: submeshes.
       type: dtype and shape, all shards together.
       layout: device axes of each dimension where it comes from; where they differ, also where it goes.
-      nbytes: bytes of one value, all shards together.
+      nbytes: bytes of one value, all shards together; what is replicated over n devices counts once.
       shard_bytes: bytes that arrive on each device.
       values: how many values are alike.
       times: how often each crosses in a call: once, or once a microbatch.
