@@ -20,6 +20,8 @@ import pytest
 
 NUM_DEVICES = 8
 
+os.environ.pop("COLUMNS", None)  # what prints itself would be as wide as the terminal of whoever runs the tests
+
 # JAX reads both when it is imported or starts its backend. Values that are already set win, so that
 # the same tests can run on another platform (`JAX_PLATFORMS=cuda make test`).
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

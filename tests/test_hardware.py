@@ -57,6 +57,35 @@ def test_rates_are_positive_and_float32_is_there():
         Hardware("x", {"bfloat16": 1.0}, 1.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"peak_flops": 1e12}, r"peak_flops has to be a mapping .*\{'float32': 1e12\}, found 1000000000000.0"),
+        ({"peak_flops": {"float32": 1.0, "bf16": 1.0}}, "peak_flops has 'bf16', .*; 'bfloat16' is meant"),
+        ({"peak_flops": {"tf32": 1.0}}, "peak_flops has 'tf32', .*; 'float32' is meant"),
+        (
+            {"peak_flops": {jax.numpy.float32: 1.0}},
+            "peak_flops has .*, which is no name of a dtype; 'float32' is meant",
+        ),
+        ({"peak_flops": {"float32": 1.0, "xyz": 1.0}}, "peak_flops has 'xyz', .*; write one such as 'bfloat16'"),
+        ({"peak_flops": {"float32": "1 TFLOP/s"}}, r"peak_flops\['float32'\] .* positive number, found '1 TFLOP/s'"),
+        ({"memory_bandwidth": "3.35TB/s"}, "memory_bandwidth has to be a positive number, found '3.35TB/s'"),
+        ({"link_bandwidth": float("nan")}, "link_bandwidth has to be a positive number, found nan"),
+        ({"link_latency": -1.0}, "link_latency has to be a number of seconds, 0 or more, found -1.0"),
+        ({"launch_overhead": None}, "launch_overhead has to be a number of seconds, 0 or more, found None"),
+        ({"memory_bytes": -5}, "memory_bytes has to be a positive number, found -5"),
+        ({"cores": 0}, "cores has to be a positive number, found 0"),
+        ({"name": 100}, "name has to be a text, found 100"),
+    ],
+)
+def test_every_field_is_checked(given, said):
+    """With its name, what was found and what is expected."""
+    fine = {"name": "x", "peak_flops": {"float32": 1.0}, "memory_bandwidth": 1.0, "link_bandwidth": 1.0}
+    Hardware(**fine)
+    with pytest.raises(ArgumentError, match="^Hardware: " + said):
+        Hardware(**fine | given)
+
+
 def test_this_machine_can_be_measured():
     """Rates that a computer may have; eight devices share its cores."""
     here = Hardware.measure(size=128)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import functools
 import math
+import numbers
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._errors import ArgumentError
 
@@ -56,15 +60,29 @@ class Hardware:
     cores: float | None = None
 
     def __post_init__(self) -> None:
-        rates = {"memory_bandwidth": self.memory_bandwidth, "link_bandwidth": self.link_bandwidth}
-        rates |= {f"peak_flops[{dtype!r}]": rate for dtype, rate in self.peak_flops.items()}
-        for name, rate in rates.items():
-            if not rate > 0 or math.isnan(rate):
-                raise ArgumentError(f"Hardware: {name} has to be a positive number, found {rate!r}")
+        if not isinstance(self.name, str):
+            raise ArgumentError(f"Hardware: name has to be a text, found {self.name!r}")
+        if not isinstance(self.peak_flops, Mapping):
+            raise ArgumentError(
+                "Hardware: peak_flops has to be a mapping from dtypes to FLOP/s, such as {'float32': 1e12}, found "
+                f"{self.peak_flops!r}"
+            )
+        for dtype in self.peak_flops:
+            _check_dtype(dtype)
         if "float32" not in self.peak_flops:
             raise ArgumentError(
                 "Hardware: peak_flops needs 'float32', by which dtypes that it does not name are counted"
             )
+        rates = {f"peak_flops[{dtype!r}]": rate for dtype, rate in self.peak_flops.items()}
+        rates |= {"memory_bandwidth": self.memory_bandwidth, "link_bandwidth": self.link_bandwidth}
+        rates |= {name: n for name in ("memory_bytes", "cores") if (n := getattr(self, name)) is not None}
+        for name, value in rates.items():
+            if not (_is_number(value) and value > 0):
+                raise ArgumentError(f"Hardware: {name} has to be a positive number, found {value!r}")
+        for name in ("link_latency", "launch_overhead"):
+            seconds = getattr(self, name)
+            if not (_is_number(seconds) and 0 <= seconds < math.inf):
+                raise ArgumentError(f"Hardware: {name} has to be a number of seconds, 0 or more, found {seconds!r}")
 
     def flops_per_second(self, dtype: str) -> float:
         """The peak rate for operands of a dtype; that of float32 where nothing else is known."""
@@ -137,6 +155,29 @@ class Hardware:
           size: rows and columns of the matrices; 1024 on CPU and 8192 elsewhere by default.
         """
         return _measure(size)
+
+
+_KNOWN = (
+    "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "int4",
+)  # fmt: skip
+_SHORT = {"tf32": "float32", "fp8": "float8_e4m3fn", "float8": "float8_e4m3fn"}
+
+
+def _check_dtype(dtype: object) -> None:
+    """Raises for what is no name of a dtype: nothing would be counted by it."""
+    if isinstance(dtype, str):
+        with contextlib.suppress(TypeError):
+            found = np.dtype(dtype)
+            if found.name == dtype and jnp.issubdtype(found, np.number):
+                return
+    word = str(getattr(dtype, "name", getattr(dtype, "__name__", dtype))).lower()  # of jnp.float32 and its like
+    near = _SHORT.get(word) or next(iter(difflib.get_close_matches(word, _KNOWN, 1, 0.5)), None)
+    meant = f"{near!r} is meant" if near else f"write one such as {', '.join(map(repr, _KNOWN[:4]))}"
+    raise ArgumentError(f"Hardware: peak_flops has {dtype!r}, which is no name of a dtype; {meant}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _gpu(bf16: float, tf32: float, fp8: float, fp64: float) -> dict[str, float]:

@@ -99,7 +99,8 @@ def measured_durations(
             issues[key].append(issue)
             cores[key].append(used)
         for (position, sharding), took in clock.arguments.items() if repeat else ():
-            if (place := describe.place_of(position, sharding)) is not None:
+            place = describe.place_of(position, sharding)
+            if place is not None and describe.goes_on(place):
                 moves[place].append(took)
     count = range(len(lowered.program.fragments))
     crossings: list[Crossing] = [key for key in runs if isinstance(key, tuple)]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import html
 import io
+import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 MOST = 39
+_NARROWEST = 40  # below that a table does not get better
 _NUMBER = re.compile(r"\d+")
 _PRE = "line-height:1.35;overflow-x:auto;margin:0"
 
@@ -27,6 +31,19 @@ def name_of(fun: object) -> str:
     while isinstance(fun, functools.partial):
         fun = fun.func
     return str(getattr(fun, "__name__", type(fun).__name__))
+
+
+def page_width(usual: int) -> int:
+    """The width of what is printed as a page: the usual one, or that of a terminal that is narrower.
+
+    ``COLUMNS`` goes before the terminal, as it does for Rich. A pipe and a notebook have the usual width.
+    """
+    words = os.environ.get("COLUMNS", "")
+    columns = int(words) if words.isdecimal() else 0
+    if not columns and sys.stdout is not None and sys.stdout.isatty():
+        with contextlib.suppress(OSError, ValueError):  # it has no number or size, as one that stands in for a terminal
+            columns = os.get_terminal_size(sys.stdout.fileno()).columns
+    return min(usual, max(columns, _NARROWEST)) if columns else usual
 
 
 def rich_html(renderable: object) -> str:

@@ -14,7 +14,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from . import meta
 from ._errors import ArgumentError
-from ._shown import rich_html
+from ._shown import page_width, rich_html
 from ._types import PyTree
 from .meta._named import axes_of, is_named_node, value_of
 from .meta._tasks import TasksLike
@@ -119,7 +119,7 @@ class ParameterTable:
         from rich.console import Console
 
         out = io.StringIO()
-        Console(file=out, width=120).print(self)
+        Console(file=out, width=page_width(120)).print(self)
         return out.getvalue()
 
 

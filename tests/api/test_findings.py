@@ -108,6 +108,59 @@ def test_what_is_found_of_many_tasks_is_said_once(layers, called):
     assert str(raised.value).count("did you mean") == 2
 
 
+def pieces(x):
+    return jnp.split(x, 4)
+
+
+def by_a_loop(p, x):
+    total = jax.tree.map(jnp.zeros_like, p)
+    for piece in pieces(x):
+        total = jax.tree.map(jnp.add, total, jax.grad(squares)(p, piece))
+    return total
+
+
+def by_a_scan(p, x):
+    def body(total, piece):
+        return jax.tree.map(jnp.add, total, jax.grad(squares)(p, piece)), None
+
+    return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, p), jnp.stack(pieces(x)))[0]
+
+
+@pytest.mark.parametrize("fun", [by_a_loop, by_a_scan])
+def test_gradients_that_are_added_up_by_hand(fun):
+    """Nothing orders the pieces of the batch; told once for all tasks, in their order."""
+    text = (
+        "tasks 'front', 'back': called 4 times in a step, each time for a loss of its own, .* write "
+        r"mm.microbatch\(jax.value_and_grad\(loss\), argnum=1, num_microbatches=4"
+    )
+    with pytest.warns(UserWarning, match=text):
+        mm.jit(fun).lower(parameters(), rows())
+
+
+def updates(p, x):
+    for piece in pieces(x):
+        p = jax.tree.map(jnp.subtract, p, jax.grad(squares)(p, piece))
+    return p
+
+
+NOT_BY_HAND = {
+    "one after the other": updates,
+    "one loss of them all": jax.grad(lambda p, x: jnp.prod(jnp.stack([squares(p, piece) for piece in pieces(x)]))),
+    "each for itself": lambda p, x: [jax.grad(squares)(p, piece) for piece in pieces(x)],
+    "two losses": lambda p, x: jax.tree.map(
+        jnp.add, *(jax.grad(squares)(p, piece) for piece in pieces(x)[:2])
+    ),
+    "forward passes alone": lambda p, x: sum(squares(p, piece) for piece in pieces(x)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_BY_HAND)
+def test_several_calls_that_are_no_accumulation(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mm.jit(NOT_BY_HAND[name]).lower(parameters(), rows())
+
+
 def squares(p, x):
     return jnp.mean(back(p["back"], front(p["front"], x)) ** 2)
 

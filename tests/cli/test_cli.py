@@ -252,6 +252,32 @@ def test_a_function_that_describes_no_step(run, script, name, says):
     assert (code, out) == (1, "") and err.count("\n") == 1 and says in err
 
 
+@pytest.mark.parametrize(
+    ("lines", "function", "shown"),
+    [
+        (
+            "def fails(): return inner()\ndef inner(): return {}['x']",
+            "fails",
+            ["in fails", "in inner", "KeyError: 'x'"],
+        ),
+        ("import no_such_module", "plan", ["in <module>", "No module named 'no_such_module'"]),
+        ("def f(:", "plan", ["def f(:", "SyntaxError"]),
+        (
+            "def fails(): return mm.jit(lambda x: x @ jnp.ones((7, 2))), jnp.ones((3, 3))",
+            "fails",
+            ["in <lambda>", "TypeError: dot_general requires"],
+        ),
+    ],
+)
+def test_an_error_of_the_script_begins_at_its_own_line(run, script, lines, function, shown):
+    """Without the frames of the command and of what imports the script; and the exit code is 1."""
+    script.write_text(SCRIPT + lines)
+    code, out, err = run("plan", f"{script}:{function}")
+    assert (code, out) == (1, "") and all(words in err for words in shown), err
+    assert "_cli" not in err and "importlib" not in err and "runpy" not in err
+    assert next(line for line in err.splitlines() if line.startswith("  File ")).startswith(f'  File "{script}"')
+
+
 # --- doctor ---------------------------------------------------------------------------------------------------------
 
 

@@ -124,3 +124,18 @@ def test_what_is_gathered_needs_room():
     found, _ = both(lambda w, x: jnp.tanh(x @ w) @ w, shapes, specs)
     assert found.exchanges == 1
     assert 16 * KIB <= found.temporary_bytes < 20 * KIB
+
+
+def test_what_a_shard_map_gives_lies_as_it_says():
+    """And as those want it who read it: each device has its terms of a gradient, its columns of them, and sends nothing."""
+
+    def terms(w, x):
+        own = jax.shard_map(
+            lambda x, w: (x.T @ w)[None], mesh=mesh(), axis_names={"data"}, in_specs=P("data"), out_specs=P("data")
+        )
+        return asked(own(x, w), "data", None, "model")
+
+    # As many numbers come as go, which makes it no reshape.
+    shapes, specs = (((8, 32), "float32"), ((8, 4), "float32")), (P("data", "model"), P("data"))
+    found, made = both(terms, shapes, specs)
+    assert (made, found.exchanges, found.exchanged_bytes) == ({}, 0, 0)

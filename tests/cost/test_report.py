@@ -100,6 +100,24 @@ def test_what_crosses_has_a_name():
             assert sum(v.values * v.times for v in between) == e.values
 
 
+def test_a_gradient_that_crosses_is_named_by_what_makes_and_reads_it():
+    """That of a tied table, which is summed on both submeshes, goes once a call to the one that has the table."""
+
+    def loss(p, x):
+        return jnp.mean(back(p["table"], mm.task(lambda w, x: x @ w, "first", devices=[0])(p["table"], x)) ** 2)
+
+    def step(p, x):
+        grads = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=4, reduce="mean")(p, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
+
+    report = mm.jit(step).lower({"table": jnp.ones((WIDTH, WIDTH))}, rows()).report()
+    (gradient,) = [v for v in report.values if v.times == 1 and v.name != "args[0]['table']"]
+    maker, reader = gradient.name.split(" -> ")
+    fragments = {f.name: f.submesh for f in report.fragments}
+    assert maker in ("first_bwd", "back_bwd") and reader.startswith("after_")
+    assert (fragments[maker], fragments[reader]) == (gradient.source, gradient.target)
+
+
 def test_what_crosses_to_the_next_microbatch_says_so():
     """Its reader is there, and it is no result."""
     early, late = (

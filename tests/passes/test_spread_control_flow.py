@@ -37,6 +37,30 @@ def test_both_branches_run_where_their_values_are():
     assert placed(run("place", after))[4:8] == [("mul", 1), ("mul", 0), ("select_n", 0), ("select_n", 1)]
 
 
+def test_many_small_values_are_as_good_as_a_large_one():
+    """The adapters of a model, in the state of an optimizer that skips steps."""
+    many = [f"{n}{i}" for n in "ab" for i in range(3)]
+    parts = [f"{v} = {'one' if v[0] == 'a' else 'two'}: x{v} + 1.0" for v in many]
+    nexts = ", ".join(f"c{v}" for v in many)
+    operands = ", ".join(many)
+    equations = "\n        ".join(
+        [
+            *parts,
+            f"{nexts} = lax.cond(k, lambda *p: p, lambda *p: tuple(v * 2.0 for v in p), {operands})",
+            *(f"d{v} = {'one' if v[0] == 'a' else 'two'}: c{v} + 1.0" for v in many),
+        ]
+    )
+    for size, stays in ((128, False), (32, True)):
+        inputs = ", ".join(f"x{v} f32[{size}]" for v in many)
+        flat = program(f"""
+        tasks: one 0, two 1
+        inputs: {inputs}, k i32[]
+        {equations}
+        results: {", ".join(f"d{v}" for v in many)}
+    """)
+        assert ("cond(" in lines(run("spread_control_flow", flat))) == stays
+
+
 def test_a_conditional_of_one_submesh_stays():
     """XLA then runs one branch."""
     assert "cond(" in lines(run("spread_control_flow", program(COND.format(second=0))))

@@ -97,6 +97,38 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Custom(GPipe().order((0, 1), 4).rows).order((0, 1), 5),
         "submesh 0 never lists F0@4; list each action",
     ),
+    # actions
+    "another kind": (
+        lambda: Action("X", 0, 0),  # type: ignore[arg-type]
+        "Action: kind has to be one of 'F', 'B' and 'W', found 'X'.",
+    ),
+    "negative stage": (lambda: Action("F", -1, 0), "Action: stage has to be a whole number from 0, found -1."),
+    "negative microbatch": (
+        lambda: Action("B", 0, -2),
+        "Action: microbatch has to be a whole number from 0, found -2.",
+    ),
+    "half a stage": (
+        lambda: Action("F", 0.5, 0),  # type: ignore[arg-type]
+        "Action: stage has to be a whole number from 0, found 0.5.",
+    ),
+    # costs
+    "negative costs": (lambda: Costs(forward=-1), "forward[0] is -1; give a finite number that is not negative."),
+    "a negative cost": (
+        lambda: Costs(activation=[1.0, -1.0]),
+        "activation[1] is -1; give a finite number that is not negative.",
+    ),
+    "negative overhead": (
+        lambda: Costs(overhead=-0.5),
+        "overhead[0] is -0.5; give a finite number that is not negative.",
+    ),
+    "costs as text": (
+        lambda: Costs(backward="12"),  # type: ignore[arg-type]
+        "backward is '12'; give a number, or a list with one for each.",
+    ),
+    "no forward": (
+        lambda: Costs(forward=None),  # type: ignore[arg-type]
+        "forward is None; give a number, or a list with one for each.",
+    ),
     # registry
     "unknown name": (
         lambda: get("zero-buble-h1"),

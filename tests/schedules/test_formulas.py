@@ -59,11 +59,12 @@ def test_megatron_interleaved(p: int, m: int, virtual: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m % p])
 def test_interleaved_beyond_the_paper(p: int, m: int) -> None:
-    """A last group that is not full costs no more than a full one, and beats no interleaving."""
+    """A last group that is not full costs no more than a full one, and beats no interleaving; its bubble is longer."""
     full = -(-m // p) * p
     result = split_evenly("interleaved", p, m)
     assert result.makespan <= split_evenly("interleaved", p, full).makespan
     assert m < p or result.makespan < simulate("1f1b", p, full).makespan
+    assert WORK * (p - 1) / 2 < result.makespan - WORK * m < WORK * (p - 1)
 
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= p])

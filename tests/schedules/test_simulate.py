@@ -83,7 +83,7 @@ def test_the_timeline_is_a_real_run(order: Order, data: st.DataObject) -> None:
     at = {slot.action: slot for slot in result.timeline}
     for action, slot in at.items():
         before = {
-            "F": [("F", action.stage - 1)],
+            "F": [("F", action.stage - 1)] if action.stage else [],
             "B": [("F", action.stage), ("B", action.stage + 1)],
             "W": [("B", action.stage)],
         }[action.kind]

@@ -7,12 +7,16 @@ writes what the text views print now into the golden files.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import pty
 import re
 import shutil
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import jax
@@ -84,10 +88,16 @@ VIEWS = {
 }
 
 
+def text_of(name: str) -> str:
+    """A view as a pipe gets it, whatever terminal there is."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return VIEWS[name]() + "\n"
+
+
 @pytest.mark.parametrize("name", VIEWS)
 def test_text_is_as_it_was(name):
     """Against the golden file."""
-    assert VIEWS[name]() + "\n" == (GOLDEN / f"{name}.txt").read_text("utf-8")
+    assert text_of(name) == (GOLDEN / f"{name}.txt").read_text("utf-8")
 
 
 def test_a_wide_and_a_narrow_terminal():
@@ -98,6 +108,32 @@ def test_a_wide_and_a_narrow_terminal():
         lines = out.getvalue().splitlines()
         assert max(map(len, lines)) <= width
         assert len(next(line for line in lines if line.startswith("0 | "))) == width
+
+
+def test_what_is_printed_fits_a_narrow_terminal(monkeypatch, tmp_path):
+    """Tables fold what is too long for `COLUMNS` or else the terminal; in a pipe and in a file they are as ever."""
+    step, params, x = two_stages()
+    report = step.lower(params, x).report(inspect.Hardware.h100())
+    wide = {f"a_parameter_with_a_long_name_{i}": jnp.ones((4, 8)) for i in range(2)}
+    printed = [report, made_up().timeline(), made_up().compare(predicted()), inspect.tabulate(wide)]
+    usual = list(map(str, printed))
+    assert max(len(line) for text in usual for line in text.splitlines() if line.startswith("┃")) > 80
+    parent, child = pty.openpty()
+    termios.tcsetwinsize(child, (24, 70))
+    with open(child, "w", closefd=True) as terminal:
+        for columns in ("80", None):
+            if columns is None:
+                monkeypatch.delenv("COLUMNS")
+                monkeypatch.setattr(sys, "stdout", terminal)
+            else:
+                monkeypatch.setenv("COLUMNS", columns)
+            for it in printed:
+                lines = [line for line in str(it).splitlines() if line.startswith(("┃", "│", "0 |", "  '"))]
+                assert lines and max(map(len, lines)) <= int(columns or 70), it
+        assert made_up().timeline().save(tmp_path / "t.txt").read_text("utf-8") == usual[1]
+        monkeypatch.undo()
+    os.close(parent)
+    assert list(map(str, printed)) == usual
 
 
 # --- short reprs ---------------------------------------------------------------------------------------------------
@@ -258,8 +294,8 @@ def test_looking_loads_nothing_early():
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
-    for name, view in VIEWS.items():
-        (GOLDEN / f"{name}.txt").write_text(view() + "\n", "utf-8")
+    for name in VIEWS:
+        (GOLDEN / f"{name}.txt").write_text(text_of(name), "utf-8")
 
 
 def test_submeshes_of_other_processes(tmp_path) -> None:

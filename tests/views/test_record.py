@@ -18,6 +18,7 @@ from manymesh import inspect, schedules
 from manymesh._plan._instructions import Receive, Run
 from manymesh._runtime._describe import rows
 from manymesh.errors import ArgumentError
+from manymesh.inspect import Span
 from views.steps import MICROBATCHES, made_up, predicted, two_stages
 
 pytestmark = pytest.mark.once
@@ -113,6 +114,22 @@ def test_times_come_from_the_devices():
     assert spans["quick"].start >= spans["slow"].end and run.seconds > 0.7 * whole
 
 
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_task_does_not_take_the_time_in_which_its_argument_arrives(at):
+    """It starts when the argument is there, at its home or from another device; that is no transfer of the step."""
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 400, lambda _, y: jnp.sin(y @ y), x))
+    front = mm.task(lambda x, key: x + jax.random.uniform(key), "front", devices=[0])
+    back = mm.task(jnp.sin, "back", devices=[1])
+    step = mm.jit(lambda x, key: back(front(x, key)))
+    x, key = (jax.device_put(a, jax.devices()[at]) for a in (jnp.ones((160, 160)), jax.random.key(0)))
+    jax.block_until_ready(step(slow(x), key))
+    with mm.inspect.record() as run:
+        step(slow(x), key)
+    assert [s.label for s in run.spans] == ["front", "front -> submesh 1", "back"]
+    first = run.spans[0]
+    assert first.waited_for == "args[0] to arrive" and first.start > first.seconds
+
+
 def test_threads_end_with_the_recording(recorded):
     """Those that wait are gone, and the next call is told to nobody."""
     compiled, run, params, _ = recorded
@@ -191,6 +208,19 @@ def test_a_simulation_is_a_prediction():
     by = {(d.label, d.kind): d for d in found.differences}
     assert by["stage 1", "forward"].seconds == pytest.approx(0)
     assert by["stage 1", "backward"].seconds == pytest.approx(4e-3)
+
+
+def test_a_timeline_predicts_calls_and_not_what_lies_between_them():
+    """Two calls of 4 ms, between which the host does something for 6 ms; 2 ms are predicted for each."""
+    spans = [
+        Span(submesh, label, "forward", submesh, 0, start + begin, start + begin + 2e-3, step)
+        for step, start in enumerate((0.0, 10e-3))
+        for submesh, label, begin in ((0, "front", 0.0), (1, "back", 2e-3))
+    ]
+    run = inspect.Recording(tuple(spans), ("device 0", "device 1"), ("step", "step"))
+    timeline = run.timeline([(0, "front", "forward", 0, 0, 0.0, 1e-3), (1, "back", "forward", 1, 0, 1e-3, 2e-3)])
+    assert timeline.summary == "14.0 ms measured, bubble 71.4%; 4.00 ms predicted, bubble 50.0%"
+    assert [(s.step, s.start) for s in timeline.predicted] == [(0, 0.0), (0, 1e-3), (1, 10e-3), (1, 11e-3)]
 
 
 def test_a_plan_on_a_clock_is_a_prediction(recorded):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _compat
+from .._compat import Var
 from .._errors import PlacementError
 from .._findings import Finding
 from .._mark import MARK, Recording
@@ -37,6 +38,60 @@ def note_pipeline(record: Recording, program: Program | None) -> None:
                 "and forth by nature, as with a gradient in the loss, is right as it is, but no pipeline"
             )
             record.findings[Finding(text)] = PlacementError
+
+
+def note_accumulation(record: Recording, program: Program) -> None:
+    """Adds a finding: gradients of pieces of a batch that are added up by hand, which no schedule orders.
+
+    Told by tasks of several submeshes that are called at least three times, no call after another one or its backward pass,
+    each for a loss of its own: a backward pass depends on one of the forward passes only. A result depends on them all.
+    """
+    if program.loops or len({f.submesh for f in program.fragments if f.tasks}) < 2:
+        return
+    calls, behind = _calls(record, program)
+    passes: dict[str, tuple[set[int], set[int]]] = {}  # task -> its calls in forward passes, and in backward passes
+    for i, call in enumerate(calls):
+        passes.setdefault(call.task, (set(), set()))[not call.is_forward].add(i)
+    passes = {task: both for task, both in passes.items() if both[1]}
+    counts = {len(forward) for forward, _ in passes.values()}
+    if len(counts) != 1 or (count := max(counts)) < 3:
+        return
+    added = [behind.get(v, frozenset()) for v, _ in program.outputs if _compat.is_var(v)]
+    for forward, backward in passes.values():
+        one_by_one = not any(calls[i].before & (forward | backward) for i in forward)
+        of_one = any(len(calls[i].before & forward) == 1 for i in backward)
+        if not one_by_one or not of_one or not any(backward <= result for result in added):
+            return
+    text = (
+        f"called {count} times in a step, each time for a loss of its own, and the gradients are added up: outside of "
+        "mm.microbatch no schedule orders that, and submeshes wait for each other. For a pipeline write "
+        f'mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches={count}, reduce="mean")(params, batch) in place '
+        "of the loop"
+    )
+    for task in passes:
+        record.findings[Finding(text, task)] = PlacementError
+
+
+class _Call(NamedTuple):
+    """A call of a task: its name, whether it belongs to a forward pass, and the calls that it depends on."""
+
+    task: str
+    is_forward: bool
+    before: frozenset[int]
+
+
+def _calls(record: Recording, program: Program) -> tuple[list[_Call], dict[Var, frozenset[int]]]:
+    """The calls of tasks outside of loops, and those that each value depends on."""
+    calls: list[_Call] = []
+    behind: dict[Var, frozenset[int]] = {}
+    for f in program.fragments:
+        for eqn in _compat.open_jaxpr(f.jaxpr).eqns:
+            before = frozenset[int]().union(*(behind.get(v, ()) for v in eqn.invars if _compat.is_var(v)))
+            if _compat.is_jit(eqn) and MARK in eqn.params["name"]:
+                calls.append(_Call(record.tasks[eqn.params["name"]].name or "task", f.kind == "F", before))
+                before |= {len(calls) - 1}
+            behind.update(dict.fromkeys(eqn.outvars, before))
+    return calls, behind
 
 
 def note_dropped(record: Recording, used: Container[str], jaxpr: Any) -> None:

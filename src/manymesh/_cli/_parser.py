@@ -11,6 +11,8 @@ from typing import NoReturn
 
 from rich.console import Console
 
+from .._shown import page_width
+
 
 class Parser(argparse.ArgumentParser):
     """Keeps the lines of examples as they are, and says what is wrong in one line."""
@@ -38,7 +40,7 @@ def whole(word: str) -> int:
 
 def console() -> Console:
     """Where text goes. A pipe has no width of its own, and gets neither colours nor cut words."""
-    return Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=False)
+    return Console(width=None if sys.stdout.isatty() else page_width(120), highlight=False, soft_wrap=False)
 
 
 def drawn(text: str, plain: str) -> str:

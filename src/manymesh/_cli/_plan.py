@@ -11,15 +11,16 @@ import inspect
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 
 import jax
 
 from .. import Compiled, Jitted, Lowered, Traced, planned_devices
 from .._api._jit import jit
-from .._errors import ArgumentError
+from .._errors import ArgumentError, ManyMeshError
 from .._hardware import Hardware
 from ._parser import add_json, console, print_json, whole
 
@@ -52,6 +53,10 @@ gives so many simulated ones.
 """
 
 
+# This file and what imports a script.
+_OURS = (__file__, importlib.__file__, "<frozen importlib")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """See `COMMANDS`."""
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
@@ -70,8 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """See `COMMANDS`."""
     begin = time.perf_counter()
-    with _without_our_words(args.function):
-        lowered = _lowered(args.function, args.devices)
+    try:
+        with _without_our_words(args.function):
+            lowered = _lowered(args.function, args.devices)
+    except (ManyMeshError, OSError):  # which end in a line
+        raise
+    except Exception as error:
+        traceback.print_exception(error.with_traceback(_users_part(error.__traceback__)))
+        return 1
     report = lowered.report(None if args.hardware is None else Hardware.ready()[args.hardware])
     if args.json:
         print_json({"function": args.function, "devices": args.devices, "report": report.to_dict()})
@@ -82,6 +93,13 @@ def run(args: argparse.Namespace) -> int:
         out.print(str(lowered.layout), soft_wrap=True, markup=False)
     out.print(f"planned in {time.perf_counter() - begin:.1f} s; nothing was compiled", soft_wrap=True)
     return 0
+
+
+def _users_part(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first line of the user's on: how this command came there is nothing to them."""
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
+        frames = frames.tb_next
+    return frames
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ from ._jaxprs import name_stack as name_stack
 from ._jaxprs import new_jaxpr as new_jaxpr
 from ._jaxprs import new_var as new_var
 from ._jaxprs import open_jaxpr as open_jaxpr
+from ._jaxprs import out_specs_of as out_specs_of
 from ._jaxprs import scan_parts as scan_parts
 from ._jaxprs import shape as shape
 from ._jaxprs import solver as solver

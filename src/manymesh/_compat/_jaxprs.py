@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import jax
 from jax._src import core, effects, source_info_util
 from jax.interpreters import partial_eval as pe
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ._arrays import abstract
 from ._tracing import without_mesh
@@ -327,6 +327,12 @@ def manual_axes_of(eqn: Eqn) -> frozenset[str]:
     """The mesh axes that the body of a ``shard_map`` has for itself, under the names that versions give them."""
     named = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
     return frozenset(eqn.params["mesh"].axis_names if named is None else named)
+
+
+def out_specs_of(eqn: Eqn) -> Sequence[PartitionSpec]:
+    """How the results of a ``shard_map`` lie."""
+    specs: Sequence[PartitionSpec] = eqn.params["out_specs"]
+    return specs
 
 
 class ScanParts(NamedTuple):

@@ -25,7 +25,7 @@ class ValueLine:
       source, target: submeshes.
       type: dtype and shape, all shards together.
       layout: device axes of each dimension where it comes from; where they differ, also where it goes.
-      nbytes: bytes of one value, all shards together.
+      nbytes: bytes of one value, all shards together; what is replicated over n devices counts once.
       shard_bytes: bytes that arrive on each device.
       values: how many values are alike.
       times: how often each crosses in a call: once, or once a microbatch.
@@ -55,7 +55,7 @@ def crossings(program: Program, plan: Plan, layout: Layout) -> tuple[ValueLine, 
             times[k, source, target] += count
     variables = variables_of(program)
     readers = _Readers(program)
-    makers = {v: f.name for f in program.fragments for v in f.outvars}
+    makers = _makers(program)
     lines: Counter[tuple[str, int, int, str, str, int, int, int]] = Counter()
 
     def note(v: Var, source: int, target: int, count: int) -> None:
@@ -75,6 +75,17 @@ def crossings(program: Program, plan: Plan, layout: Layout) -> tuple[ValueLine, 
     for (number, source, target), count in times.items():
         note(variables[number], source, target, count)
     return tuple(ValueLine(*key[:7], values, key[7]) for key, values in lines.items())
+
+
+def _makers(program: Program) -> dict[Var, str]:
+    """Which fragment makes a value; of what a loop leaves, such as the sum of a gradient, the one that makes it in there."""
+    makers = {v: f.name for f in program.fragments for v in f.outvars}
+    for loop in program.loops:
+        left = [(out, (final,)) for _, out, _, final in loop.carries] + list(loop.ys)
+        for inside, outside in left:
+            if inside in makers:
+                makers.update((v, makers[inside]) for v in outside if v not in makers)
+    return makers
 
 
 class _Readers:

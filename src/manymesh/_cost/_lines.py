@@ -53,7 +53,15 @@ class FragmentLine:
 
 @dataclass(frozen=True)
 class EdgeLine:
-    """What crosses between two submeshes in one call: values, and arguments that are read away from their home."""
+    """What crosses between two submeshes in one call: values, and arguments that are read away from their home.
+
+    Attributes:
+      source, target: submeshes.
+      values: how many cross.
+      transfers: in how many batches.
+      nbytes: bytes of the whole values, all shards together; what is replicated over n devices arrives n times and counts
+        once.
+    """
 
     source: int
     target: int

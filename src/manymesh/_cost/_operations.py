@@ -193,7 +193,7 @@ class _Spreading:
 
     def _ordered(self, op: Operation) -> list[Link]:
         """Links, of a product those of the larger operand first: where both want an axis, the smaller one is gathered."""
-        if op.name in CONSTRAINTS:
+        if op.name in CONSTRAINTS or op.name == "shard_map":
             return []
         if op.name != "dot_general":
             return list(links(op.eqn))
@@ -219,10 +219,13 @@ class _Spreading:
             if op.name in CONSTRAINTS:
                 self._constrain(op)
                 continue
+            if op.name == "shard_map":
+                for k, spec in zip(op.makes, _compat.out_specs_of(op.eqn), strict=True):
+                    self.wants(k, split_of(spec, len(self.found.shapes[k]), self.axes))
             for a, i, b, j in self.links[at]:
                 source, target = self._value(op, a), self._value(op, b)
                 if source != NOTHING and target != NOTHING and b < 0:
-                    self._tie(source, i, target, j)
+                    self._tie(source, i, target, j, op.name == "reshape")
 
     def backward(self) -> None:
         """What results have, operands have."""
@@ -235,20 +238,16 @@ class _Spreading:
             for a, i, b, j in self.links[at]:
                 source, target = self._value(op, b), self._value(op, a)
                 if source != NOTHING and target != NOTHING and b < 0:
-                    self._tie(source, j, target, i)
+                    self._tie(source, j, target, i, op.name == "reshape")
 
     def _value(self, op: Operation, position: int) -> int:
         return op.reads[position] if position >= 0 else op.makes[~position]
 
-    def _tie(self, source: int, i: int, target: int, j: int) -> None:
+    def _tie(self, source: int, i: int, target: int, j: int, any_length: bool) -> None:
         entry = self.splits[source][i]
-        if entry and (self.found.shapes[source][i] == self.found.shapes[target][j] or self._regroups(source, target)):
+        if entry and (any_length or self.found.shapes[source][i] == self.found.shapes[target][j]):
             rank = len(self.found.shapes[target])
             self.wants(target, tuple(entry if d == j else () for d in range(rank)))
-
-    def _regroups(self, source: int, target: int) -> bool:
-        """Whether one value is the other one reshaped."""
-        return math.prod(self.found.shapes[source]) == math.prod(self.found.shapes[target])
 
     def _constrain(self, op: Operation) -> None:
         spec = getattr(op.eqn.params.get("sharding"), "spec", None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._hardware import Hardware
 from .._program import Reduction
-from .._shown import joined, numbers
+from .._shown import joined, numbers, page_width
 from ._crossings import ValueLine
 from ._idle import IdleAxis
 from ._lines import EdgeLine, FragmentLine, LoopLine, Off, Prediction, SharedDevices
@@ -24,11 +24,11 @@ LITTLE = 1e-3  # of a peak; a kind of values that is less everywhere is not told
 
 
 def as_text(parts: Iterable[RenderableType]) -> str:
-    """A page as plain text, its tables at most 140 characters wide and its other lines as long as they are."""
+    """A page as plain text, its other lines as long as they are; its tables are at most 140 characters wide, on a terminal as wide as that."""
     from rich.console import Console
 
     out = io.StringIO()
-    console = Console(file=out, width=140, color_system=None)
+    console = Console(file=out, width=page_width(140), color_system=None)
     for part in parts:
         console.print(part, crop=False, soft_wrap=isinstance(part, str), markup=False, highlight=False)
     return out.getvalue().rstrip("\n")

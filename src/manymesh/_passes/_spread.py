@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -85,11 +86,14 @@ def _spans(node: Node, flat: FlatProgram) -> bool:
     """Whether values that are worth a thought come from, or go to, more than one submesh."""
     placement, readers = flat.placement, flat.index.readers
     assert placement is not None, "conditionals are opened by where their values are"
-    places = {placement.home[v] for v in node.inputs if nbytes(v.aval) > SMALL and v in placement.home}
+    held = Counter[int]()  # submesh -> bytes, of one large value or of many small ones
+    for v in node.inputs:
+        if v in placement.home:
+            held[placement.home[v]] += nbytes(v.aval)
     for v in node.outputs:
-        if nbytes(v.aval) > SMALL:
-            places.update(s for n in readers.get(v, ()) for s in placement.node[n])
-    return len(places) > 1
+        for s in {s for n in readers.get(v, ()) for s in placement.node[n]}:
+            held[s] += nbytes(v.aval)
+    return sum(n > SMALL for n in held.values()) > 1
 
 
 def is_short(node: Node) -> bool:

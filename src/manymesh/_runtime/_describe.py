@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,11 +67,7 @@ class Describer:
         self._variables = variables_of(program)
         self._known: dict[int, Description] = {}
         self._arguments = {place: (v, home, s) for place, v, home, s in arguments_elsewhere(program, plan)}
-        constants = len(program.consts)
-        self._places: dict[tuple[int, Sharding], int] = {
-            (plan.inputs[place][0] - constants, layout.sharding(v, s)): place
-            for place, (v, _, s) in self._arguments.items()
-        }
+        self._step = program, layout, plan
 
     @classmethod
     def of(cls, lowered: Lowered) -> Describer:
@@ -95,9 +92,28 @@ class Describer:
             s, f"{name} -> submesh {s}", "transfer", None, None, home, (("", v.aval.str_short()),), nbytes(v.aval)
         )
 
+    def arrives(self, place: int) -> str:
+        """What waits for an argument that comes from elsewhere than its home waits for."""
+        program, _, plan = self._step
+        return f"{self._names.get(program.invars[plan.inputs[place][0]], 'an argument')} to arrive"
+
+    @functools.cached_property
+    def _places(self) -> dict[tuple[int, Sharding], int]:
+        program, layout, plan = self._step
+        constants = len(program.consts)
+        return {
+            (i - constants, layout.sharding(program.invars[i], s)): place
+            for place, (i, s, _) in enumerate(plan.inputs)
+            if i >= constants
+        }
+
     def place_of(self, position: int, sharding: Sharding) -> int | None:
-        """The place of an argument that an observer is told of; None where it has to be moved for another reason."""
+        """The place among the inputs of the plan of an argument that an observer is told of."""
         return self._places.get((position, sharding))
+
+    def goes_on(self, place: int) -> bool:
+        """Whether an argument goes on from its home in every call; others move where the caller has them elsewhere."""
+        return place in self._arguments
 
     def _describe(self, instruction: Instruction) -> Description:
         if isinstance(instruction, Run):

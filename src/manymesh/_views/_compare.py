@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
-from .._shown import rich_html
+from .._shown import page_width, rich_html
 from ._spans import Prediction, Span, bubble_fraction, extent, spans_of
 from ._words import format_seconds
 
@@ -106,7 +106,7 @@ class Comparison:
         from rich.console import Console
 
         out = io.StringIO()
-        Console(file=out, width=120).print(self)
+        Console(file=out, width=page_width(120)).print(self)
         return out.getvalue()
 
     def _repr_html_(self) -> str:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import jax
 
+from .. import _compat
 from .._plan._instructions import Instruction, Receive, Run, Send, Tag
 from .._runtime._describe import Describer, Description
 from .._runtime._lower import Lowered
@@ -148,7 +149,7 @@ class Call(Observer):
 
     def moves_argument(self, position: int, value: object, sharding: jax.sharding.NamedSharding) -> None:
         place = self._describe.place_of(position, sharding)
-        if place is not None:
+        if place is not None and self._describe.goes_on(place):
             at = self._first + place
             self.began[at] = _clock()
             if isinstance(value, jax.Array):  # the step before may still be making it
@@ -158,8 +159,13 @@ class Call(Observer):
 
     def moved_argument(self, position: int, moved: jax.Array) -> None:
         place = self._describe.place_of(position, moved.sharding)
-        if place is not None:
-            at = self._first + place
+        if place is None:
+            return
+        at = self._first + place
+        if not self._describe.goes_on(place):
+            if not _compat.key_words(moved).is_ready():  # a thread of its own waits: it may be what is read last
+                self._recorder.wait_now(self, at, moved)
+        else:
             self.issued[at] = _clock()
             self._watch(at, self._describe.argument(place).submesh, moved, self._witnesses.soon_gone[place])
 
@@ -246,7 +252,10 @@ def _spans(call: Call, step: int, ends: list[float], zero: float, free: dict[obj
     for place, (_, _, slot) in enumerate(plan.inputs):
         n = len(plan.instructions) + place
         began, issued = call.began[n], call.issued[n]
-        if began is not None and issued is not None:  # it was moved, and goes on from its home in every call
+        if not describe.goes_on(place):
+            if call.done[n] is not None:
+                ready[slot] = ends[n], describe.arrives(place)
+        elif began is not None and issued is not None:  # it was moved, and goes on from its home in every call
             what, end = describe.argument(place), ends[n] if ends[n] < math.inf else issued
             ready[slot] = end, what.label
             add(what, min(max(began, call.done[n + len(plan.inputs)] or began), end), end, "")

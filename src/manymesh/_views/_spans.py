@@ -27,7 +27,8 @@ class Span(NamedTuple):
       start, end: seconds since the beginning.
       step: which of the recorded calls, from 0.
       source: of a transfer, the submesh it comes from.
-      nbytes: of a transfer, its bytes.
+      nbytes: of a transfer, the bytes of the whole values, all shards together; what is replicated over n devices arrives n
+        times and counts once.
       carries: of a transfer, what it carries.
       waited_for: what it was that the submesh had to wait for before the start, if it waited.
     """

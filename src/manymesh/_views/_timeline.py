@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from .._errors import ArgumentError
+from .._shown import page_width
 from . import _text
 from ._chrome import chrome_trace
 from ._figure import figure
@@ -90,12 +91,16 @@ class Timeline:
     def summary(self) -> str:
         """How long it takes and how much of that the submeshes wait, in a line."""
         parts = []
-        for spans, word in ((self.spans, "measured"), (self.predicted, "predicted")):
-            if spans:
-                begin, end = extent(spans)
+        for word, calls in (("measured", [self.spans]), ("predicted", self._predicted_calls())):
+            if any(calls):
+                seconds = sum(end - begin for begin, end in map(extent, calls))
                 word = f" {word}" if self.predicted else ""
-                parts.append(f"{format_seconds(end - begin, self.unit)}{word}, bubble {bubble_fraction(spans):.1%}")
+                parts.append(f"{format_seconds(seconds, self.unit)}{word}, bubble {bubble_fraction(calls[0]):.1%}")
         return "; ".join(parts) or "nothing ran"
+
+    def _predicted_calls(self) -> list[list[Span]]:
+        """The prediction of each call, all alike: what was measured between the calls is no part of them."""
+        return [[s for s in self.predicted if s.step == i] for i in sorted({s.step for s in self.predicted})]
 
     @property
     def _words(self) -> tuple[str, ...]:
@@ -139,7 +144,7 @@ class Timeline:
             ".json": lambda: path.write_text(
                 json.dumps(chrome_trace(self.spans, self._words, self.predicted)), "utf-8"
             ),
-            ".txt": lambda: path.write_text(str(self), "utf-8"),
+            ".txt": lambda: path.write_text(self._text(_WIDTH), "utf-8"),
             **dict.fromkeys((".svg", ".png", ".pdf"), lambda: self.figure().savefig(path)),
         }
         if path.suffix not in writers:
@@ -170,10 +175,13 @@ class Timeline:
         yield table
 
     def __str__(self) -> str:
+        return self._text(page_width(_WIDTH))
+
+    def _text(self, width: int) -> str:
         from rich.console import Console
 
         out = io.StringIO()
-        Console(file=out, width=_WIDTH, color_system=None).print(self, end="")
+        Console(file=out, width=width, color_system=None).print(self, end="")
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def __repr__(self) -> str:

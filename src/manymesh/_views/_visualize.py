@@ -15,6 +15,7 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 
 from .._errors import ArgumentError
+from .._shown import page_width
 from .._table import format_bytes, format_ids
 from ..meta._named import is_named_node, value_of
 
@@ -146,7 +147,7 @@ class Placements:
         from rich.console import Console
 
         out = io.StringIO()
-        Console(file=out, width=120, color_system=None).print(self, end="")
+        Console(file=out, width=page_width(120), color_system=None).print(self, end="")
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def __repr__(self) -> str:

@@ -78,9 +78,9 @@ def _check_action(order: Order, submesh: int, action: Action, labels: Callable[[
     where = f"submesh {submesh} lists {labels(action)}"
     if action.kind not in kinds:
         raise ScheduleError(f"{where}, but this program has only {', '.join(kinds)} actions; remove it.")
-    if not 0 <= action.stage < order.num_stages:
+    if action.stage >= order.num_stages:
         raise ScheduleError(f"{where}, but stages are numbered 0 to {order.num_stages - 1}.")
-    if not 0 <= action.microbatch < order.num_microbatches:
+    if action.microbatch >= order.num_microbatches:
         raise ScheduleError(f"{where}, but microbatches are numbered 0 to {order.num_microbatches - 1}.")
     if order.placement[action.stage] != submesh:
         home = order.placement[action.stage]

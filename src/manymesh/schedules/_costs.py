@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from numbers import Real
 
 from .._errors import ScheduleError
 from ._types import Kind
@@ -27,6 +29,9 @@ class Costs:
         from its forward to its backward.
       overhead: time that each action takes besides, however small its microbatch; a
         backward that is split pays it twice.
+
+    Raises:
+      ScheduleError: something is no number, not finite or negative.
     """
 
     forward: Times = 1.0
@@ -35,6 +40,15 @@ class Costs:
     transfer: Times = 0.0
     activation: Times = 1.0
     overhead: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward", "weight", "transfer", "activation"):
+            values = getattr(self, name)
+            if values is not None or name not in ("backward", "weight"):
+                _check(name, _listed(name, values))
+        if not isinstance(self.overhead, Real):
+            raise ScheduleError(f"overhead is {self.overhead!r}; give a number.")
+        _check("overhead", [float(self.overhead)])
 
     def split(self, num_microbatches: float) -> Costs:
         """The costs of one of several equal microbatches of a batch that has these costs.
@@ -52,8 +66,8 @@ class Costs:
         """
 
         def piece(times: Times) -> Times:
-            if isinstance(times, (int, float)):
-                return times / num_microbatches
+            if isinstance(times, (float, Real)):
+                return float(times) / num_microbatches
             return tuple(time / num_microbatches for time in times)
 
         return Costs(
@@ -115,12 +129,28 @@ def per_stage(name: str, values: Times, count: int) -> list[float]:
       ``float[count]``.
 
     Raises:
-      ScheduleError: there are more or fewer, or one is negative.
+      ScheduleError: there are more or fewer, or one is none or negative.
     """
-    listed = [float(values)] * count if isinstance(values, (int, float)) else [float(value) for value in values]
+    listed = _listed(name, values)
+    if isinstance(values, Real):
+        listed *= count
     if len(listed) != count:
         raise ScheduleError(f"{name} has {len(listed)} numbers, expected {count}; give that many, or one for all.")
+    _check(name, listed)
+    return listed
+
+
+def _listed(name: str, values: Times) -> list[float]:
+    """The numbers that are given; one where it is for all."""
+    if isinstance(values, Real):
+        return [float(values)]
+    if isinstance(values, Sized) and not isinstance(values, str):
+        with contextlib.suppress(TypeError, ValueError):
+            return [float(value) for value in values]
+    raise ScheduleError(f"{name} is {values!r}; give a number, or a list with one for each.")
+
+
+def _check(name: str, listed: Sequence[float]) -> None:
     for position, value in enumerate(listed):
         if not 0 <= value < float("inf"):
             raise ScheduleError(f"{name}[{position}] is {value:g}; give a finite number that is not negative.")
-    return listed

@@ -3,7 +3,8 @@
 With ``v`` stages on each of ``p`` submeshes, stage ``s`` on submesh ``s mod p``, a
 microbatch passes every submesh ``v`` times and the wait to fill and drain the pipeline is
 ``v`` times shorter: bubble ``(p - 1) (F + B) / v``, where ``F`` and ``B`` are the times of
-all ``v`` stages of a submesh. The price is ``v`` times as many transfers and more
+all ``v`` stages of a submesh and microbatches are a multiple of ``p``; of other numbers it
+is longer, at most that of 1F1B. The price is ``v`` times as many transfers and more
 activations: submesh ``d`` keeps up to ``2 (p - d - 1) + (v - 1) p + 1`` of one stage.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using

@@ -18,9 +18,12 @@ may take them in another order, which a custom schedule can say.
 from __future__ import annotations
 
 import abc
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, SupportsIndex
+
+from .._errors import ScheduleError
 
 ScheduleName = Literal[
     "1f1b",
@@ -40,6 +43,9 @@ Kind = Literal["F", "B", "W"]
 """``F`` forward, ``B`` backward (only the input gradient when split), ``W`` weight gradient."""
 
 
+_KINDS = ("F", "B", "W")
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
     """One run of one stage on one microbatch.
@@ -52,11 +58,25 @@ class Action:
     Example:
       >>> print(Action("F", 2, 5))
       F2@5
+
+    Raises:
+      ScheduleError: the kind is another one, or a number is none or negative.
     """
 
     kind: Kind
     stage: int
     microbatch: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ScheduleError(f"Action: kind has to be one of 'F', 'B' and 'W', found {self.kind!r}.")
+        if type(self.stage) is not int or self.stage < 0 or type(self.microbatch) is not int or self.microbatch < 0:
+            self._check_numbers()  # seldom: a large schedule makes 100,000 of these
+
+    def _check_numbers(self) -> None:
+        for name, number in (("stage", self.stage), ("microbatch", self.microbatch)):
+            if not isinstance(number, SupportsIndex) or isinstance(number, bool) or operator.index(number) < 0:
+                raise ScheduleError(f"Action: {name} has to be a whole number from 0, found {number!r}.")
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}@{self.microbatch}"
