@@ -270,6 +270,32 @@ def test_settings_of_jax_that_change_a_program_make_another_one():
     assert len(product._compiled) == 2
 
 
+def test_arrays_of_64_bits_where_these_are_switched_off():
+    """Refused before anything runs, as a trace would take them for 32 bits."""
+    with jax.enable_x64(True):
+        x = jnp.ones((8, WIDTH), "float64")
+    with pytest.raises(
+        mm.errors.ArgumentError, match=r"args\[1\] is an array of dtype float64.* float32; .*enable_x64\(True\)"
+    ):
+        mm.jit(loss)(parameters(), x)
+    with jax.enable_x64(True):
+        assert mm.jit(loss)(parameters(), x).dtype == jnp.float64
+
+
+def test_64_bits_where_they_are_allowed_and_not_the_default():
+    """With ``jax_explicit_x64_dtypes``, also the zeros with which the sums of a loop begin."""
+    before = jax.config.jax_explicit_x64_dtypes  # type: ignore[attr-defined]  # JAX adds its settings as it is imported
+    jax.config.update("jax_explicit_x64_dtypes", "allow")
+    try:
+        if jax.typeof(jax.ShapeDtypeStruct((), "float64")).dtype != jnp.float64:
+            pytest.skip("this version of JAX has no shapes of such types")
+        p, x = jax.tree.map(lambda x: x.astype("float64"), (parameters(), rows()))
+        assert mm.jit(microbatched())(p, x)[0].dtype == "float64"
+        assert_agrees(microbatched(), p, x)
+    finally:
+        jax.config.update("jax_explicit_x64_dtypes", before)
+
+
 def test_calls_from_several_threads():
     """Three threads that share a step get their own results."""
     step, results = mm.jit(microbatched()), {}

@@ -1,5 +1,6 @@
 """Every error says where, what was expected, what was found and what to do."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -240,6 +241,29 @@ def test_a_forgotten_argnum_is_told_where_shapes_do_not_fit():
     assert "if args[0] is not the batch, write argnum=1" in str(caught.value.__notes__)
 
 
+def test_a_second_batch_that_argnum_does_not_name():
+    """Labels go whole to each microbatch, and their shape does not fit: by position, and by keyword."""
+    distance = lambda w, x, y: jnp.sum((front(w, x) - y) ** 2)  # noqa: E731
+    step = mm.jit(mm.microbatch(distance, argnum=1, num_microbatches=2))
+    with pytest.raises(TypeError) as caught:
+        step(jnp.eye(WIDTH), rows(), rows())
+    assert "args[2] has that length, too, and goes whole to each, as argnum does not name it" in str(
+        caught.value.__notes__
+    )
+    with pytest.raises(TypeError) as caught:
+        step(jnp.eye(WIDTH), rows(), y=rows())
+    assert "y=, of length 8 along dimension 0 as the batch, goes whole" in str(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("argnum", [1, -2, (0, 1)])
+def test_a_wrong_argnum_is_told_what_could_be_the_batch(argnum):
+    """Three arguments, of which only the last has leaves of one length."""
+    step = mm.microbatch(lambda p, q, x: loss(p, x), argnum=argnum, num_microbatches=4)
+    called = "args[0] and args[1] are" if argnum == (0, 1) else "args[1] is"
+    with raises(errors.MicrobatchError, f"if {called} not the batch, write argnum=2"):
+        step({"w": jnp.eye(4), "b": jnp.ones(8)}, {"w": jnp.eye(8), "b": jnp.ones(4)}, rows())
+
+
 def test_a_task_in_a_while_loop():
     """The construct, the line, and what to do instead."""
 
@@ -460,6 +484,27 @@ def test_an_argument_that_is_no_array():
         mm.jit(lambda x, f: x)(rows(), f=loss)
 
 
+def test_an_argument_of_a_class_that_is_no_pytree():
+    """A dataclass, and another class that holds arrays: what to register, without the numbers of all its arrays."""
+
+    @dataclasses.dataclass
+    class Described:
+        params: dict
+
+    class Plain:
+        def __init__(self, params):
+            self.params = params
+
+    step = mm.jit(lambda state, x: loss(state.params, x))
+    for state in (Described(parameters()), Plain(parameters())):
+        with raises(errors.ArgumentError, f"args[0] is a {type(state).__name__}", "register_dataclass") as caught:
+            step(state, rows())
+        assert len(str(caught.value)) < 400
+    with raises(errors.ArgumentError, "args[0] is str '", "no array; make it static") as caught:
+        step("x" * 1000, rows())
+    assert len(str(caught.value)) < 400
+
+
 def test_not_a_function():
     """Found type."""
     with raises(TypeError, "mm.jit", "function", "int"):
@@ -472,11 +517,12 @@ def test_not_a_function():
     ids=["grad", "jit", "vmap", "eval_shape"],
 )
 def test_a_transformation_around_a_step(transform):
-    """It belongs inside; also when the step is compiled already."""
+    """It belongs inside; also when the step is compiled already, and has one submesh."""
     step = mm.jit(lambda x: jnp.sum(front(jnp.eye(WIDTH), jnp.atleast_2d(x))))
     for _ in range(2):
-        with raises(TypeError, "tracer", "jax.grad", "inside the function that mm.jit wraps"):
+        with raises(TypeError, "tracer", "jax.grad", "inside the function that mm.jit wraps") as caught:
             transform(step)(jnp.ones((2, WIDTH)))
+        assert "a step that runs on several" not in str(caught.value)
         step(jnp.ones((2, WIDTH)))
         step(jnp.ones(WIDTH))
 

@@ -45,6 +45,7 @@ LAYERS = (
     "_single",
     "_means",
     "_reductions",
+    "_batch",
     "_microbatch",
     "_program",
     "_passes",

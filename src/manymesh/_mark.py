@@ -290,6 +290,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         outs = _call_equal(record, described, mark, jax.jit(body), operands)
     except Exception as error:
         _note(error, described)
+        _refuse_other_mesh(error, described)
         raise
     tree, leaves = out_tree[-1]
     return jax.tree.unflatten(tree, [outs[x.number] if isinstance(x, _Result) else x for x in leaves])
@@ -330,8 +331,12 @@ def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, oper
     return _compat.call(mark, body, operands)
 
 
+_NO_MESH = "write mm.with_sharding_constraint(x, spec) without a mesh, or move the value outside the task"
+_NO_MESH_BY_HAND = "leave mesh= out of jax.shard_map, which then takes the submesh of the task it is in"
+
+
 def _check_constraints(described: Task, body: Any) -> None:
-    """Refuses a constraint, or a move, to devices that are not those of the task it is in."""
+    """Refuses a constraint, a move, or a `jax.shard_map` on devices that are not those of the task it is in."""
     own = {d.id for d in described.mesh.devices.flat} if described.mesh is not None else None
     pending = [body]
     while pending and own is not None:
@@ -340,10 +345,12 @@ def _check_constraints(described: Task, body: Any) -> None:
             for devices in _compat.constrained_devices(eqn):
                 if {d.id for d in devices} != own:
                     where = _compat.source_line(eqn)
+                    what, remedy = "constraint", _NO_MESH
+                    if eqn.primitive.name == "shard_map":
+                        what, remedy = "jax.shard_map", _NO_MESH_BY_HAND
                     raise TaskError(
-                        f"task {described.name!r} on devices {sorted(own)}: {'constraint at ' + where if where else 'a constraint'} "
-                        f"is on devices {sorted(d.id for d in devices)}, but inside a task all is on its own submesh; write "
-                        "mm.with_sharding_constraint(x, spec) without a mesh, or move the value outside the task"
+                        f"task {described.name!r} on devices {sorted(own)}: {f'{what} at {where}' if where else what} "
+                        f"is on devices {sorted(d.id for d in devices)}, but inside a task all is on its own submesh; {remedy}"
                     )
 
 
@@ -399,6 +406,15 @@ def _note(error: Exception, described: Task) -> None:
         )
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
+
+
+def _refuse_other_mesh(error: Exception, described: Task) -> None:
+    """Raises our error in place of JAX's for a `jax.shard_map` in a task that names a mesh with other axes."""
+    if described.mesh is not None and "should match the mesh passed to shard_map" in str(error):
+        raise TaskError(
+            f"task {described.name!r} on devices {sorted(d.id for d in described.mesh.devices.flat)}: jax.shard_map is given "
+            f"another mesh than the submesh of the task; {_NO_MESH_BY_HAND}"
+        ) from error
 
 
 def task_scope(record: Recording, described: Task) -> Scope:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _compat, schedules
+from ._batch import Cut, check_arguments, in_words, whole_by_keyword
 from ._errors import MicrobatchError, ScheduleError
 from ._findings import Finding
 from ._mark import Recording, constrain, current_recording, is_spec
@@ -97,14 +98,13 @@ def microbatch(
       fun: function of pytrees; commonly ``jax.value_and_grad`` of a loss.
       dim: dimension along which the leaves of the batch are cut.
       size: length of a piece along ``dim``. Give this or ``num_microbatches``.
-      argnum: which positional argument is the batch, or several.
+      argnum: which positional argument is the batch, or several. All others, and all by keyword, go whole to each piece.
       num_microbatches: number of pieces.
       schedule: a name (``"gpipe"``, ``"1f1b"``, ...) or an object of `manymesh.schedules`; ``"1f1b"`` if None.
       reduce: how results combine, as one word or a pytree prefix of the result: ``sum``, ``mean``, ``max``,
         ``concat`` (along dimension 0, in microbatch order), ``stack``, ``last``; or a `WeightedMean`.
         A sum stays a sum: nothing is scaled unasked.
-      interleave: stages per submesh that the program has to have.
-      num_stages: stages that the program has to have.
+      interleave, num_stages: stages on each submesh, and in all, that the program has to have.
       unrolling: accepted for programs written for other systems; it changes nothing, as a plan is laid out whole.
       arg_shardings: pytree prefix of the batch with the sharding of a piece; of several one for all, or a tuple of one each.
       custom_schedule: rows for the schedule ``"custom"``, one a submesh, of task names or (microbatch, task name). What
@@ -129,19 +129,18 @@ def microbatch(
       9.0
     """
     name = name_of(fun)
-    argnums = _positions(name, argnum)
-    num_microbatches, size, dim = _sizes(name, num_microbatches, size, dim)
+    cut = _cut(name, fun, argnum, dim, size, num_microbatches, (rng_argnum, state_argnum))
     _check_reductions(name, reduce)
-    shardings = _of_each(name, arg_shardings, argnums)
+    shardings = _of_each(name, arg_shardings, cut.argnums)
     chosen = _chosen_schedule(name, schedule, custom_schedule)
 
     @_compat.boundary
     @functools.wraps(fun)
     def over_microbatches(*args: P.args, **kwargs: P.kwargs) -> PyTree:
-        count = _count(name, args, argnums, dim, size, num_microbatches)
-        _check_arguments(name, args, argnums, rng_argnum, state_argnum)
+        count = cut.count(args)
+        check_arguments(name, args, cut.argnums, rng_argnum, state_argnum)
         record = current_recording()
-        call = _Call(fun, args, kwargs, argnums, dim, count, reduce, shardings, rng_argnum, state_argnum)
+        call = _Call(fun, args, kwargs, cut, count, reduce, shardings, rng_argnum, state_argnum)
         if record is None:
             return call.reference()
         if count == 1:
@@ -150,8 +149,8 @@ def microbatch(
             tasks = [task for mark, task in record.tasks.items() if mark not in before]
             check_single(name, tasks, chosen, custom_schedule, num_stages, interleave)
             return result
-        spec = LoopSpec(name, count, chosen, interleave, num_stages, custom_schedule, dim)
-        suspect = _suspect_batch(name, fun, argnums, count, reduce)
+        spec = LoopSpec(name, count, chosen, interleave, num_stages, custom_schedule, cut.dim)
+        suspect = [*call.about_parameters(name), *call.about_keywords(name)]
         record.findings.update((Finding(text), MicrobatchError) for text in suspect)
         try:
             return call.traced(record, spec)
@@ -163,6 +162,16 @@ def microbatch(
 
     over_microbatches.__name__ = name  # which a partial application does not have
     return over_microbatches
+
+
+def _cut(
+    name: str, fun: Any, argnum: Any, dim: Any, size: Any, num_microbatches: Any, others: Iterable[int | None]
+) -> Cut:
+    """How the batch is cut; it is hardly an argument that is differentiated, or one of ``others``."""
+    argnums = _positions(name, argnum)
+    number, size, dim = _sizes(name, num_microbatches, size, dim)
+    taken = (*(_compat.differentiated(fun) or ()), *(k for k in others if k is not None))
+    return Cut(name, argnums, dim, size, number, taken)
 
 
 def _sizes(name: str, num_microbatches: object, size: object, dim: object) -> tuple[int | None, int | None, int]:
@@ -208,37 +217,6 @@ def _chosen_schedule(name: str, schedule: Any, custom_schedule: Any) -> Any:
     return schedules.get("1f1b" if schedule is None else schedule)
 
 
-def _check_position(name: str, label: str, argnum: int | None, what: str, count: int) -> None:
-    if argnum is not None and not -count <= argnum < count:
-        raise MicrobatchError(
-            f"microbatch({name}): {label} {argnum} names the {what}, but the call has {count} positional arguments; "
-            f"pass the {what} by position"
-        )
-
-
-def _check_arguments(
-    name: str, args: tuple[Any, ...], argnums: Sequence[int], rng_argnum: int | None, state_argnum: int | None
-) -> None:
-    """Refuses arguments that are not there, keys that are none, and an argument that is named twice: it cannot be both."""
-    _check_keys(name, args, rng_argnum)
-    _check_position(name, "state_argnum", state_argnum, "state", len(args))
-    others = {"rng_argnum": rng_argnum, "state_argnum": state_argnum}
-    named = [(k, "argnum") for k in argnums] + [(k, label) for label, k in others.items() if k is not None]
-    labels: dict[int, str] = {}
-    for k, label in ((k % len(args), label) for k, label in named):
-        if k in labels:
-            both = (
-                f"{label} names args[{k}] twice"
-                if labels[k] == label
-                else f"{labels[k]} and {label} both name args[{k}]"
-            )
-            raise MicrobatchError(
-                f"microbatch({name}): {both}; an argument is cut into pieces, or is random keys, or goes from one microbatch to "
-                "the next"
-            )
-        labels[k] = label
-
-
 def _of_each(name: str, shardings: Any, argnums: tuple[int, ...]) -> tuple[Any, ...]:
     """What ``arg_shardings`` says of each argument that is cut."""
     if len(argnums) == 1 or is_spec(shardings):
@@ -250,39 +228,6 @@ def _of_each(name: str, shardings: Any, argnums: tuple[int, ...]) -> tuple[Any, 
             f"or a tuple with one for each; found {found}"
         )
     return tuple(shardings)
-
-
-def _check_keys(name: str, args: tuple[Any, ...], argnum: int | None) -> None:
-    """Refuses what `rng_argnum` names and is not one random key, typed or raw."""
-    _check_position(name, "rng_argnum", argnum, "random keys", len(args))
-    for path, key in [] if argnum is None else jax.tree_util.tree_leaves_with_path(args[argnum]):
-        dtype = getattr(key, "dtype", None)
-        if dtype is None or not (dtype == np.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)):
-            what = type(key).__name__ if dtype is None else f"{dtype}[{','.join(map(str, key.shape))}]"
-            raise MicrobatchError(
-                f"microbatch({name}): args[{argnum}]{jax.tree_util.keystr(path)} is {what}, but rng_argnum names an argument of "
-                "random keys, such as jax.random.key(0): one for all microbatches, from which each gets its own"
-            )
-        if len(key.shape) != int(dtype == np.uint32):
-            raise MicrobatchError(
-                f"microbatch({name}): args[{argnum}]{jax.tree_util.keystr(path)} is an array of keys, of shape {key.shape}, but "
-                "rng_argnum takes one key for all microbatches, from which each gets its own by jax.random.fold_in: pass the "
-                "key itself, not what jax.random.split makes of it"
-            )
-
-
-def _suspect_batch(name: str, fun: Any, argnums: tuple[int, ...], count: int, reduce: Any) -> list[str]:
-    """Sentences about arguments that are cut and differentiated: often parameters, as argnum was forgotten."""
-    both = _compat.differentiated(fun) or ()
-    if not set(both) <= set(argnums):  # something else is differentiated too, and that is the parameters
-        return []
-    if any(word in ("concat", "stack") for word in jax.tree.leaves(reduce)):  # gradients of a batch are one, too
-        return []
-    return [
-        f"microbatch({name}): argnum={k} is the batch, which is cut into {count} pieces, and {name} differentiates the same "
-        f"argument; if that is the parameters, write argnum={1 - k if k in (0, 1) else 0}, or whichever is the batch"
-        for k in both
-    ]
 
 
 def _about_modules(name: str, args: Sequence[Any]) -> list[str]:
@@ -332,88 +277,27 @@ def _check_reductions(name: str, reduce: Any) -> None:
             )
 
 
-def _count(
-    name: str, args: tuple[Any, ...], argnums: tuple[int, ...], dim: int, size: int | None, number: int | None
-) -> int:
-    counts: dict[str, int] = {}
-    lengths: dict[str, int] = {}
-    for k in argnums:
-        if not -len(args) <= k < len(args):
-            raise MicrobatchError(
-                f"microbatch({name}): argnum {k} names the batch, but the call has {len(args)} positional arguments; "
-                "pass the batch by position"
-            )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(args[k]):
-            where = f"microbatch({name}): args[{k}]{jax.tree_util.keystr(path)}"
-            shape = tuple(np.shape(leaf))
-            if not -len(shape) <= dim < len(shape):
-                if path and isinstance(path[-1], jax.tree_util.SequenceKey) and not shape:
-                    raise MicrobatchError(
-                        f"{where} is a number in a list or tuple, each of which is cut for itself; make an array of them, as by "
-                        f"np.asarray(args[{k}]{jax.tree_util.keystr(path[:-1])})"
-                    )
-                raise MicrobatchError(
-                    f"{where} of shape {shape} has no dimension {dim} to cut along; what is the same in every microbatch goes in an "
-                    f"argument that argnum does not name{_if_parameters(args, argnums)}"
-                )
-            length = shape[dim]
-            if length == 0:
-                raise MicrobatchError(
-                    f"{where} of shape {shape} has length 0 along dimension {dim}: there is nothing to cut; skip an empty batch"
-                )
-            pieces = number if number is not None else length // size if size and length % size == 0 else 0
-            if pieces == 0 or length % pieces:
-                fits = [d for d in range(1, length + 1) if length % d == 0]
-                what = f"{number} microbatches" if number is not None else f"pieces of size {size}"
-                kind = "num_microbatches" if number is not None else "size"
-                raise MicrobatchError(
-                    f"{where} of shape {shape} has length {length} along dimension {dim}, which does not divide into {what}; "
-                    f"{kind} that would work: {_short(fits)}{_if_parameters(args, argnums)}"
-                )
-            if number is not None and size is not None and length != number * size:
-                raise MicrobatchError(
-                    f"{where} of shape {shape}: num_microbatches={number} times size={size} is {number * size}, "
-                    f"but dimension {dim} has length {length}; give one of the two"
-                )
-            counts[where], lengths[where] = pieces, length
-    if not counts:
-        raise MicrobatchError(f"microbatch({name}): the batch (argnum {argnums}) has no array to cut")
-    if len(set(counts.values())) > 1:
-        listing = ", ".join(f"{w.split(': ')[1]}: {c}" for w, c in counts.items())
-        hint = _if_parameters(args, argnums)
-        raise MicrobatchError(f"microbatch({name}): leaves give different numbers of microbatches ({listing}){hint}")
-    if len(set(lengths.values())) > 1:
-        listing = ", ".join(f"{w.split(': ')[1]}: {n}" for w, n in lengths.items())
-        raise MicrobatchError(
-            f"microbatch({name}): leaves of the batch have different lengths along dimension {dim} ({listing}), so that "
-            f"their pieces would not belong together; cut leaves of one length, or pass the other ones apart{_if_parameters(args, argnums)}"
-        )
-    return next(iter(counts.values()))
-
-
-def _if_parameters(args: tuple[Any, ...], argnums: tuple[int, ...]) -> str:
-    """What to write if the batch was not named, and the first argument is something else."""
-    return "; if args[0] is not the batch, write argnum=1, or whichever is" if argnums == (0,) and len(args) > 1 else ""
-
-
-def _short(numbers: list[int]) -> str:
-    if len(numbers) <= 12:
-        return ", ".join(map(str, numbers))
-    return ", ".join(map(str, numbers[:6])) + ", ..., " + ", ".join(map(str, numbers[-3:]))
-
-
 @dataclass
 class _Call:
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    argnums: tuple[int, ...]
-    dim: int
+    cut: Cut
     count: int
     reduce: Any
     arg_shardings: tuple[Any, ...]  # of each argnum
     rng_argnum: int | None
     state_argnum: int | None
+
+    @property
+    def argnums(self) -> tuple[int, ...]:
+        """The arguments that are the batch."""
+        return self.cut.argnums
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is cut."""
+        return self.cut.dim
 
     @property
     def name(self) -> str:
@@ -493,19 +377,49 @@ class _Call:
 
     def about_pieces(self, name: str) -> str:
         """A sentence about what is cut into which pieces: of that come shapes that do not fit, or that a class refuses."""
-        (length, *_) = [
-            np.shape(x)[self.dim] for k in self.argnums for x in jax.tree.leaves(self.args[k]) if np.ndim(x)
-        ]
+        length = self._length()
         which = ", ".join(f"args[{k}]" for k in self.argnums)
         # A class of the user's may look at the shapes of what it is made of.
         classes = "CustomNode" in str(jax.tree.structure([self.args[k] for k in self.argnums]))
         stacked = (
             "; all pieces together are put into one such object, too, whose leaves have a dimension more, in front"
         )
+        hint = "" if self.about_keywords(name) else self.cut.beside(self.args, length) or self.cut.instead(self.args)
         return (
             f"microbatch({name}): each of {self.count} microbatches has {length // self.count} of {length} along dimension "
-            f"{self.dim} of {which}{stacked if classes else ''}{_if_parameters(self.args, self.argnums)}"
+            f"{self.dim} of {which}{stacked if classes else ''}{hint}"
         )
+
+    def about_parameters(self, name: str) -> list[str]:
+        """Sentences about arguments that are cut and differentiated: often parameters, as argnum was forgotten."""
+        both = _compat.differentiated(self.fun) or ()
+        if not set(both) <= set(self.argnums):  # something else is differentiated too, and that is the parameters
+            return []
+        words = jax.tree.leaves(self.reduce)
+        if any(word in ("concat", "stack") for word in words):  # gradients of a batch are one, too
+            return []
+        others = in_words([f"argnum={k}" for k in self.cut.others(self.args)], "or")
+        return [
+            f"microbatch({name}): argnum={k} is the batch, which is cut into {self.count} pieces, and {name} differentiates the "
+            "same argument; if that is the parameters, write "
+            f"{others or f'argnum={1 - k if k in (0, 1) else 0}'}, or whichever is the batch"
+            for k in both
+        ]
+
+    def about_keywords(self, name: str) -> list[str]:
+        """A sentence about keyword arguments that are as long as the batch, and are not cut."""
+        length = self._length()
+        keywords = [f"{keyword}=" for keyword in whole_by_keyword(self.kwargs, self.dim, length)]
+        return [
+            f"microbatch({name}): {in_words(keywords)}, of length {length} along dimension {self.dim} as the batch, "
+            f"{'goes' if len(keywords) == 1 else 'go'} whole to each microbatch, beside {length // self.count} of the batch, for "
+            "arguments given by keyword are not cut; pass by position, and name in argnum, what is to be cut, and close over what "
+            "each microbatch is to have whole"
+        ] * bool(keywords)
+
+    def _length(self) -> int:
+        """The length of the batch along the dimension that is cut."""
+        return next(int(np.shape(x)[self.dim]) for k in self.argnums for x in jax.tree.leaves(self.args[k]))
 
     def _piece(self, x: Any, i: int) -> Any:
         length = np.shape(x)[self.dim] // self.count

@@ -34,6 +34,11 @@ def plain(p, x):
     return jnp.sum(dense(p["front"], x))
 
 
+def distance(p, x, *, target, scale, key):
+    return jnp.sum((back(p["back"], front(p["front"], x)) - target["y"]) ** 2) * scale
+
+
+FROZEN = {"w": jnp.ones((2, 2)), "b": jnp.ones(4)}
 FINDINGS = {
     "no task": (
         microbatched(plain, reduce="sum"), errors.PlacementError,
@@ -48,6 +53,15 @@ FINDINGS = {
         mm.microbatch(jax.grad(lambda p, x: jnp.sum(third(x, p["front"] + p["back"]))), num_microbatches=2),
         errors.MicrobatchError, "argnum=0 is the batch, which is cut into 2 pieces, .* differentiates .* write argnum=1",
     ),
+    "the parameters cut, before a frozen tree": (
+        lambda p, x: mm.microbatch(jax.grad(lambda p, q, x: jnp.sum(third(x, p["front"]))), num_microbatches=2)(p, FROZEN, x),
+        errors.MicrobatchError, "if that is the parameters, write argnum=2, or whichever",
+    ),
+    "labels by keyword": (
+        lambda p, x: microbatched(distance, num_microbatches=8)(p, x, target={"y": x}, scale=2.0, key=jax.random.PRNGKey(0)),
+        errors.MicrobatchError,
+        r"microbatch\(distance\): target=, of length 8 along dimension 0 as the batch, goes whole to each microbatch, beside 1",
+    ),
     "a sum of means": (
         microbatched(grad, reduce="sum"), errors.MicrobatchError,
         "reduce='sum' adds up 4 losses each of which is a mean, .* 4 times those of the whole batch; write reduce='mean'",
@@ -59,7 +73,7 @@ FINDINGS = {
 def test_a_finding(name):
     """One warning at the user's line, once; under strict the error of its kind."""
     fun, kind, text = FINDINGS[name]
-    batch = jnp.ones((WIDTH, WIDTH)) if name == "the parameters cut" else rows()
+    batch = jnp.ones((WIDTH, WIDTH)) if name.startswith("the parameters cut") else rows()
     step = mm.jit(fun)
     with pytest.warns(UserWarning, match=text) as caught:
         step.lower(parameters(), batch)

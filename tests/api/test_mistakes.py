@@ -28,6 +28,8 @@ from stages import WIDTH, back, front, loss, microbatched, parameters, rows
 pytestmark = pytest.mark.once
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data"))
+WHOLE = jax.make_mesh((2, 2), ("stage", "data"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+FIRST, LAST = mm.submeshes(WHOLE, "stage")
 EXPLICIT = jax.device_put(np.ones(4), NamedSharding(jax.make_mesh((4,), ("data",), (AxisType.Explicit,)), P()))
 PACKAGE = str(Path(mm.__file__).parent)
 
@@ -62,6 +64,10 @@ def sharded_by_hand():
         return jax.shard_map(lambda x: front(jnp.eye(WIDTH), x), mesh=MESH, in_specs=P("data"), out_specs=P("data"))(x)
 
     return mm.jit(step)(rows())
+
+
+def cut_by_hand(mesh):
+    return lambda x: jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
 
 
 def raw_equinox():
@@ -235,6 +241,13 @@ CASES = {
     "a constraint on another mesh": (
         in_a_task(lambda x: jax.lax.with_sharding_constraint(2 * x, NamedSharding(MESH, P("data")))),
         ValueError, "task 'inner' on devices [0]", "test_mistakes.py", "on devices [0, 1, 2, 3]", "without a mesh",
+    ),
+    "the whole mesh for shard_map in a task": (
+        in_a_task(cut_by_hand(WHOLE), mesh=LAST), ValueError, "task 'inner' on devices [2, 3]", "another mesh", "leave mesh= out",
+    ),
+    "another submesh for shard_map in a task": (
+        in_a_task(cut_by_hand(LAST), mesh=FIRST), ValueError,
+        "task 'inner' on devices [0, 1]", "jax.shard_map at ", "test_mistakes.py", "on devices [2, 3]", "leave mesh= out",
     ),
     "a move inside a task": (
         in_a_task(lambda x: jax.device_put(x, jax.devices()[3]) + 1), ValueError, "on devices [3]", "outside the task",

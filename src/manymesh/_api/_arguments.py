@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Collection
@@ -168,9 +169,9 @@ def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeSt
         return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
     if isinstance(x, jax.core.Tracer):
         raise ArgumentError(
-            f"mm.jit({name}): argument{keystr(path)} is a tracer {x.aval.str_short()}; a step that runs on several submeshes cannot "
-            "be a part of jax.jit, jax.grad, jax.vmap or jax.eval_shape: apply these inside the function that mm.jit "
-            "wraps, or use the step's own eval_shape"
+            f"mm.jit({name}): argument{keystr(path)} is a tracer {x.aval.str_short()}; a step of mm.jit runs as programs of its own, "
+            "on one submesh or several, and cannot be a part of jax.jit, jax.grad, jax.vmap or jax.eval_shape: apply these inside "
+            "the function that mm.jit wraps, or use the step's own eval_shape"
         )
     if _compat.is_ref(x):
         raise ArgumentError(f"mm.jit({name}): argument{keystr(path)} is {REFERENCE}")
@@ -179,17 +180,39 @@ def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeSt
             f"mm.jit({name}): argument{keystr(path)} of shape {x.shape}: Array has been deleted (it was donated to an earlier call, or deleted by hand)"
         )
     try:
-        return _compat.abstract(jax.typeof(x))
+        aval = jax.typeof(x)
     except TypeError:
         if isinstance(x, np.ndarray):
             raise ArgumentError(
                 f"mm.jit({name}): argument{keystr(path)} is an array of dtype {x.dtype}, which JAX has not; leave it out of the "
                 "arguments"
             ) from None
+        if _has_fields(x):
+            raise ArgumentError(
+                f"mm.jit({name}): argument{keystr(path)} is a {type(x).__name__}, which JAX does not know as a pytree; register "
+                "the class (jax.tree_util.register_dataclass), or, if there is no array in it, make it static (static_argnums, "
+                "static_argnames) or close over it"
+            ) from None
         raise ArgumentError(
-            f"mm.jit({name}): argument{keystr(path)} is {type(x).__name__} {x!r}, which is no array; make it static "
+            f"mm.jit({name}): argument{keystr(path)} is {type(x).__name__} {x!r:.80}, which is no array; make it static "
             f"(static_argnums, static_argnames) or close over it{_in_a_module(path, given)}"
         ) from None
+    if (traced := _compat.traced_dtype(aval)) != aval.dtype:
+        raise ArgumentError(
+            f"mm.jit({name}): argument{keystr(path)} is an array of dtype {aval.dtype}, which is switched off here, so that the step "
+            f"would be traced for {traced}; call it in the surroundings that made the array (jax.enable_x64(True), or the "
+            f"setting jax_enable_x64), or convert it (x.astype({traced}))"
+        )
+    return _compat.abstract(aval)
+
+
+def _has_fields(x: object) -> bool:
+    """Whether something is an object of a dataclass, of a class of attrs, or another one that holds arrays."""
+    if isinstance(x, type):
+        return False
+    described = dataclasses.is_dataclass(x) or hasattr(x, "__attrs_attrs__")
+    held = jax.tree.leaves(getattr(x, "__dict__", None))
+    return (described and not callable(x)) or any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in held)
 
 
 def _in_a_module(path: Any, given: Arguments) -> str:

@@ -187,8 +187,8 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
         given = self._flatten(args, kwargs)
         if _compat.is_staging() and not any(isinstance(x, jax.core.Tracer) for x in given.leaves):
             raise ArgumentError(
-                f"mm.jit({self.name}) is called while JAX traces another function, such as one of jax.jit; a step that runs "
-                "on several submeshes cannot be a part of its program: apply jax.jit inside the function that mm.jit wraps"
+                f"mm.jit({self.name}) is called while JAX traces another function, such as one of jax.jit; a step runs as "
+                "programs of its own and cannot be a part of another one: apply jax.jit inside the function that mm.jit wraps"
             )
         result = self._compiled_for(given).call_flat(given.leaves)
         return result

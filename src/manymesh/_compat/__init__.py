@@ -97,9 +97,11 @@ from ._tracing import manual_axes as manual_axes
 from ._tracing import named_settings as named_settings
 from ._tracing import separate_jit_caches as separate_jit_caches
 from ._tracing import trace_settings as trace_settings
+from ._tracing import traced_dtype as traced_dtype
 from ._tracing import typed as typed
 from ._tracing import untyped as untyped
 from ._tracing import vmapped as vmapped
 from ._tracing import wide_types as wide_types
+from ._tracing import wide_values as wide_values
 from ._tracing import with_weak_type as with_weak_type
 from ._tracing import without_mesh as without_mesh

@@ -310,14 +310,16 @@ def with_jaxprs(eqn: Eqn, change: Callable[[Any], Any]) -> Eqn:
 
 
 def constrained_devices(eqn: Eqn) -> list[tuple[Any, ...]]:
-    """The devices that a constraint of the user's, or ``jax.device_put``, names; none for one without devices."""
+    """The devices that a constraint of the user's, ``jax.device_put`` or ``jax.shard_map`` names; none for one without."""
     if eqn.primitive.name == "sharding_constraint":
         targets = [eqn.params["sharding"]]
     elif eqn.primitive.name == "device_put":
         targets = list(eqn.params["devices"])
+    elif eqn.primitive.name == "shard_map":
+        targets = [eqn.params["mesh"]]
     else:
         return []
-    meshes = [t.mesh for t in targets if isinstance(t, NamedSharding) and isinstance(t.mesh, Mesh)]
+    meshes = [mesh for t in targets if isinstance(mesh := getattr(t, "mesh", t), Mesh)]
     return [tuple(mesh.devices.flat) for mesh in meshes] + [(t,) for t in targets if isinstance(t, jax.Device)]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from jax._src.lax import lax as lax_internals
 from jax.experimental import jet
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ._arrays import abstract
 
 
 def vmapped() -> int:
@@ -58,10 +61,25 @@ def without_mesh() -> Iterator[None]:
 @contextlib.contextmanager
 def wide_types(jaxpr: Any) -> Iterator[None]:
     """Keeps the 64-bit values of a computation whose author switched them on for a part of the program, while it is lowered."""
-    values = (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))
-    wide = not config.enable_x64.value and any(getattr(v.aval, "dtype", None) in _WIDE for v in values)
+    with wide_values((*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))):
+        yield
+
+
+@contextlib.contextmanager
+def wide_values(variables: Iterable[Any]) -> Iterator[None]:
+    """Keeps the values of variables of 64 bits as they are, where these are switched off by now."""
+    wide = not config.enable_x64.value and any(getattr(v.aval, "dtype", None) in _WIDE for v in variables)
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
         yield
+
+
+def traced_dtype(aval: Any) -> Any:
+    """The dtype that a trace gives to an operand described as an abstract value: of 32 bits where 64 are switched off."""
+    if config.enable_x64.value or aval.dtype not in _WIDE:
+        return aval.dtype
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX's, of what our own error says
+        return jax.typeof(abstract(aval)).dtype
 
 
 _WIDE = frozenset(map(np.dtype, ("float64", "complex128", "int64", "uint64")))

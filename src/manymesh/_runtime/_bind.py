@@ -103,6 +103,12 @@ def _counted(program: Program) -> Launches | None:
     return Launches(ordered=False, most=ALONE, every=EVERY, apart=tuple(apart))
 
 
+def put_constant(program: Program, i: int, sharding: NamedSharding) -> jax.Array:
+    """The i-th constant of a program as an array that it alone has."""
+    with _compat.wide_values([program.invars[i]]):
+        return put_apart(program.consts[i], sharding)
+
+
 @dataclass(frozen=True)
 class _Way:
     """How one value crosses: a change of layout where it is, a copy, a change of layout where it goes."""
@@ -175,7 +181,7 @@ class Binder:
             if self.owner.owns(s):
                 sharding = self.layout.sharding(self.program.invars[i], s)
                 if i < num_consts:
-                    consts[self.positions[slot]] = put_apart(self.program.consts[i], sharding)
+                    consts[self.positions[slot]] = put_constant(self.program, i, sharding)
                 else:
                     inputs.append(Input(i - num_consts, sharding, self.positions[slot]))
         return consts, inputs

@@ -13,10 +13,10 @@ from .. import _compat
 from .._distributed._world import Waiting, World
 from .._plan._instructions import Plan, Send
 from .._program import Program
-from ._bind import Binder
+from ._bind import Binder, put_constant
 from ._carrier import Carrier
 from ._carriers import carrier
-from ._exchange import ProcessesTransport, assembled, processes_of, put, put_apart
+from ._exchange import ProcessesTransport, assembled, processes_of, put
 from ._execute import Executor, Late
 from ._launches import Launches
 from ._lower import Lowered
@@ -70,7 +70,7 @@ def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: 
     binder = _ProcessesBinder(lowered, owner, ProcessesTransport(carries), launches)
     issues = binder.issues()
     consts = {
-        binder.positions[slot]: put_apart(program.consts[i], lowered.sharding(program.invars[i], s))
+        binder.positions[slot]: put_constant(program, i, lowered.sharding(program.invars[i], s))
         for i, s, slot in plan.inputs
         if i < len(program.consts) and owner.owns(s)
     }
