@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import jax
 from jax._src import core, effects, source_info_util
 from jax.interpreters import partial_eval as pe
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ._arrays import abstract
 from ._tracing import without_mesh
