@@ -17,6 +17,7 @@ from ._cost._idle import IdleAxis, idle_axes
 from ._cost._lines import EdgeLine, Figures, FragmentLine, LoopLine, Off, Prediction, SharedDevices
 from ._cost._memory import Memory as Memory
 from ._cost._memory import memory
+from ._cost._room import Room
 from ._cost._tasks import TaskLine, tasks_of
 from ._errors import ArgumentError
 from ._hardware import Hardware
@@ -211,13 +212,14 @@ def make_report(
                 seconds, bound,
             )
         )  # fmt: skip
-    held = memory(program, plan, found.layout, found.kinds, [f.temporary_bytes for f in figures], found.late)
+    rooms = [Room(f.temporary_bytes, w.largest) for f, w in zip(figures, found.works, strict=True)]
+    held = memory(program, plan, found.layout, found.kinds, rooms, found.late)
     off: tuple[Off, ...] = ()
     if executables is not None:
         off = _off(
             lines,
             held,
-            memory(program, plan, found.layout, found.kinds, [f.temporary_bytes for f in counted], found.late),
+            memory(program, plan, found.layout, found.kinds, [Room(f.temporary_bytes) for f in counted], found.late),
         )
     made, reused = compilations or (None, None)
     schedules = tuple(

@@ -183,6 +183,29 @@ def test_a_step_that_does_not_train_has_parameters_too():
         assert kinds == ["parameters" if k in parameters else "arguments" for k in range(len(kinds))]
 
 
+def test_what_is_large_inside_a_task_is_told_by_its_line():
+    """What nobody sees from outside: here the scores of an attention, and not the parameters."""
+
+    def attend(w, x):
+        def layer(x, _):
+            scores = x @ x.T
+            return jnp.sin(scores) @ x, None
+
+        return jax.lax.scan(layer, x @ w, None, length=2)[0]
+
+    task = mm.task(attend, devices=[0])
+    lowered = mm.jit(lambda w, x: task(w, x)).lower(*[jax.ShapeDtypeStruct(s, "float32") for s in ((8, 8), (256, 8))])
+    line = attend.__code__.co_firstlineno + 2
+    for report in (lowered.report(), lowered.compile().report()):
+        (memory,) = report.memory.values()
+        first = memory.holds[0]
+        assert first.kind == "temporary"
+        assert first.name.startswith("float32[256,256] of ")
+        assert f"test_memory.py:{line}" in first.name
+        assert sum(h.nbytes for h in memory.holds) <= memory.peak_bytes
+        assert first.name in str(report)
+
+
 def test_what_shares_a_device_is_counted_together():
     """A device that is in two submeshes holds what both have."""
     wide = mm.task(lambda x: x @ x, "wide", devices=[0, 1], device_axes=("d",))

@@ -48,7 +48,7 @@ def note_accumulation(record: Recording, program: Program) -> None:
     """
     if program.loops or len({f.submesh for f in program.fragments if f.tasks}) < 2:
         return
-    calls, behind = _calls(record, program)
+    calls, behind = _calls(program)
     passes: dict[str, tuple[set[int], set[int]]] = {}  # task -> its calls in forward passes, and in backward passes
     for i, call in enumerate(calls):
         passes.setdefault(call.task, (set(), set()))[not call.is_forward].add(i)
@@ -80,7 +80,7 @@ class _Call(NamedTuple):
     before: frozenset[int]
 
 
-def _calls(record: Recording, program: Program) -> tuple[list[_Call], dict[Var, frozenset[int]]]:
+def _calls(program: Program) -> tuple[list[_Call], dict[Var, frozenset[int]]]:
     """The calls of tasks outside of loops, and those that each value depends on."""
     calls: list[_Call] = []
     behind: dict[Var, frozenset[int]] = {}
@@ -88,7 +88,9 @@ def _calls(record: Recording, program: Program) -> tuple[list[_Call], dict[Var, 
         for eqn in _compat.open_jaxpr(f.jaxpr).eqns:
             before = frozenset[int]().union(*(behind.get(v, ()) for v in eqn.invars if _compat.is_var(v)))
             if _compat.is_jit(eqn) and MARK in eqn.params["name"]:
-                calls.append(_Call(record.tasks[eqn.params["name"]].name or "task", f.kind == "F", before))
+                task = program.tasks.get(eqn.params["name"])
+                name = (task and task.name) or eqn.params["name"].split(MARK)[0]
+                calls.append(_Call(name, f.kind == "F", before))
                 before |= {len(calls) - 1}
             behind.update(dict.fromkeys(eqn.outvars, before))
     return calls, behind

@@ -21,6 +21,7 @@ from .._program import Program
 from .._task import mesh_devices
 from ._crossings import shard_bytes
 from ._kinds import KINDS, Kind
+from ._room import Room
 
 MOMENTS = 50  # so many moments of a device's memory are kept, each the worst of its neighbours
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -85,7 +86,7 @@ def memory(
     plan: Plan,
     layout: Layout,
     kinds: Mapping[Var, Kind],
-    rooms: Sequence[int],
+    rooms: Sequence[Room],
     late: frozenset[int] = frozenset(),
 ) -> dict[Any, Memory]:
     """Follows the plan and counts the bytes that are alive on each device.
@@ -93,7 +94,7 @@ def memory(
     Args:
       program, plan, layout: the step.
       kinds: what its values are; those that are missing are activations.
-      rooms: bytes that each fragment needs besides what it reads and makes.
+      rooms: what each fragment needs besides what it reads and makes.
       late: inputs that come from the memory of the host when they are first read.
 
     Returns:
@@ -117,9 +118,10 @@ class _Slots:
         plan: Plan,
         layout: Layout,
         kinds: Mapping[Var, Kind],
-        rooms: Sequence[int],
+        rooms: Sequence[Room],
         late: frozenset[int],
     ) -> None:
+        self.rooms = rooms
         self.program, self.plan, self.layout, self.late = program, plan, layout, late
         self.variables = variables_of(program)
         self.numbers = {v: k for k, v in enumerate(self.variables)}
@@ -128,7 +130,7 @@ class _Slots:
         self.end = len(plan.instructions)
         self.submesh = np.fromiter((ins.submesh for ins in plan.instructions), np.int64, self.end)
         self.extra = np.zeros(self.end, np.int64)  # bytes that are alive only while an instruction runs
-        self.size, self.number, self.at, self.fill, self.free = self._follow(rooms)
+        self.size, self.number, self.at, self.fill, self.free = self._follow()
         of_kind = np.asarray(self.kind_of, np.int64)
         self.kind = of_kind[self.number] if len(of_kind) else self.number
         self.by_submesh = [np.flatnonzero(self.at == s) for s in range(len(program.submeshes))]
@@ -140,7 +142,7 @@ class _Slots:
             self.known[number, s] = shard_bytes(self.variables[number], self.layout, s)
         return self.known[number, s]
 
-    def _follow(self, rooms: Sequence[int]) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+    def _follow(self) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
         """Of each slot: its bytes, the number of its variable, its submesh, and where it is filled and freed."""
         program, plan, ports = self.program, self.plan, self.plan.ports
         arguments = {self.numbers[v] for v in program.invars}
@@ -149,7 +151,7 @@ class _Slots:
         for f, made in zip(program.fragments, makes, strict=True):
             handed = [i for i, _ in self.layout.donation.get(f.index, ())]
             reused = sum(self.bytes(ports[f.index].reads[i], f.submesh) for i in handed)
-            needs.append(max(sum(made) - reused, 0) + rooms[f.index])
+            needs.append(max(sum(made) - reused, 0) + self.rooms[f.index].nbytes)
             given.append([i for i in handed if ports[f.index].reads[i] in arguments])
         slots: list[int] = []
         numbers: list[int] = []
@@ -245,6 +247,7 @@ class _Slots:
         """What runs at the peak, what it consists of, and what takes most of it."""
         made: Counter[str] = Counter({name: int(n) for name, n in zip(KINDS, live, strict=True)})
         at, where = self.end, "the end of the call"
+        inside: list[Holding] = []
         if peak < len(order):
             at = int(order[peak])
             ins = self.plan.instructions[at]
@@ -256,8 +259,11 @@ class _Slots:
                 for i, _ in self.layout.donation.get(ins.fragment, ()):
                     slot = ins.inputs[i]
                     made[KINDS[self.kind[slot]]] -= int(self.size[slot])
+                inside = [Holding(name, "temporary", n, size) for name, n, size in self.rooms[ins.fragment].largest]
         if (rest := most - sum(made.values())) > 0:
             made["temporary"] = rest
+        while sum(line.nbytes for line in inside) > max(rest, 0):  # XLA needs less than that
+            inside.pop()
         alive = slots[(self.fill[slots] < at) & (self.free[slots] >= at)]
         held: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
         alike, counts = np.unique(self.number[alive], return_counts=True)
@@ -266,12 +272,9 @@ class _Slots:
             line = held[self.layout.names.get(self.variables[number], ""), KINDS[self.kind_of[number]]]
             line[0] += count
             line[1] += int(sizes[number])
-        largest = sorted(held.items(), key=lambda item: -item[1][1])[:6]
-        return (
-            where,
-            {k: n for k, n in made.items() if n > 0},
-            tuple(Holding(name, kind, count, nbytes) for (name, kind), (count, nbytes) in largest if nbytes),
-        )
+        lines = [Holding(name, kind, count, nbytes) for (name, kind), (count, nbytes) in held.items() if nbytes]
+        largest = sorted(lines + inside, key=lambda line: -line.nbytes)[:6]
+        return where, {k: n for k, n in made.items() if n > 0}, tuple(largest)
 
     def _timeline(self, order: Numbers, live: Numbers, running: Numbers) -> tuple[Moment, ...]:
         activations = live[:, KINDS.index("activations")]

@@ -6,8 +6,8 @@ is expensive and read by several of the computations that are left.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +38,27 @@ _VIEWS = _words("reshape squeeze optimization_barrier name sharding_constraint m
 _EXPENSIVE = _words("exp log tanh logistic erf sin cos pow rsqrt sqrt div cbrt exp2 log1p expm1 erf_inv")
 
 
+class Inside(NamedTuple):
+    """Values alike that a computation has inside where it needs most room.
+
+    Attributes:
+      name: their type, and the user's line that makes them.
+      values: how many.
+      nbytes: bytes on a device, all of them together.
+    """
+
+    name: str
+    values: int
+    nbytes: int
+
+
+class Room(NamedTuple):
+    """Bytes at once besides arguments and results, and the largest of what takes them."""
+
+    nbytes: int
+    largest: tuple[Inside, ...] = ()
+
+
 class Traffic(NamedTuple):
     """What one device does with its memory in one run.
 
@@ -48,10 +69,10 @@ class Traffic(NamedTuple):
 
     read: float
     written: float
-    room: int
+    room: Room
 
 
-def traffic(found: Operations, size: Sequence[int], inner: Mapping[int, int], on_cpu: bool) -> Traffic:
+def traffic(found: Operations, size: Sequence[int], inner: Mapping[int, Room], on_cpu: bool) -> Traffic:
     """Follows a computation's values through a device's memory.
 
     Args:
@@ -64,7 +85,7 @@ def traffic(found: Operations, size: Sequence[int], inner: Mapping[int, int], on
 
 
 class _Counter:
-    def __init__(self, found: Operations, size: Sequence[int], inner: Mapping[int, int], on_cpu: bool) -> None:
+    def __init__(self, found: Operations, size: Sequence[int], inner: Mapping[int, Room], on_cpu: bool) -> None:
         self.found, self.inner, self.on_cpu = found, inner, on_cpu
         self.bytes = list(size)
         self.heavy: set[int] = set()  # what products and the like make
@@ -90,12 +111,28 @@ class _Counter:
                     written += sum(self.bytes[k] for k in makes)
                 own = [k for k in makes if k not in outputs]
                 over = op.name not in _HEAVY and not op.name.startswith("reduce_")
-                writes.append(_Write(reads, makes, own, self.inner.get(at, 0), over))
+                writes.append(_Write(reads, makes, own, self.inner.get(at, Room(0)), over))
         read += sum(self.bytes[k] for k in outputs & {*self.found.inputs})
         if self.on_cpu:
             writes = _by_breadth(writes, self.found.inputs)
-            return Traffic(read, written, _most_at_once(writes, self.bytes, eager=False))
-        return Traffic(read, written, _most_at_once(writes, self.bytes, eager=True))
+        room, alive, within = _most_at_once(writes, self.bytes, eager=not self.on_cpu)
+        return Traffic(read, written, Room(room, self._largest(alive, within)))
+
+    def _largest(self, alive: Iterable[int], within: Sequence[Inside]) -> tuple[Inside, ...]:
+        """The largest of what is alive inside, values alike in a line."""
+        found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        maker = {k: op for op in self.found.operations for k in op.makes}
+        for name, values, size in [(self._name(k, maker), 1, self.bytes[k]) for k in alive if k in maker] + [*within]:
+            found[name][0] += values
+            found[name][1] += size
+        lines = [Inside(name, values, size) for name, (values, size) in found.items()]
+        return tuple(sorted(lines, key=lambda line: -line.nbytes)[:3])
+
+    def _name(self, k: int, maker: Mapping[int, Operation]) -> str:
+        op = maker[k]
+        dtype = _compat.dtype(op.eqn.outvars[op.makes.index(k)]) if op.name == op.eqn.primitive.name else ""
+        shape = ",".join(map(str, self.found.shapes[k]))
+        return f"{dtype}[{shape}] of {op.name} at {_compat.source_line(op.eqn)}"
 
     def _copied(
         self,
@@ -123,7 +160,7 @@ class _Counter:
             if (base, side) not in copies:
                 copies[base, side] = len(self.bytes)
                 self.bytes.append(self.bytes[base])
-                writes.append(_Write({base}, [copies[base, side]], [copies[base, side]], 0, False))
+                writes.append(_Write({base}, [copies[base, side]], [copies[base, side]], Room(0), False))
             reads = (reads - {base}) | {copies[base, side]}
         return reads
 
@@ -189,7 +226,7 @@ class _Write:
     reads: set[int]
     makes: list[int]
     own: list[int]
-    room: int
+    room: Room
     over: bool
 
 
@@ -223,8 +260,10 @@ def _by_breadth(writes: Sequence[_Write], inputs: Sequence[int]) -> list[_Write]
     return ordered
 
 
-def _most_at_once(writes: Sequence[_Write], size: Sequence[int], eager: bool) -> int:
-    """Most bytes at once.
+def _most_at_once(
+    writes: Sequence[_Write], size: Sequence[int], eager: bool
+) -> tuple[int, set[int], tuple[Inside, ...]]:
+    """Most bytes at once, the values that are alive then, and what takes the room inside a loop that runs then.
 
     Args:
       writes: in the order in which they run.
@@ -243,21 +282,25 @@ def _most_at_once(writes: Sequence[_Write], size: Sequence[int], eager: bool) ->
             readers[earlier].append(at)
     done = [False] * len(writes)
     alive: set[int] = set()
-    live = peak = 0
+    live = peak = top = 0
+    steps: list[int] = []
 
     def frees(w: _Write) -> bool:
         return not w.own and any(k in alive and left[k] == 1 for k in w.reads)
 
     def run(at: int) -> list[int]:
         """Does a write, and gives those that became ready."""
-        nonlocal live, peak
+        nonlocal live, peak, top
         w = writes[at]
         done[at] = True
+        steps.append(at)
         for k in w.reads:
             left[k] -= 1
         dying = sum(size[k] for k in w.reads if k in alive and not left[k])
         made = sum(size[k] for k in w.own)
-        peak = max(peak, live + (max(made - dying, 0) if w.over else made) + w.room)
+        now = live + (max(made - dying, 0) if w.over else made) + w.room.nbytes
+        if now > peak:
+            peak, top = now, len(steps)
         alive.difference_update([k for k in w.reads if not left[k]])
         alive.update(k for k in w.own if left[k])
         live += sum(size[k] for k in w.own if left[k]) - dying
@@ -272,4 +315,21 @@ def _most_at_once(writes: Sequence[_Write], size: Sequence[int], eager: bool) ->
             now = ready.pop()
             if not done[now]:
                 ready += run(now)
-    return peak
+    if not top:
+        return 0, set(), ()
+    last = writes[steps[top - 1]]
+    return peak, _alive(writes, steps[:top]), last.room.largest
+
+
+def _alive(writes: Sequence[_Write], steps: Sequence[int]) -> set[int]:
+    """The values that are alive while the last of some steps runs."""
+    left = Counter(k for w in writes for k in w.reads)
+    alive: set[int] = set()
+    for at in steps[:-1]:
+        left.subtract(writes[at].reads)
+        alive.update(k for k in writes[at].own if left[k])
+        alive.difference_update([k for k in writes[at].reads if not left[k]])
+    last = writes[steps[-1]]
+    if last.over:
+        alive.difference_update([k for k in last.reads if left[k] == 1])
+    return alive.union(last.own)

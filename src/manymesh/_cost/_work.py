@@ -16,7 +16,7 @@ from .._compat import AbstractJaxpr, Eqn, Var
 from .._passes._unreduced._links import shape_of
 from ._collectives import exchange
 from ._operations import NOTHING, Operation, Operations, Split, flatten, spread
-from ._room import traffic
+from ._room import Inside, Room, traffic
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Work:
       repeated_flops, repeated_bytes: what of all that is in later rounds of loops. XLA's own count has each loop's
         body once.
       open_loops: loops of unknown length, whose body counts once.
+      largest: what takes most of the temporary bytes.
     """
 
     matmul_flops: Mapping[str, float] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class Work:
     repeated_flops: float = 0.0
     repeated_bytes: float = 0.0
     open_loops: int = 0
+    largest: tuple[Inside, ...] = ()
 
     @property
     def flops(self) -> float:
@@ -141,7 +143,7 @@ class _Counter:
         self.other = self.exchanged = self.exchanges = 0.0
         self.inner_read = self.inner_written = self.repeated_flops = self.repeated_bytes = 0.0
         self.open_loops = 0
-        self.inner_room: dict[int, int] = {}  # position of a loop -> bytes that its body needs
+        self.inner_room: dict[int, Room] = {}  # position of a loop -> what its body needs
 
     def count(self) -> Work:
         for at, op in enumerate(self.found.operations):
@@ -150,8 +152,8 @@ class _Counter:
             self.exchanges += op.exchanges
         read, written, room = traffic(self.found, self.bytes, self.inner_room, self.on_cpu)
         return Work(
-            dict(self.matmul), self.other, read + self.inner_read, written + self.inner_written, room, self.exchanged,
-            self.exchanges, self.repeated_flops, self.repeated_bytes, self.open_loops,
+            dict(self.matmul), self.other, read + self.inner_read, written + self.inner_written, room.nbytes, self.exchanged,
+            self.exchanges, self.repeated_flops, self.repeated_bytes, self.open_loops, room.largest,
         )  # fmt: skip
 
     # --- arithmetic -----------------------------------------------------------------------------------
@@ -213,7 +215,7 @@ class _Counter:
         self.repeated_flops += (times - 1) * most.flops + most.repeated_flops
         self.repeated_bytes += (times - 1) * (most.bytes_read + most.bytes_written) + most.repeated_bytes
         self.open_loops += most.open_loops
-        self.inner_room[at] = max(w.temporary_bytes for w in each)
+        self.inner_room[at] = max((Room(w.temporary_bytes, w.largest) for w in each), key=lambda room: room.nbytes)
 
 
 def _ranked(split: Split, v: Var) -> Split:
