@@ -20,6 +20,7 @@ from ._constants import repeat_constants
 from ._copies import copy_results
 from ._dead import remove_dead
 from ._hoist import cross_once, hoist_loop_invariants
+from ._in_loops import make_in_loops
 from ._inner import advance_inner_gradients
 from ._join import join_parts
 from ._late import make_once
@@ -87,6 +88,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("split_weights", split_weights, needs=_DEAD, makes_stale=_PLACED),
     Pass("minimise_scans", minimise_scans, makes_stale=ALL, repeats=True),
     Pass("minimise_residuals", minimise_residuals, makes_stale=ALL),
+    Pass("make_in_loops", make_in_loops, makes_stale=_PLACED),
     Pass("cast_once", cast_once, needs=_DEAD, makes_stale=ALL),
     Pass("repeat_constants", repeat_constants, needs=_DEAD, makes_stale=ALL),
     Pass("hoist_loop_invariants", hoist_loop_invariants, needs=_DEAD, makes_stale=_PLACED),

@@ -185,7 +185,7 @@ class _Assembly:
         s, scan = self.s, self.s.scan
         stay = [k for k in range(scan.num_carry, len(s.eqn.outvars)) if k not in self.residuals]
         outs = [*s.body_outs[: scan.num_carry], *(s.body_outs[k] for k in stay), *self.order]
-        eqns, made = _scan(s.body.invars, outs, s.body_eqns, s.eqn, s.eqn.invars, scan.num_consts)
+        eqns, made = scan_like(s.body.invars, outs, s.body_eqns, s.eqn, s.eqn.invars, scan.num_consts)
         old = [*s.eqn.outvars[: scan.num_carry], *(s.eqn.outvars[k] for k in stay)]
         env: dict[Var, Atom] = {v: new for v, new in zip(old, made, strict=False) if _compat.is_var(v)}
         saved = made[len(old) :]
@@ -255,7 +255,7 @@ class _Assembly:
             is_const = source in self.s.body.invars[: self.s.scan.num_consts] and source in self.free
             (consts if is_const else xs).append((v, outer))
         pairs = [*consts, *rest, *xs]
-        eqns, made = _scan(
+        eqns, made = scan_like(
             [v for v, _ in pairs], [alias.get(v, v) if _compat.is_var(v) else v for v in inner.outvars],
             [*again, *(with_atoms(e, alias) for e in inner.eqns)], eqn, [o for _, o in pairs], len(consts),
         )  # fmt: skip
@@ -269,7 +269,7 @@ class _Assembly:
         return _compat.stacked(v.aval, self.s.scan.length)
 
 
-def _scan(
+def scan_like(
     invars: Sequence[Var],
     outs: Sequence[Atom],
     eqns: Sequence[Eqn],
