@@ -83,6 +83,10 @@ CASES = {  # function, shapes, specs, XLA's collectives, bytes that each device 
         MOST * 1 * KIB,
     ),
     "gathered": (lambda w, x: asked(asked(x, "model") * w, None), ((), "float32"), ((32, 32), "float32"), (P(), P("model")), {"all-gather": 1}, MOST * 4 * KIB),
+    "rows that are added to each of a batch": (
+        lambda w, x: jax.vmap(lambda w, x: w.at[jnp.array([0, 2])].add(x))(w, x),
+        ((8, 4, 16), "float32"), ((8, 2, 16), "float32"), (P("model"), P("model")), {}, 0,
+    ),
     "by hand": (lambda w, x: own_exchange(x) + w, ((), "float32"), ((16, 64), "float32"), (P(), P("model")), {"all-reduce": 1}, 2 * MOST * KIB),
 }  # fmt: skip
 

@@ -48,7 +48,9 @@ class _Exchanges:
         if op.name == "gather":
             return self._looked_up(op)
         if op.name in SCATTERS:
-            return self._add_up(op, (a for d in updated_dims(op.eqn) for a in self._entry(op.reads[2], d)))
+            batch = op.eqn.params["dimension_numbers"].scatter_indices_batching_dims
+            rows = [d for i, d in enumerate(updated_dims(op.eqn)) if i not in batch]
+            return self._add_up(op, (a for d in rows for a in self._entry(op.reads[2], d)))
         if op.name in _BY_HAND:
             return self._by_hand(op)
         return op
@@ -147,7 +149,7 @@ class _Exchanges:
         names = params.get("axes", params.get("axis_name", ()))
         names = names if isinstance(names, tuple) else (names,)
         n = math.prod(self.manual.get(a, 1) for a in names)
-        held = sum(self.found.sizes[k] for k in (op.makes if op.name == GATHER else op.reads) if k != NOTHING)
+        held = sum(self._held(k) for k in (op.makes if op.name == GATHER else op.reads) if k != NOTHING)
         return replace(op, sent=_BY_HAND[op.name] * (n - 1) / n * held, exchanges=int(n > 1))
 
 
