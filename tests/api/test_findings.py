@@ -143,10 +143,18 @@ def updates(p, x):
     return p
 
 
+def clipped_together(p, batches):
+    models = [jax.tree.map(functools.partial(jnp.multiply, k), p) for k in (1.0, 2.0, 3.0, 4.0)]
+    grads = [jax.grad(squares)(model, x) for model, x in zip(models, batches, strict=True)]
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda g: g / norm, grads)
+
+
 NOT_BY_HAND = {
     "one after the other": updates,
     "one loss of them all": jax.grad(lambda p, x: jnp.prod(jnp.stack([squares(p, piece) for piece in pieces(x)]))),
     "each for itself": lambda p, x: [jax.grad(squares)(p, piece) for piece in pieces(x)],
+    "models of their own, and the norm of all gradients": lambda p, x: clipped_together(p, pieces(x)),
     "two losses": lambda p, x: jax.tree.map(
         jnp.add, *(jax.grad(squares)(p, piece) for piece in pieces(x)[:2])
     ),

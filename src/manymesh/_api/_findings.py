@@ -44,11 +44,12 @@ def note_accumulation(record: Recording, program: Program) -> None:
     """Adds a finding: gradients of pieces of a batch that are added up by hand, which no schedule orders.
 
     Told by tasks of several submeshes that are called at least three times, no call after another one or its backward pass,
-    each for a loss of its own: a backward pass depends on one of the forward passes only. A result depends on them all.
+    each for a loss of its own: a backward pass depends on one of the forward passes only. Somewhere arrays that come of two
+    of its backward passes are added.
     """
     if program.loops or len({f.submesh for f in program.fragments if f.tasks}) < 2:
         return
-    calls, behind = _calls(program)
+    calls, added = _calls(program)
     passes: dict[str, tuple[set[int], set[int]]] = {}  # task -> its calls in forward passes, and in backward passes
     for i, call in enumerate(calls):
         passes.setdefault(call.task, (set(), set()))[not call.is_forward].add(i)
@@ -56,11 +57,10 @@ def note_accumulation(record: Recording, program: Program) -> None:
     counts = {len(forward) for forward, _ in passes.values()}
     if len(counts) != 1 or (count := max(counts)) < 3:
         return
-    added = [behind.get(v, frozenset()) for v, _ in program.outputs if _compat.is_var(v)]
     for forward, backward in passes.values():
         one_by_one = not any(calls[i].before & (forward | backward) for i in forward)
         of_one = any(len(calls[i].before & forward) == 1 for i in backward)
-        if not one_by_one or not of_one or not any(backward <= result for result in added):
+        if not (one_by_one and of_one and any(one & backward and other & backward for one, other in added)):
             return
     text = (
         f"called {count} times in a step, each time for a loss of its own, and the gradients are added up: outside of "
@@ -80,20 +80,24 @@ class _Call(NamedTuple):
     before: frozenset[int]
 
 
-def _calls(program: Program) -> tuple[list[_Call], dict[Var, frozenset[int]]]:
-    """The calls of tasks outside of loops, and those that each value depends on."""
+def _calls(program: Program) -> tuple[list[_Call], list[tuple[frozenset[int], frozenset[int]]]]:
+    """The calls of tasks outside of loops, and those that both terms of each sum of two arrays depend on, but for common ones."""
     calls: list[_Call] = []
+    added = []
     behind: dict[Var, frozenset[int]] = {}
     for f in program.fragments:
         for eqn in _compat.open_jaxpr(f.jaxpr).eqns:
-            before = frozenset[int]().union(*(behind.get(v, ()) for v in eqn.invars if _compat.is_var(v)))
+            each = [behind.get(v, frozenset()) for v in eqn.invars if _compat.is_var(v)]
+            before = frozenset[int]().union(*each)
+            if eqn.primitive.name in ("add", "add_any") and len(each) == 2 and _compat.shape(eqn.outvars[0]):
+                added.append((each[0] - each[1], each[1] - each[0]))
             if _compat.is_jit(eqn) and MARK in eqn.params["name"]:
                 task = program.tasks.get(eqn.params["name"])
                 name = (task and task.name) or eqn.params["name"].split(MARK)[0]
                 calls.append(_Call(name, f.kind == "F", before))
                 before |= {len(calls) - 1}
             behind.update(dict.fromkeys(eqn.outvars, before))
-    return calls, behind
+    return calls, added
 
 
 def note_dropped(record: Recording, used: Container[str], jaxpr: Any) -> None:
