@@ -58,9 +58,8 @@ def note_accumulation(record: Recording, program: Program) -> None:
     if len(counts) != 1 or (count := max(counts)) < 3:
         return
     for forward, backward in passes.values():
-        one_by_one = not any(calls[i].before & (forward | backward) for i in forward)
         of_one = any(len(calls[i].before & forward) == 1 for i in backward)
-        if not (one_by_one and of_one and any(one & backward and other & backward for one, other in added)):
+        if not (of_one and any(one & backward and other & backward for one, other in added)):
             return
     text = (
         f"called {count} times in a step, each time for a loss of its own, and the gradients are added up: outside of "
@@ -81,7 +80,10 @@ class _Call(NamedTuple):
 
 
 def _calls(program: Program) -> tuple[list[_Call], list[tuple[frozenset[int], frozenset[int]]]]:
-    """The calls of tasks outside of loops, and those that both terms of each sum of two arrays depend on, but for common ones."""
+    """The calls of tasks outside of loops, and those that both terms of each sum of two arrays depend on, but for common ones.
+
+    Nothing where a forward pass of a task depends on another call of it.
+    """
     calls: list[_Call] = []
     added = []
     behind: dict[Var, frozenset[int]] = {}
@@ -94,6 +96,8 @@ def _calls(program: Program) -> tuple[list[_Call], list[tuple[frozenset[int], fr
             if _compat.is_jit(eqn) and MARK in eqn.params["name"]:
                 task = program.tasks.get(eqn.params["name"])
                 name = (task and task.name) or eqn.params["name"].split(MARK)[0]
+                if f.kind == "F" and any(calls[i].task == name for i in before):
+                    return [], []  # one after the other, as updates are: of these there may be many
                 calls.append(_Call(name, f.kind == "F", before))
                 before |= {len(calls) - 1}
             behind.update(dict.fromkeys(eqn.outvars, before))
