@@ -132,7 +132,8 @@ class _Counter:
         op = maker[k]
         dtype = _compat.dtype(op.eqn.outvars[op.makes.index(k)]) if op.name == op.eqn.primitive.name else ""
         shape = ",".join(map(str, self.found.shapes[k]))
-        return f"{dtype}[{shape}] of {op.name} at {_compat.source_line(op.eqn)}"
+        line = _compat.source_line(op.eqn)  # none, where JAX itself made it
+        return f"{dtype}[{shape}] of {op.name}" + (f" at {line}" if line else "")
 
     def _copied(
         self,

@@ -83,7 +83,11 @@ def _in_two_buffers(jaxpr: Any, known: dict[int, frozenset[Pair]]) -> frozenset[
 
 def _these(inputs: Mapping[Any, int], outputs: Sequence[Any], pairs: Iterable[tuple[Any, Any]]) -> set[Pair]:
     """Those of some pairs of values that are an input and a result, as their positions."""
-    return {(inputs[a], o) for a, b in pairs if a in inputs for o, v in enumerate(outputs) if v is b}
+    places: dict[Any, list[int]] = defaultdict(list)
+    for o, v in enumerate(outputs):
+        if _compat.is_var(v):
+            places[v].append(o)
+    return {(inputs[a], o) for a, b in pairs if _compat.is_var(a) and a in inputs for o in places.get(b, ())}
 
 
 def _shape(layout: Layout, v: Var, submesh: int) -> Any:
