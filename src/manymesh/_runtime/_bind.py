@@ -83,7 +83,8 @@ def bind(
         binder.prepare_result(o, sharding)
     binder.relayouts.prepare(binder.wanted)
     outputs = binder.outputs()
-    return Executor(len(binder.positions), consts, inputs, issues, outputs, literals or {}, binder.relayouts)
+    names = [f.name for f in program.fragments]
+    return Executor(len(binder.positions), consts, inputs, issues, outputs, literals or {}, binder.relayouts, names)
 
 
 def _counted(program: Program) -> Launches | None:

@@ -135,7 +135,8 @@ class ProcessesExecutor(Executor):
         arrivals: Arrivals, departures: Departures, launches: Launches, carries: Carrier, name: str, program: Program,
         plan: Plan,
     ) -> None:  # fmt: skip
-        super().__init__(length, consts, inputs, issues, outputs, literals, relayouts)
+        names = [f.name for f in program.fragments]
+        super().__init__(length, consts, inputs, issues, outputs, literals, relayouts, names)
         self._arrivals, self._departures, self._launches, self._carrier = arrivals, departures, launches, carries
         self._world, self._program, self._plan = carries.world, program, plan
         # Two programs of one step are different things to be in.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import itemgetter, length_hint
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, Sharding
 
+from .._errors import ManyMeshError
 from .._layout._transfers import plan_transfer
-from .._plan._instructions import Instruction, Receive, Send
+from .._plan._instructions import Instruction, Receive, Run, Send
 from ._memories import is_in_host_memory
 from ._observe import Observer
 from ._positions import Positions
@@ -20,6 +21,14 @@ from ._relayout import Relayouts
 
 # Position of an issue -> arguments to be brought from the memory of the host before it: position in the list, sharding.
 Late = dict[int, list[tuple[int, NamedSharding]]]
+
+# What the loop of a call wants of an issue: call, read, outputs, free.
+_Code = tuple[
+    Callable[..., Sequence[jax.Array]],
+    Callable[[list[Any]], Sequence[jax.Array]],
+    slice | tuple[int, ...],
+    tuple[tuple[slice, tuple[None, ...]], ...],
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +98,7 @@ class Executor:
       outputs: position in the list of each result; None for one that is a literal, or that another process has.
       literals: position of a result -> its value, where that is a literal.
       relayouts: what changes layouts.
+      names: that of each fragment, for errors.
     """
 
     def __init__(
@@ -100,8 +110,9 @@ class Executor:
         outputs: Sequence[int | None],
         literals: Mapping[int, jax.Array],
         relayouts: Relayouts,
+        names: Sequence[str],
     ) -> None:
-        self.literals = literals
+        self.literals, self._names = literals, names
         self._length, self._outputs, self._relayouts = length, tuple(outputs), relayouts
         self._consts = tuple(consts.items())
         self._inputs = tuple(inputs)
@@ -111,7 +122,7 @@ class Executor:
         self._at = _run_or_tuple(tuple(x.at for x in inputs))
         self._results = _reader(tuple(k for k in outputs if k is not None)) if None not in outputs else None
         self._issues = tuple(issues)
-        self._code = [(x.call, x.read, x.outputs, x.free) for x in issues]
+        self._code: list[_Code] = [(x.call, x.read, x.outputs, x.free) for x in issues]
 
     def __call__(self, args: Sequence[Any], observer: Observer | None = None) -> list[Any]:
         """Runs one step.
@@ -125,20 +136,26 @@ class Executor:
           The results; None for what another process has.
         """
         slots, late = self._filled(args, observer)
-        if observer is not None:
-            self._observed(slots, late, observer)
-        elif late:
-            self._with_late(slots, late)
-        else:
-            # The hot loop: a task of 300 arrays spends its time in `call`, not in Python statements for each array.
-            for call, read, outputs, free in self._code:
-                if type(outputs) is slice:
-                    slots[outputs] = call(*read(slots))
-                else:
-                    for k, value in zip(outputs, call(*read(slots)), strict=True):
-                        slots[k] = value
-                for run, nothing in free:
-                    slots[run] = nothing
+        issues = iter(self._code)
+        try:
+            if observer is not None:
+                self._observed(slots, late, observer, issues)
+            elif late:
+                self._with_late(slots, late, issues)
+            else:
+                # The hot loop: a task of 300 arrays spends its time in `call`, not in Python statements for each array.
+                for call, read, outputs, free in issues:
+                    if type(outputs) is slice:
+                        slots[outputs] = call(*read(slots))
+                    else:
+                        for k, value in zip(outputs, call(*read(slots)), strict=True):
+                            slots[k] = value
+                    for run, nothing in free:
+                        slots[run] = nothing
+        except Exception as error:
+            if not isinstance(error, ManyMeshError):
+                self._say_where(error, len(self._code) - length_hint(issues) - 1)
+            raise
         if self._results is not None:
             return list(self._results(slots))
         literals = self.literals
@@ -202,17 +219,36 @@ class Executor:
         for at, sharding in due:
             slots[at] = self._relayouts.bring(slots[at], sharding)
 
-    def _with_late(self, slots: list[Any], late: Late) -> None:
+    def _say_where(self, error: Exception, at: int) -> None:
+        """Notes in an exception which issue it comes from."""
+        told = self._issues[at].told
+        if not told:
+            return
+        _, ins = told[-1]
+        microbatch = ins.microbatch if isinstance(ins, Run) else ins.tag.microbatch
+        of = "" if microbatch is None else f", microbatch {microbatch},"
+        if isinstance(ins, Run):
+            where = f"while {self._names[ins.fragment]!r}{of} runs on submesh {ins.submesh}"
+        else:
+            ends = (ins.submesh, ins.target) if isinstance(ins, Send) else (ins.source, ins.submesh)
+            where = (
+                f"while what {self._names[ins.tag.maker]!r}{of} made goes from submesh {ends[0]} to submesh {ends[1]}"
+            )
+        error.add_note(where)
+        if "RESOURCE_EXHAUSTED" in str(error):
+            error.add_note("`lower(...).report()` of this step says what each device holds, and when it holds most")
+
+    def _with_late(self, slots: list[Any], late: Late, issues: Iterator[_Code]) -> None:
         """The loop of a call that has arguments in the memory of the host: no device holds them before it needs them."""
-        for k, (call, read, outputs, free) in enumerate(self._code):
+        for k, (call, read, outputs, free) in enumerate(issues):
             self._bring(slots, late.get(k, ()))
             _put(slots, outputs, call(*read(slots)))
             for run, nothing in free:
                 slots[run] = nothing
 
-    def _observed(self, slots: list[Any], late: Late, observer: Observer) -> None:
+    def _observed(self, slots: list[Any], late: Late, observer: Observer, issues: Iterator[_Code]) -> None:
         """The loop of a call, with somebody looking on."""
-        for number, issue in enumerate(self._issues):
+        for number, (issue, _) in enumerate(zip(self._issues, issues, strict=True)):
             self._bring(slots, late.get(number, ()))
             if not issue.told:
                 issue.call()
