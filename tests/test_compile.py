@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from manymesh._runtime import _compile
@@ -164,14 +165,46 @@ def test_the_persistent_cache_of_jax_is_used(tmp_path):
         jax.experimental.compilation_cache.compilation_cache.reset_cache()
 
 
-def chain(count, devices_each=1):
+def by_axis(mesh):
+    """A stage that says how its activation lies, for any submesh."""
+    return lambda w, x: jnp.tanh(mm.with_sharding_constraint(x, ("d", None)) @ w)
+
+
+def by_sharding(mesh):
+    """The same, on a mesh that the user named."""
+    return lambda w, x: jnp.tanh(jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("d"))) @ w)
+
+
+def by_hand(mesh):
+    """The same, each device's rows by hand, under a checkpoint in a loop."""
+    rows = jax.checkpoint(jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d")))
+    return lambda w, x: jnp.tanh(jax.lax.scan(lambda x, _: (rows(x, w), None), x, None, length=3)[0])
+
+
+def by_rule(mesh):
+    """The same in what the user differentiates by hand."""
+
+    @jax.custom_vjp
+    def constrained(x):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("d")))
+
+    constrained.defvjp(lambda x: (constrained(x), None), lambda _, g: (constrained(g),))
+    return lambda w, x: jnp.tanh(constrained(x) @ w)
+
+
+def three_times(mesh):
+    """What `by_hand` computes."""
+    return lambda w, x: jnp.tanh(x @ w @ w @ w)
+
+
+EQUAL = {by_axis: by_axis, by_sharding: by_axis, by_hand: three_times, by_rule: by_axis}
+
+
+def chain(count, devices_each=1, stage=by_axis, devices=None):
     """A pipeline of equal stages, the gradient of its loss in a microbatch loop, and arguments for it."""
-    devices = np.array(jax.devices())
+    devices = np.array(jax.devices() if devices is None else devices)
     meshes = [Mesh(devices[k * devices_each : (k + 1) * devices_each], "d") for k in range(count)]
-    tasks = [
-        mm.task(lambda w, x: jnp.tanh(mm.with_sharding_constraint(x, ("d", None)) @ w), f"s{k}", mesh=mesh)
-        for k, mesh in enumerate(meshes)
-    ]
+    tasks = [mm.task(stage(mesh), f"s{k}", mesh=mesh) for k, mesh in enumerate(meshes)]
 
     def total(weights, x):
         for task, w in zip(tasks, weights, strict=True):
@@ -182,20 +215,29 @@ def chain(count, devices_each=1):
     return step, ([jnp.eye(4) * (k + 1) for k in range(count)], rows(16))
 
 
-@pytest.mark.parametrize("devices_each", [1, 2])
-def test_equal_stages_compile_once_for_all_submeshes(devices_each):
+@pytest.mark.parametrize(("stage", "devices_each"), [(by_axis, 1), (by_axis, 2), (by_sharding, 2), (by_hand, 2)])
+def test_equal_stages_compile_once_for_all_submeshes(stage, devices_each):
     """The executable of one stage is loaded again on the devices of the next: values, places and counts."""
     counts = {}
     for stages in (3, 4, 8 // devices_each):
-        step, args = chain(stages, devices_each)
+        step, args = chain(stages, devices_each, stage)
         compiled = mm.jit(step).lower(*args).compile()
         counts[stages] = compiled.report().compiled
         value, grads = compiled(*args)
-        with mm.ignore_transforms():
-            assert_same((value, grads), jax.jit(step)(*args))
+        with mm.ignore_transforms():  # plain JAX has one mesh, not one of each stage
+            assert_same((value, grads), jax.jit(chain(stages, devices_each, EQUAL[stage])[0])(*args))
         for k, grad in enumerate(grads):
             assert sorted(d.id for d in grad.devices()) == list(range(k * devices_each, (k + 1) * devices_each))
     assert len(set(counts.values())) == 1, counts
+
+
+@pytest.mark.parametrize("stage", [by_axis, by_sharding, by_hand, by_rule])
+def test_stages_that_name_their_mesh_are_planned_too(stage):
+    """No device is asked for: layouts are those of real ones."""
+    planned, real = (chain(3, 2, stage, devices) for devices in (mm.planned_devices(8, "cpu"), None))
+    planned, real = (mm.jit(step).lower(*args) for step, args in (planned, real))
+    assert str(planned.layout) == str(real.layout)
+    assert planned.report().memory
 
 
 def test_what_cannot_be_loaded_again_is_compiled(monkeypatch):

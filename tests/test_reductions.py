@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from flat import switch_off
@@ -408,6 +409,22 @@ def test_the_report_says_what_could_not_wait_and_why(case):
         assert line in map(repr, report.reductions)
         (told,) = [text for text in lines if text.endswith(line.partition(" on ")[2].partition(", ")[2])]
         assert line.split()[0] in told and line.split()[1] in told
+
+
+def test_nothing_is_said_of_what_each_device_has_for_itself():
+    """Experts by hand: their gradients are sums over no devices, unlike that of a weight which all of them have."""
+
+    def by_hand(w, x):
+        mine = jax.shard_map(
+            lambda e, v, x: jnp.tanh(x @ e[0] @ v), in_specs=(P("data"), P(), P("data")), out_specs=P("data")
+        )
+        return C(mine(w["expert"], w["shared"], C(x, ("batch", None))), ("batch", None))
+
+    step = training(two(by_hand, on=meshes(4, 1)))
+    args = {k: {"expert": array(4, 8, 8), "shared": array(8, 8)} for k in ("one", "two")}, array(8, 8)
+    report = mm.jit(step).lower(*args).report()
+    told = {(r.value, r.why) for r in report.reductions if r.why}
+    assert told == {("float32[8,8]", "shard_map over the batch cannot be done in parts")}
 
 
 def test_a_gradient_that_is_also_collected_is_summed_at_once():

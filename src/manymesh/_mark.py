@@ -321,7 +321,8 @@ def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, oper
     # JAX cannot differentiate a loop around a jitted function that makes references.
     # What it closes over are operands: traced values, and constants such as a mask of NumPy's. So layers that have their own
     # are equal, and no pass meets any.
-    body, constants = _compat.closing_over_nothing(_compat.without_refs(traced.jaxpr))
+    closed = traced.jaxpr if described.mesh is None else _compat.on_abstract_mesh(traced.jaxpr, described.mesh)
+    body, constants = _compat.closing_over_nothing(_compat.without_refs(closed))
     operands = [*_compat.closed_over(traced), *operands, *constants]
     if not record.implicit:
         key = record.keys(body), described.mesh.abstract_mesh if described.mesh is not None else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import jax
 from jax._src import core, effects, source_info_util
 from jax.interpreters import partial_eval as pe
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ._arrays import abstract
 from ._tracing import without_mesh
@@ -321,6 +321,35 @@ def constrained_devices(eqn: Eqn) -> list[tuple[Any, ...]]:
         return []
     meshes = [mesh for t in targets if isinstance(mesh := getattr(t, "mesh", t), Mesh)]
     return [tuple(mesh.devices.flat) for mesh in meshes] + [(t,) for t in targets if isinstance(t, jax.Device)]
+
+
+def on_abstract_mesh(jaxpr: Any, mesh: Mesh) -> Any:
+    """The jaxpr with ``mesh`` left out of all that names it, so that it is the same on any devices: only axes are left."""
+
+    def of(value: Any) -> Any:
+        if is_jaxpr(value):
+            eqns = open_jaxpr(value).eqns
+            new = [changed(e) for e in eqns]
+            return with_eqns(value, new) if any(a is not b for a, b in zip(eqns, new, strict=True)) else value
+        if isinstance(value, Mesh):
+            return mesh.abstract_mesh if value == mesh else value
+        if isinstance(value, NamedSharding):
+            return value.update(mesh=mesh.abstract_mesh) if value.mesh == mesh else value
+        if isinstance(value, (tuple, list)):
+            parts = [of(v) for v in value]
+            if any(a is not b for a, b in zip(parts, value, strict=True)):
+                return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return value
+
+    def changed(eqn: Eqn) -> Eqn:
+        if eqn.primitive.name not in ("sharding_constraint", "shard_map") and not jaxprs_in(eqn):
+            return eqn
+        params = {k: of(v) for k, v in eqn.params.items()}
+        same = all(params[k] is v for k, v in eqn.params.items())
+        new: Eqn = eqn if same else eqn.replace(params=params)
+        return new
+
+    return of(jaxpr)
 
 
 def manual_axes_of(eqn: Eqn) -> frozenset[str]:

@@ -178,10 +178,13 @@ class _Builder:
         self.names[name] += 1
         if self.names[name] > 1:
             name = f"{name}_{self.names[name]}"
+        # What the user's own rules of differentiation name their mesh in, too, is the same on all submeshes.
+        body = _compat.on_abstract_mesh(
+            _compat.new_jaxpr(invars, outvars, guarded(nodes)), self.placement.submeshes[c.submesh]
+        )
         fragment = Fragment(
-            len(self.fragments), name, c.submesh, loop, _KINDS[phase], stage,
-            _compat.new_jaxpr(invars, outvars, guarded(nodes)), tasks, c.layout_follows_loop,
-        )  # fmt: skip
+            len(self.fragments), name, c.submesh, loop, _KINDS[phase], stage, body, tasks, c.layout_follows_loop
+        )
         self.fragments.append(fragment)
         return fragment
 

@@ -152,6 +152,8 @@ class _Planner:
         if i in frame.inner:
             return self._into(plan, frame, i, v)
         if any(self.seen.batched(frame, x, s) for x in eqn.invars if _compat.is_var(x)):
+            if name == "shard_map" and self._has_its_own(eqn, v, self._batch_axes(frame, eqn, s)):
+                raise _Refused
             plan.sums[frame, i] = self._sum(plan, frame, i)
             return []
         if name in ("sharding_constraint", "manymesh_constraint"):
@@ -163,6 +165,17 @@ class _Planner:
         plan.slots[frame, i].update(slots)
         pieces = [o for o in eqn.outvars if _compat.is_var(o)] if name == "split" else []  # all become parts, or none
         return [(frame, eqn.invars[k]) for k in slots] + [(frame, o) for o in pieces]
+
+    def _batch_axes(self, frame: Frame, eqn: Eqn, s: int) -> set[str]:
+        """The axes that the batch is sharded over in what an equation reads."""
+        operands = [(d, n) for x in eqn.invars for d, n in zip(frame.of(x), shape_of(x), strict=True)]
+        return {a for d, n in operands if d.root().batch for a in self.seen.axes(d, n, s)}
+
+    @staticmethod
+    def _has_its_own(eqn: Eqn, v: Var, axes: set[str]) -> bool:
+        """Whether each device of some axes makes a part of its own of a ``shard_map``'s result: that of its experts."""
+        spec = _compat.out_specs_of(eqn)[list(eqn.outvars).index(v)]
+        return axes <= {a for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))}
 
     def _linear_in(self, plan: Unreduced, frame: Frame, i: int, v: Var) -> list[int]:
         """The operands that an equation applies to part by part."""
