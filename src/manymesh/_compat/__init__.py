@@ -50,10 +50,10 @@ from ._jaxprs import is_var as is_var
 from ._jaxprs import jaxprs_in as jaxprs_in
 from ._jaxprs import keeps_order as keeps_order
 from ._jaxprs import manual_axes_of as manual_axes_of
-from ._jaxprs import on_abstract_mesh as on_abstract_mesh
 from ._jaxprs import name_stack as name_stack
 from ._jaxprs import new_jaxpr as new_jaxpr
 from ._jaxprs import new_var as new_var
+from ._jaxprs import on_abstract_mesh as on_abstract_mesh
 from ._jaxprs import open_jaxpr as open_jaxpr
 from ._jaxprs import out_specs_of as out_specs_of
 from ._jaxprs import scan_parts as scan_parts
