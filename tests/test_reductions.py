@@ -240,6 +240,27 @@ def test_sums_that_wait(form):
     summed_once(step, pair(*weight), array(*batch), tolerance=3e-2 if form == "bf16" else 2e-5)
 
 
+@pytest.mark.parametrize("start", [0.0, jnp.float32(0)])
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_loss_in_pieces(start, remat):
+    """Summed piece by piece in a scan, to save memory: what it starts with may be a Python number."""
+
+    def in_pieces(w, x):
+        def add(total, piece):
+            return total + jnp.sum((C(piece, ("batch", None)) @ w[:4]) ** 2), None
+
+        pieces = jnp.moveaxis(x.reshape(len(x), 2, 4), 1, 0)
+        return jax.lax.scan(jax.checkpoint(add) if remat else add, start, pieces)[0] / x.size
+
+    first, second = (
+        mm.task(f, f.__name__, mesh=m, logical_axes=RULES)
+        for f, m in zip((dense, in_pieces), meshes(4, 1), strict=True)
+    )
+    step = training(lambda p, x: second(p["two"], first(p["one"], x)))
+    compiled = summed_once(step, pair(8, 8), array(8, 8))
+    assert {r.value for r in compiled.program.reductions} == {"float32[]", "float32[8,8]"}
+
+
 def test_the_sharding_travels():
     """To a stage that says nothing, to a smaller submesh, and from a constraint outside every task."""
     plain = lambda w, x: jnp.tanh(x @ w)  # noqa: E731

@@ -270,6 +270,9 @@ class Analysis:
                     v for v, o in zip(child.invars, eqn.invars, strict=True) if _compat.is_var(o) and o in frame.reduced
                 )
                 self._mark_reduced(child)
+                while eqn.primitive.name == "scan" and (more := self._carried_on(child, eqn)):
+                    child.reduced.update(more)  # what a step leaves is what the next one starts with
+                    self._mark_reduced(child)
                 found = {
                     v
                     for v, o in zip(eqn.outvars, child.outvars, strict=True)
@@ -278,6 +281,14 @@ class Analysis:
                 frame.reduced.update(v for v in found if _compat.is_var(v))
             elif any(v in frame.reduced or self.batched(frame, v, s) for v in sources):
                 frame.reduced.update(v for v in eqn.outvars if _compat.is_var(v) and not self.batched(frame, v, s))
+
+    @staticmethod
+    def _carried_on(child: Frame, eqn: Eqn) -> set[Var]:
+        """What a scan's body starts with and is not known to be reduced, though it leaves it so."""
+        scan = _compat.scan_parts(eqn)
+        starts = child.invars[scan.num_consts :][: scan.num_carry]
+        pairs = zip(starts, child.outvars[: scan.num_carry], strict=True)
+        return {v for v, o in pairs if _compat.is_var(o) and o in child.reduced} - child.reduced
 
 
 def constraint_entries(eqn: Eqn, mesh: Mesh) -> tuple[Entry, ...]:
