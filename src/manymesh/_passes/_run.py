@@ -13,6 +13,7 @@ from enum import Enum
 
 from .._program._flat import FlatProgram
 from ._again import compute_where_read
+from ._alike import compute_alike_once
 from ._apart import recompute_apart
 from ._blocks._spread_stacks import spread_stacks
 from ._casts import cast_once
@@ -92,6 +93,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("cast_once", cast_once, needs=_DEAD, makes_stale=ALL),
     Pass("repeat_constants", repeat_constants, needs=_DEAD, makes_stale=ALL),
     Pass("hoist_loop_invariants", hoist_loop_invariants, needs=_DEAD, makes_stale=_PLACED),
+    Pass("compute_alike_once", compute_alike_once, needs=_DEAD, makes_stale=ALL),
     Pass("spread_control_flow", spread_control_flow, needs=ALL, makes_stale=ALL, repeats=True),
     Pass("cross_once", cross_once, needs=ALL, makes_stale=ALL),
     Pass("make_once", make_once, needs=ALL, makes_stale=ALL),
