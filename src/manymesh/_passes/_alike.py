@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from .. import _compat
-from .._compat import Atom, Var
+from .._compat import Atom, Literal, Var
 from .._key import content_of
 from .._program._flat import FlatProgram
 from .._program._harmless import is_harmless
@@ -47,6 +47,8 @@ def _is_free(n: Node) -> bool:
 
 def _key(n: Node, alias: dict[Var, Atom]) -> Hashable:
     """What equal nodes have in common."""
-    reads = tuple([alias.get(v, v) if _compat.is_var(v) else (str(v.aval), content_of(v.val)) for v in n.eqn.invars])
+    reads = tuple(
+        [(str(v.aval), content_of(v.val)) if isinstance(v, Literal) else alias.get(v, v) for v in n.eqn.invars]
+    )
     params = tuple(sorted((k, str(v)) for k, v in n.eqn.params.items()))
     return n.primitive, n.backward, reads, params, _compat.eqn_context(n.eqn)
