@@ -161,6 +161,42 @@ def test_every_kind_of_value_is_told_apart():
     assert (tasks["front"], tasks["back"]) == (1024, 1024)  # though the tasks read casts of them
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_several_updates_in_a_step_hold_the_gradients_of_one(tied):
+    """A scan over training steps, as a GAN's two phases: accumulators are made when their loop starts, also parts of them."""
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4])
+    tasks = [
+        mm.task(lambda w, x: jnp.tanh(mm.with_sharding_constraint(x, ("data",)) @ w), f"stage_{i}", mesh=m)
+        for i, m in enumerate(mm.submeshes(mesh, "stage"))
+    ]
+    optimizer = optax.adam(1e-3)
+
+    def loss(ws, x):
+        return jnp.mean(tasks[1](ws[0 if tied else 1], tasks[0](ws[0], x)) ** 2)
+
+    def once(state, x):
+        ws, moments = state
+        grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=COUNT, reduce="mean")
+        value, grads = grad(ws, x)
+        updates, moments = optimizer.update(grads, moments)
+        return (optax.apply_updates(ws, updates), moments), value
+
+    ws = [jnp.eye(WIDTH)] * 2
+    state = ws, optimizer.init(ws)
+
+    def held(steps):
+        lowered = mm.jit(lambda state, xs: jax.lax.scan(once, state, xs)).lower(state, jnp.ones((steps, 32, WIDTH)))
+        return lowered, [lowered.memory_analysis()[d].made_of["gradients"] for d in jax.devices()[:4]]
+
+    lowered, of_several = held(4)
+    assert of_several == pytest.approx(held(2)[1], abs=64)  # a loss of each step waits for its result
+    kinds = [lowered._estimate.kinds[v] for v in lowered.program.invars[len(lowered.program.consts) :]]
+    unread = "optimizer state" if tied else "parameters"  # a weight that no task reads
+    assert kinds == ["parameters", unread, *["optimizer state"] * 5, "arguments"]
+    schedules = [line for line in str(lowered.report()).splitlines() if "schedule 1f1b" in line]
+    assert len(schedules) == 1 and schedules[0].startswith("4 x schedule")
+
+
 def test_a_step_that_does_not_train_has_parameters_too():
     """Those of its first argument, but for what it gives back, as a cache is."""
     tasks = [mm.task(lambda w, cache, x: (jnp.tanh(x @ w + cache), cache + x), f"t{i}", devices=[i]) for i in range(2)]

@@ -41,11 +41,11 @@ def test_each_device_group_keeps_its_terms(built):
         loop 0 step: 2 microbatches
           xs c f32[4,4] = d, e
           carry f f32[2,4,4] = g, then h, at last i
-        j f32[2,4,4] = broadcast_in_dim(0.0) broadcast_dimensions=() [layout follows loop]
-        g f32[2,4,4] = optimization_barrier(j) [layout follows loop]
         d f32[4,4] = slice(b) start_indices=(0, 0) limit_indices=(4, 4)
         e f32[4,4] = slice(b) start_indices=(4, 0) limit_indices=(8, 4)
-        k f32[4,4] = broadcast_in_dim(0.0) broadcast_dimensions=() [layout follows loop]
+        j f32[4,4] = broadcast_in_dim(0.0) broadcast_dimensions=() [layout follows loop]
+        k f32[2,4,4] = broadcast_in_dim(0.0) broadcast_dimensions=() [layout follows loop]
+        g f32[2,4,4] = optimization_barrier(k) [layout follows loop]
         0: l f32[4,4] = task front(c)
             inputs: a f32[4,4]
             b f32[4,4] = sharding_constraint(a) P('d',)

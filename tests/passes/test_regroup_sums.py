@@ -56,9 +56,9 @@ def test_every_submesh_has_its_own_accumulator():
         loop 0 step: 2 microbatches
           carry c f32[512] = d, then e, at last f
           carry g f32[512] = h, then i, at last j
+        d f32[512] = broadcast_in_dim(0.0) broadcast_dimensions=() [layout follows loop]
         k f32[512] = broadcast_in_dim(0.0) broadcast_dimensions=() [layout follows loop]
         h f32[512] = optimization_barrier(k) [layout follows loop]
-        d f32[512] = broadcast_in_dim(0.0) broadcast_dimensions=() [layout follows loop]
         0: l f32[512] = task one(a)
         0: m f32[512] = task two(b)
         0: e f32[512] = add(c, l)

@@ -36,11 +36,12 @@ def as_text(parts: Iterable[RenderableType]) -> str:
 
 def schedule(loops: Sequence[LoopLine], p: Prediction | None) -> Iterator[str]:
     """The schedules, and the step on a clock."""
-    for loop in loops:
-        yield (
-            f"schedule {loop.schedule}: {loop.microbatches} microbatches, stages on submeshes {_some(loop.placement)}, bubble "
-            f"{loop.bubble_fraction:.1%}"
-        )
+    lines = Counter(
+        f"schedule {loop.schedule}: {loop.microbatches} microbatches, stages on submeshes {_some(loop.placement)}, bubble "
+        f"{loop.bubble_fraction:.1%}"
+        for loop in loops
+    )
+    yield from (f"{count} x {line}" if count > 1 else line for line, count in lines.items())
     if p is not None and p.seconds is not None:
         busy = _some([f"{b:.0%}" for b in p.busy])
         yield f"a step takes {_seconds(p.seconds)} by {p.by}: bubble {p.bubble_fraction:.1%}, busy {busy}"

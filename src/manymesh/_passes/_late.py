@@ -195,7 +195,7 @@ class _Worker:
             loop=self.loop, backward=True,
         )  # fmt: skip
         inside += made
-        carries.append(Carry(inner, out, zeros(edit, inner), _compat.new_var(inner.aval)))
+        carries.append(Carry(inner, out, zeros(edit, self.loop, inner), _compat.new_var(inner.aval)))
         self.sums[v, tuple(scales)] = carries[-1].final
 
     def _made_again(self, late: _Late, env: Env) -> tuple[list[Node], list[Atom]]:

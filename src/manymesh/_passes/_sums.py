@@ -173,7 +173,7 @@ def _split_accumulators(flat: FlatProgram, edit: Editor, loop: int, placement: P
             inner = carry.inner if i == 0 else _compat.new_var(carry.inner.aval)
             made, out = add_up(inner, group, loop, nodes[0].backward)
             inside += made
-            init = carry.init if i == 0 else zeros(edit, carry.inner)
+            init = carry.init if i == 0 else zeros(edit, loop, carry.inner)
             carries.append(Carry(inner, out, init, _compat.new_var(carry.final.aval)))
         edit.replace_carry(loop, carry, carries)
         for n in nodes:
@@ -204,11 +204,11 @@ def add_up(inner: Var, terms: Sequence[Term], loop: int, backward: bool) -> tupl
     return [*nodes, *made], out
 
 
-def zeros(edit: Editor, like: Var) -> Var:
-    """Zeros at the start of the program, for an accumulator to start from."""
+def zeros(edit: Editor, loop: int, like: Var) -> Var:
+    """Zeros before a loop, for an accumulator to start from."""
     shape, dtype = shape_and_dtype(like)
     nodes, (out,) = trace_nodes(lambda: lax.optimization_barrier(jnp.zeros(shape, dtype)), [], layout_follows_loop=True)
-    edit.at_start(nodes)
+    edit.before_loop(loop, nodes)
     new: Var = out
     return new
 

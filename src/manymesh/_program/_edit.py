@@ -24,7 +24,6 @@ class Editor:
         self._flat = flat
         self._replaced: dict[Node, list[Node]] = {}
         self._before: dict[Node, list[Node]] = defaultdict(list)
-        self._start: list[Node] = []
         self._loop_start: dict[int, list[Node]] = defaultdict(list)
         self._loop_end: dict[int, list[Node]] = defaultdict(list)
         self._carries: dict[int, dict[Carry, list[Carry]]] = defaultdict(dict)
@@ -32,10 +31,6 @@ class Editor:
     def replace_node(self, node: Node, by: Sequence[Node]) -> None:
         """Puts other nodes in the place of one; none to drop it."""
         self._replaced[node] = list(by)
-
-    def at_start(self, new: Sequence[Node]) -> None:
-        """Puts nodes at the start of the program."""
-        self._start += new
 
     def before_loop(self, loop: int, new: Sequence[Node]) -> None:
         """Puts nodes before the first node of a loop's body."""
@@ -51,13 +46,13 @@ class Editor:
 
     def result(self) -> FlatProgram:
         """The program with all changes; the program itself if there are none."""
-        changed = self._replaced or self._before or self._start or self._loop_start or self._loop_end or self._carries
+        changed = self._replaced or self._before or self._loop_start or self._loop_end or self._carries
         if not changed:
             return self._flat
         bodies = self._flat.index.bodies
         first = {bodies[i][0]: new for i, new in self._loop_start.items() if bodies[i]}
         last = {bodies[i][-1]: new for i, new in self._loop_end.items() if bodies[i]}
-        nodes = list(self._start)
+        nodes: list[Node] = []
         for i, new in self._loop_start.items():
             if not bodies[i]:
                 nodes += new

@@ -120,7 +120,7 @@ def rewrite(
         start, (init,) = worker.traced(
             ("start", *key), partial(_zeros, over[p.carry].count, shape, dtype), [], layout_follows_loop=True
         )
-        edit.at_start(start)
+        edit.before_loop(index, start)
         inner, final = _compat.new_var(init.aval), _compat.new_var(init.aval)
         worker.new[seen.top, p.carry.inner] = inner
         total, _ = worker.traced(("total", *key), _total, [final], mesh=over[p.carry].mesh)
