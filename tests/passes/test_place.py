@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -311,6 +312,83 @@ def test_a_state_that_is_another_result_too_stays_where_it_is():
     home = NamedSharding(meshes[1], PartitionSpec())
     assert [x.sharding for x in state] == list(compiled.input_shardings[0][0]) == [home] * 2
     assert [x.sharding for x in again] == [shown] * 2 and [*map(float, again)] == [*map(float, state)]
+
+
+@pytest.mark.parametrize("said", ["nothing", "in", "out", "both", "parameters"])
+def test_what_a_step_is_told_of_its_own_layout_changes_nothing(said):
+    """A tied table with moments: in whichever way its home is given, its update is there, and as much crosses."""
+    meshes = [Mesh(np.array(jax.devices()[i : i + 1]), ("d",)) for i in range(2)]
+    embed = mm.task(lambda table, ids: table[ids], "embed", mesh=meshes[0])
+    head = mm.task(lambda table, h: jnp.mean(jnp.tanh(h @ table.T) ** 2), "head", mesh=meshes[1])
+    optimizer = optax.adam(1e-3)
+
+    def step(params, state, ids):
+        grad = mm.microbatch(
+            jax.grad(lambda p, ids: head(p["t"], embed(p["t"], ids))), argnum=1, num_microbatches=2, reduce="mean"
+        )
+        updates, state = optimizer.update(grad(params, ids), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"t": np.ones((64, 8), "f4")}
+    args = params, jax.tree.map(np.asarray, optimizer.init(params)), np.arange(4)
+    first = mm.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
+    there = NamedSharding(meshes[1], PartitionSpec())
+    options = {
+        "nothing": {},
+        "in": {"in_shardings": first.input_shardings[0]},
+        "out": {"out_shardings": first.output_shardings},
+        "both": {"in_shardings": first.input_shardings[0], "out_shardings": first.output_shardings},
+        "parameters": {"in_shardings": ({"t": there}, None, None), "out_shardings": ({"t": there}, None)},
+    }[said]
+    lowered = mm.jit(step, donate_argnums=(0, 1), **options).lower(*args)
+    moments = lowered.compile().input_shardings[0][1][0]
+    assert [moments.mu["t"], moments.nu["t"]] == [there] * 2
+    assert sum(e.nbytes for e in lowered.program.edges) == sum(e.nbytes for e in first.program.edges)
+
+
+def test_a_state_that_comes_from_elsewhere_is_only_handed_on():
+    """Weights for an actor: they are where they come from, and their new values go there, cast or not."""
+    learner, actor = (NamedSharding(Mesh(np.array(jax.devices()[i : i + 1]), ("d",)), PartitionSpec()) for i in (0, 1))
+    update = mm.task(lambda w, g: w - g, "update", mesh=learner.mesh)
+    act = mm.task(jnp.tanh, "act", mesh=actor.mesh)
+    weights = jax.device_put({"w": jnp.ones((4, 4))}, learner)
+
+    def step(weights, g):
+        new = {"w": update(weights["w"], g)}
+        return new, act(new["w"])
+
+    program = mm.jit(step, out_shardings=({"w": actor}, None)).lower(weights, jnp.ones((4, 4))).program
+    assert [program.home[v] for v in program.invars] == [0, 0]
+    assert [(e.source, e.target) for e in program.edges] == [(0, 1)]
+
+
+def test_weights_that_two_directions_share_are_spread():
+    """A bidirectional pipeline: each submesh has one layer with its moments, all of it, and not the first half of them two."""
+    meshes = [Mesh(np.array(jax.devices()[i : i + 1]), ("d",)) for i in range(4)]
+    up, down = (
+        [mm.task(lambda w, x: jnp.tanh(x @ w["w"] + w["b"]), f"{name}{i}", mesh=m) for i, m in enumerate(order)]
+        for name, order in (("up", meshes), ("down", meshes[::-1]))
+    )
+    optimizer = optax.sgd(0.1, momentum=0.9)
+
+    def run(tasks, ws, x):
+        for task, w in zip(tasks, ws, strict=True):
+            x = task(w, x)
+        return jnp.mean(x**2)
+
+    def step(ws, state, x):
+        grad = mm.microbatch(
+            jax.grad(lambda ws, x: run(up, ws, x) + run(down, ws, x)), argnum=1, num_microbatches=4, reduce="mean"
+        )
+        updates, state = optimizer.update(grad(ws, x), state)
+        return optax.apply_updates(ws, updates), state
+
+    ws = [{"b": np.zeros(8, "f4"), "w": np.eye(8, dtype="f4")} for _ in meshes]
+    args = ws, jax.tree.map(np.asarray, optimizer.init(ws)), np.ones((8, 8), "f4")
+    compiled = mm.jit(step).lower(*args).compile()
+    states = compiled.program.invars[len(compiled.program.consts) :][:16]
+    assert [compiled.program.home[v] for v in states] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    assert_agrees(step, *args, tolerance=1e-4)
 
 
 def test_cuts_are_looked_for_only_where_something_crosses(monkeypatch):

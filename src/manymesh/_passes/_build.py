@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from jax.sharding import Mesh, NamedSharding
@@ -58,10 +58,11 @@ def build(
     """
     flat = flatten(closed, record)
     inputs = flat.invars[len(flat.consts) :]
+    homes = {**_following(states, pinned_out, arriving or {}, [t.mesh for t in flat.tasks.values()]), **pinned_in}
     pins = Pins(
-        {inputs[i]: mesh for i, mesh in pinned_in.items()},
+        {inputs[i]: mesh for i, mesh in homes.items()},
         dict(pinned_out),
-        tuple((inputs[i], o) for i, o in states if o not in pinned_out),
+        tuple((inputs[i], o) for i, o in states if o not in pinned_out or pinned_out[o] == homes.get(i)),
         {inputs[i]: sharding for i, sharding in (shardings_in or {}).items()},
         dict(shardings_out or {}),
         dict(zip(inputs, names, strict=False)),
@@ -77,3 +78,14 @@ def build(
     program = cut(flat)
     check(program)
     return program
+
+
+def _following(
+    states: Iterable[tuple[int, int]],
+    pinned_out: Mapping[int, Mesh],
+    arriving: Mapping[int, NamedSharding],
+    meshes: Container[Mesh | None],
+) -> dict[int, Mesh]:
+    """Where states are whose next value is asked for on the submesh of a task: there, unless they come from elsewhere."""
+    found = {i: pinned_out[o] for i, o in states if o in pinned_out and pinned_out[o] in meshes}
+    return {i: m for i, m in found.items() if i not in arriving or arriving[i].device_set == {*m.devices.flat}}

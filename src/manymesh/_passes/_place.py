@@ -494,10 +494,13 @@ class _Placer:
     def _input_homes(self, besides: Mapping[Var, int] = MappingProxyType({})) -> dict[Var, int]:
         """Homes of inputs: given, else where what reads them runs; of equals where its gradient is, or the first.
 
+        Of weights that several tasks share on equal terms, as the two directions of a pipeline do, each submesh gets as many.
+
         Args:
           besides: those of inputs that have one.
         """
         home = {}
+        shared: dict[tuple[frozenset[int], frozenset[Node]], list[Var]] = defaultdict(list)
         following = {v: self.flat.outvars[o] for v, o in self.flat.pins.states}
         for v in self.flat.invars:
             if v in besides:
@@ -511,8 +514,16 @@ class _Placer:
             ties = _most(votes)
             if len(ties) > 1:
                 ties = ties & self._gradient_of(v, following.get(v)) or ties
-            if ties:
+            if len(ties) > 1 and v in following:
+                readers = frozenset(c for c in self.consumers.get(v, ()) if c in self.at and not c.backward)
+                shared[frozenset(ties), readers].append(v)
+            elif ties:
                 home[v] = min(ties)
+        held: dict[int, int] = defaultdict(int)
+        for (equals, _), values in shared.items():  # those of one layer stay together
+            at = min(equals, key=lambda k: (held[k], k))
+            held[at] += sum(nbytes(v.aval) for v in values)
+            home.update(dict.fromkeys(values, at))
         return home
 
     def _gradient_of(self, v: Var, out: Atom | None) -> set[int]:
