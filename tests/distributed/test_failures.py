@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from manymesh._distributed._initialize import _first_line
 from manymesh._distributed._launch import run_processes
 from manymesh._distributed._watch import ENDED_WITH_OTHERS
+from manymesh._distributed._words import first_line
 
 pytestmark = [pytest.mark.once, pytest.mark.xdist_group("failures")]
 
@@ -32,6 +32,10 @@ CASES = {
     "stop": (ENDED_WITH_OTHERS, "process 1 (submesh 1) has shown no sign of life for 5 s"),
     "raise": (1, "process 1 (submesh 1) ended with ValueError: on purpose"),
     "raise without words": (1, "process 1 (submesh 1) ended with Wordless: <exception str() failed>"),
+    "catches": (
+        3,
+        "process 1 (submesh 1) did not finish call 3 of train (program 1), which ended there with FloatingPointError",
+    ),
     "leaves early": (ENDED_WITH_OTHERS, "the script of process 1 (submesh 1) has ended, after 4 calls"),
     "leaves with 3": (3, "the script of process 1 (submesh 1) has ended, after 4 calls"),
     "leaves at once": (3, "the script of process 1 has ended, after 0 calls"),
@@ -88,7 +92,7 @@ def test_survivors_end_with_words(case, waiting):
 )  # fmt: skip
 def test_an_exception_in_a_line(text, line):
     """Also where its text is that of another one, as of a callback that failed."""
-    assert _first_line(RuntimeError(text)) == line
+    assert first_line(RuntimeError(text)) == line
 
 
 def test_a_process_that_never_starts(waiting):

@@ -90,6 +90,48 @@ def test_who_has_left_too_early_is_given_its_time() -> None:
     assert ends == ["the script of process 1 has ended, after 2 calls"]
 
 
+def test_who_goes_on_is_not_behind_however_far_this_process_runs_ahead() -> None:
+    """Steps of a millisecond: what is heard of another is always older than what was begun here since."""
+    watch, ends = watch_of_the_first()
+    for number in range(1, 20):
+        watch._hear(1, told(number, f"call {number} of step"))
+        waits(watch, number + 50, f"call {number + 50} of step")
+        watch._look(0.5)
+    assert not ends
+    for _ in range(5):
+        watch._hear(1, {"kind": "alive"})
+        watch._look(0.5)
+    assert ends[0].startswith("process 1 has not come to call 69 of step for 1 s")
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_an_exception_ended_elsewhere_does_not_finish(goes_on: bool) -> None:
+    """The script there may have caught it, and have gone on or left; what was still to come does not come."""
+    watch, ends = watch_of_the_first()
+    wires = _Wires()
+    other = World(1, 2, wires, "localhost", 1.0, 1.0)  # type: ignore[arg-type]
+    other.progress = {0: Doing(left=True)}
+    other.fails(other.begin("call 1 of step"), "ValueError: no such file")
+    if goes_on:
+        other.begin("call 2 of step")
+        Watch(other)._look(0.01)
+    else:
+        _leave(other)
+    watch._hear(1, wires.told[-1])
+    waits(watch, 1, "call 1 of step")
+    watch._look(0.9)
+    assert not ends
+    watch._hear(1, {"kind": "alive"})
+    watch._look(0.9)
+    assert ends == ["process 1 did not finish call 1 of step, which ended there with ValueError: no such file"]
+    ends.clear()
+    watch.world.waiting = None  # this process had all that it wanted
+    for _ in range(5):
+        watch._hear(1, {"kind": "alive"})
+        watch._look(0.9)
+    assert not ends
+
+
 def test_what_is_old_is_not_noted_nor_passed_on() -> None:
     watch, _ = watch_of_the_first()
     wires: _Wires = watch.world.wires  # type: ignore[assignment]

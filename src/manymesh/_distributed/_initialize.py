@@ -26,6 +26,7 @@ from ._proxies import words_on_proxies
 from ._transports import TransportName, asked_for, prepare
 from ._watch import ENDED_WITH_OTHERS, Watch, say
 from ._wires import Wires
+from ._words import first_line, in_a_line, text_of
 from ._world import Doing, World, enter, flood_of, world
 
 # What `launch` tells the processes that it starts.
@@ -36,7 +37,6 @@ NOTES = "MANYMESH_NOTES"  # a folder of `launch`, where a process notes that it 
 JOINED = "MANYMESH_JOINED"
 # JAX's own watch looks at the coordinator only and ends a process without words: it comes after ours.
 HEARTBEAT_TIMEOUT = 100
-_TRACEBACK = "Traceback (most recent call last):"
 _INTERRUPTED = "its end, after Ctrl-C"  # what a process is busy with that nobody interrupts any more
 
 
@@ -120,7 +120,7 @@ def initialize(
                 heartbeat_timeout_seconds=max(HEARTBEAT_TIMEOUT, int(2 * stall_timeout)),
             )  # fmt: skip
         except (RuntimeError, ValueError) as error:
-            raise ProcessError(f"distributed.initialize: {_first_line(error)}; {_hint(coordinator_address)}") from error
+            raise ProcessError(f"distributed.initialize: {first_line(error)}; {_hint(coordinator_address)}") from error
         finally:
             timer.cancel()
     os.environ[JOINED] = str(os.getpid())
@@ -219,23 +219,6 @@ def _hint(address: str | None) -> str:
     )
 
 
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # whatever a user's class does there
-        return "<exception str() failed>"  # as Python says it
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of what an exception says; that of the cause too where it ends in a traceback, as of a failed callback."""
-    first, *rest = _text(error).strip().splitlines() or [type(error).__name__]
-    if not first.endswith(_TRACEBACK):
-        return first
-    last = max((k for k, line in enumerate(rest, 1) if line == _TRACEBACK), default=0)
-    cause = next((line for line in rest[last:] if line and not line.startswith(" ")), "")
-    return first.removesuffix(_TRACEBACK) + cause if cause else first
-
-
 def _is_loopback(host: str) -> bool:
     return host in ("localhost", "127.0.0.1", "[::1]", "::1")
 
@@ -284,8 +267,8 @@ class _Hook:
         if world.is_of_another:
             self.before(kind, error, traceback)  # type: ignore[operator]  # whatever was there
             return
-        text = f"{kind.__name__}: {_first_line(error)}"
-        if any(words in _text(error) for words in ("non-addressable", "not fully addressable")):
+        text = in_a_line(error)
+        if any(words in text_of(error) for words in ("non-addressable", "not fully addressable")):
             error.add_note(
                 "This array is on devices of another process, and its value is not here. manymesh.fetch(x) brings it to "
                 "every process; all of them have to call it."

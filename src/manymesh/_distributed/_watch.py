@@ -34,6 +34,7 @@ class Watch(threading.Thread):
         self._silent: defaultdict[int, float] = defaultdict(float)
         self._behind: defaultdict[int, float] = defaultdict(float)
         self._gone: defaultdict[int, float] = defaultdict(float)
+        self._seen: dict[int, int] = {}  # how far each was when `_look` looked last
         self._told = Doing()
         self._ending = threading.Lock()
 
@@ -100,7 +101,12 @@ class Watch(threading.Thread):
             return
         for p in waiting.others:
             known = world.progress[p]
-            if known.calls >= waiting.number:
+            goes_on, self._seen[p] = self._seen.get(p) != known.calls, known.calls
+            if known.failed == waiting.number:
+                self._gone[p] += elapsed
+                if self._gone[p] > world.death_timeout:
+                    self.end(f"{world.name(p)} did not finish {waiting.label}, which ended there with {known.why}")
+            elif known.calls >= waiting.number:
                 if known.calls == waiting.number and known.label and known.label != waiting.label:
                     self.end(f"{world.name(p)} is in {known.label}, while this one is in {waiting.label}")
                 self._behind[p] = self._gone[p] = 0.0
@@ -108,6 +114,8 @@ class Watch(threading.Thread):
                 self._gone[p] += elapsed
                 if self._gone[p] > world.death_timeout:
                     self.end(f"the script of {world.name(p)} has ended, after {_count(known.calls)}")
+            elif goes_on:  # what is heard of it is older than what this process has begun since
+                self._behind[p] = 0.0
             elif not known.busy:
                 self._behind[p] += elapsed
                 # Later than the neighbours of one that is stopped, who know that it is.
@@ -134,6 +142,8 @@ class Watch(threading.Thread):
         world = self.world
         world.wires.flood(told or flood_of("end", world, why=why))
         if world.doing.left:  # it waits for the others in `_leave`
+            if world.doing.failed:  # and may have ended because of this, with an exception that says less
+                say(f"manymesh: {why}.\n")
             with world.changed:
                 world.over = True
                 world.changed.notify_all()

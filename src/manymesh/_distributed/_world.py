@@ -25,12 +25,16 @@ class Doing(NamedTuple):
       label: what the last of them is.
       busy: what it does before it can go on; empty where it runs.
       left: whether its script has ended.
+      failed: the number of the last of them that an exception ended here; 0 for none.
+      why: that exception, in a line.
     """
 
     calls: int = 0
     label: str = ""
     busy: str = ""
     left: bool = False
+    failed: int = 0
+    why: str = ""
 
 
 @dataclass(eq=False)
@@ -106,8 +110,12 @@ class World:
 
     def begin(self, label: str, busy: str = "") -> int:
         """Counts something that all processes do together; gives its number, from 1."""
-        self.doing = Doing(self.doing.calls + 1, label, busy)
+        self.doing = self.doing._replace(calls=self.doing.calls + 1, label=label, busy=busy)
         return self.doing.calls
+
+    def fails(self, number: int, why: str) -> None:
+        """Notes that an exception ended something that all do together. Who waits for what was still to come is told."""
+        self.doing = self.doing._replace(failed=number, why=why)
 
     def is_ready(self) -> None:
         """What held the process up, as a compilation does, is over."""

@@ -10,7 +10,9 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 
 from .. import _compat
+from .._distributed._words import in_a_line
 from .._distributed._world import Waiting, World
+from .._errors import ProcessError
 from .._plan._instructions import Plan, Send
 from .._program import Program
 from ._bind import Binder, put_constant
@@ -140,7 +142,7 @@ class ProcessesExecutor(Executor):
         self._arrivals, self._departures, self._launches, self._carrier = arrivals, departures, launches, carries
         self._world, self._program, self._plan = carries.world, program, plan
         # Two programs of one step are different things to be in.
-        self._name, self._calls = f"{name} (program {self._world.doing.calls})", 0
+        self._name, self._calls, self._number = f"{name} (program {self._world.doing.calls})", 0, 0
         self._label = f"a call of {self._name}"
         self._others = frozenset().union(*(processes_of_mesh(m) for m in program.submeshes)) & self._world.others
 
@@ -153,8 +155,8 @@ class ProcessesExecutor(Executor):
         """Runs one step; see `Executor`."""
         try:
             return super().__call__(args, observer)
-        except BaseException:
-            self._launches.dispatching = False
+        except BaseException as error:
+            self._fails(error)
             raise
 
     def _filled(self, args: Sequence[Any], observer: Observer | None) -> tuple[list[Any], Late]:
@@ -167,18 +169,33 @@ class ProcessesExecutor(Executor):
     def _begin(self) -> None:
         self._calls += 1
         self._label = f"call {self._calls} of {self._name}"
-        number = self._world.begin(self._label)
-        self._carrier.begin(number)
+        self._number = self._world.begin(self._label)
+        self._carrier.begin(self._number)
         self._launches.dispatching = True
-        self._world.waiting = self._waiting(number)
+        self._world.waiting = self._waiting(self._number)
 
     def _waiting(self, number: int) -> Waiting:
         return waiting_for(number, self._label, self._others, self._launches, self._program, self._plan)
 
     def finish(self, results: list[Any]) -> None:
         """Completes results, of which those are None that other processes made."""
-        self._departures.finish(results, self._launches)
-        self._launches.settle()
+        try:
+            self._departures.finish(results, self._launches)
+            self._launches.settle()
+        except BaseException as error:
+            self._fails(error)
+            raise
+        self._launches.dispatching = False
+
+    def _fails(self, error: BaseException) -> None:
+        """An exception ends a call here. The others are told: the script may catch it, and they wait for what was to come.
+
+        Ctrl-C comes to all processes, and what is about processes comes of what is known to the others.
+        """
+        if self._launches.dispatching and not isinstance(error, (KeyboardInterrupt, ProcessError)):
+            floats = isinstance(error, _compat.InternalFloatingPointError)  # whoever catches it says the task
+            why = "FloatingPointError: a NaN or an infinity, which is looked for" if floats else in_a_line(error)
+            self._world.fails(self._number, why)
         self._launches.dispatching = False
 
     def bring(self, x: Any, sharding: NamedSharding) -> jax.Array:

@@ -1,0 +1,28 @@
+"""An exception in a line, for messages to other processes."""
+
+from __future__ import annotations
+
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception says."""
+    try:
+        return str(error)
+    except Exception:  # whatever a user's class does there
+        return "<exception str() failed>"  # as Python says it
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says; that of the cause too where it ends in a traceback, as of a failed callback."""
+    first, *rest = text_of(error).strip().splitlines() or [type(error).__name__]
+    if not first.endswith(_TRACEBACK):
+        return first
+    last = max((k for k, line in enumerate(rest, 1) if line == _TRACEBACK), default=0)
+    cause = next((line for line in rest[last:] if line and not line.startswith(" ")), "")
+    return first.removesuffix(_TRACEBACK) + cause if cause else first
+
+
+def in_a_line(error: BaseException) -> str:
+    """The kind of an exception, and `first_line`."""
+    return f"{type(error).__name__}: {first_line(error)}"
