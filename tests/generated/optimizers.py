@@ -27,6 +27,27 @@ def _warmup():
     return optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)
 
 
+def _shapes_at_once() -> optax.GradientTransformation:
+    """Matrices of one shape stacked, each scaled by its norm and orthogonalised a little, as implementations of Muon do."""
+
+    def update(updates, state, params=None):
+        del params
+        leaves, tree = jax.tree.flatten(updates)
+        alike: dict[object, list[int]] = {}
+        for k, leaf in enumerate(leaves):
+            if leaf.ndim == 2:
+                alike.setdefault((leaf.shape, leaf.dtype), []).append(k)
+        for those in alike.values():
+            stack = jnp.stack([leaves[k] for k in those])
+            unit = stack / (jnp.linalg.norm(stack, axis=(-2, -1), keepdims=True) + 1.0)
+            turned = 1.5 * unit - 0.5 * jnp.einsum("nij,nkj,nkl->nil", unit, unit, unit)
+            for k, leaf in zip(those, turned, strict=True):
+                leaves[k] = leaf.astype(leaves[k].dtype)
+        return jax.tree.unflatten(tree, leaves), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "sgd": lambda: optax.sgd(1e-2),
     "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
@@ -77,6 +98,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adaptive_clip": lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(1e-2)),
     "centralized": lambda: optax.chain(optax.centralize(), optax.sgd(1e-2, momentum=0.9)),
     "ema_of_updates": lambda: optax.chain(optax.ema(0.9), optax.sgd(1e-2)),
+    "shapes_at_once": lambda: optax.chain(optax.trace(0.9), _shapes_at_once(), optax.scale(-1e-2)),
     "muon": lambda: contrib.muon(1e-2),
     "schedule_free": lambda: contrib.schedule_free_adamw(1e-2, eps=EPS),
     "prodigy": lambda: contrib.prodigy(1e-1, eps=EPS),

@@ -53,6 +53,41 @@ def test_arithmetic_is_done_on_each_submesh():
     assert not after.findings
 
 
+TOGETHER = """
+    inputs: x f32[512], y f32[512]
+    a = one: lax.sin(x)
+    b = two: lax.sin(y)
+    s = jnp.stack([{order}])
+    t = lax.mul(s, s)
+    u = t[0:1]
+    v = t[1:2]
+    results: u, v{more}
+"""
+
+
+def test_what_is_put_together_and_taken_apart_again_stays_apart():
+    """An optimizer that works on all matrices of a shape at once."""
+    after = run("spread_stacks", program(TOGETHER.format(order="a, b", more=""), tasks=TASKS))
+    assert "f32[2,512]" not in lines(after) and lines(after).count("f32[1,512] = mul") == 2
+    assert [at for name, at in placed(run("place", after)) if name == "mul"] == [0, 1]
+    assert not after.findings
+
+
+def test_a_stack_that_is_read_whole_or_stays_one_is_left():
+    """A result of the step; a sum over the layers without anything that takes them apart."""
+    for more in ("results: t", "w = jnp.sum(t * jnp.float32(2))\n    results: w"):
+        source = TOGETHER.format(order="a, b", more="").split("u = t")[0] + more
+        flat = program(source, tasks=TASKS)
+        assert run("spread_stacks", flat) is flat
+
+
+def test_a_stack_of_scattered_layers_is_told():
+    """Not as many of each submesh side by side: with its line, and what to do."""
+    (finding,) = run("spread_stacks", program(TOGETHER.format(order="a, b, a", more=""), tasks=TASKS)).findings
+    assert "a stack float32[3,512] is put together" in finding.text and "of layers of 2 submeshes" in finding.text
+    assert "2048 bytes come from the others" in finding.text and "next to each other" in finding.text
+
+
 def test_sums_over_layers_are_combined():
     """A part on each submesh, and one addition."""
     after = run("spread_stacks", layers(LAYERS.format(n="m * jnp.sum(w * w)")))

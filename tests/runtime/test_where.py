@@ -4,7 +4,6 @@ import contextlib
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import manymesh as mm
@@ -39,23 +38,6 @@ def test_outside_of_loops_there_is_no_microbatch(submeshes):
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         jax.block_until_ready(mm.jit(lambda x: large(x + 1))(jnp.ones(8)))
     assert caught.value.__notes__[0] == "while 'large' runs on submesh 0"
-
-
-def test_what_is_raised_in_a_callback(submeshes):
-    def checked(x):
-        if x.sum() > 100:
-            raise ValueError("a row that is too large")
-        return x
-
-    def second(x):
-        return jax.pure_callback(checked, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-    first, second = (mm.task(f, f.__name__, mesh=m) for f, m in zip((jnp.sinh, second), submeshes, strict=True))
-    step = mm.jit(mm.microbatch(lambda x: second(first(x)), argnum=0, num_microbatches=4, reduce="concat"))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="a row that is too large") as caught:
-        jax.block_until_ready(step(jnp.asarray([1.0, 1.0, 9.0, 1.0])))
-    assert caught.value.__notes__[0] == "while 'second', microbatch 2, runs on submesh 1"
-    np.testing.assert_allclose(step(jnp.ones(4)), jnp.sinh(jnp.ones(4)), rtol=1e-6)  # nothing is left behind
 
 
 def test_a_transfer(submeshes):

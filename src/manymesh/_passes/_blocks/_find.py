@@ -23,6 +23,7 @@ from ..._compat import Var
 from ..._program._flat import FlatProgram
 from ..._program._nodes import Loop, Node, nbytes, shape_and_dtype
 from ..._task import mesh_devices
+from .._hoist import SMALL
 from .._spread import is_short
 from ._ties import ELEMENTWISE, Tie, joins_blocks, put_together, taken_apart, tie_of
 
@@ -58,11 +59,29 @@ class Uneven:
 
 
 @dataclass(frozen=True)
+class Scattered:
+    """A stack that the step puts together of layers of several submeshes, but in no equal blocks, and takes apart again.
+
+    Attributes:
+      type: its dtype and shape.
+      line: where the user puts it together.
+      count: how many submeshes.
+      away: bytes of the layers that are not on the submesh with most of them.
+    """
+
+    type: str
+    line: str
+    count: int
+    away: int
+
+
+@dataclass(frozen=True)
 class Found:
     """What lies in blocks, what does not though its layers do, and the conditionals and short scans that are in the way."""
 
     split: Mapping[Var, Split]
     uneven: tuple[Uneven, ...]
+    scattered: tuple[Scattered, ...]
     conditionals: tuple[Node, ...]
 
 
@@ -94,6 +113,7 @@ class _Finder:
         self.queue: deque[Var] = deque()
         self.conditionals: dict[Node, None] = {}
         self.uneven: dict[Var, Uneven] = {}
+        self.scattered: dict[Var, Scattered] = {}
 
     def run(self) -> Found:
         for v, split in self._seeds():
@@ -101,7 +121,7 @@ class _Finder:
         for v, o in self.flat.pins.states:  # what is put together of blocks, some of them as they were, say
             if v in self.split:
                 self._cut(self.flat.outvars[o], self.split[v])
-        return Found(self.split, tuple(self.uneven.values()), tuple(self.conditionals))
+        return Found(self.split, tuple(self.uneven.values()), tuple(self.scattered.values()), tuple(self.conditionals))
 
     def _cut(self, v: Any, split: Split) -> None:
         self._mark(v, split)
@@ -123,6 +143,16 @@ class _Finder:
             if v in self.producer or v in self.back:
                 made = [self._mesh_of(x, self._before) if _compat.is_var(x) else None for x in column]
                 parts[v, 0] += [(i, i + 1, mesh) for i, mesh in enumerate(made)]
+        for n in self.flat.nodes:
+            made_of = put_together(n.eqn) if n.task is None and n.loop is None else None
+            if (
+                made_of is not None
+                and nbytes(n.outputs[0].aval) > SMALL
+                and self._comes_apart(n.outputs[0], made_of.dim)
+            ):
+                operands = zip(n.eqn.invars, made_of.ranges, strict=True)
+                meshes = [(a, b, self._mesh_of(x, self._before)) for x, (a, b) in operands if _compat.is_var(x)]
+                parts[n.outputs[0], made_of.dim] += meshes
         seeds = []
         for (v, d), cuts in parts.items():
             known = sorted(((a, b, m) for a, b, m in cuts if m is not None), key=lambda cut: cut[:2])
@@ -133,9 +163,36 @@ class _Finder:
             length = _compat.shape(v)[d]
             if _in_equal_blocks(known, length, submeshes):
                 seeds.append((v, split))
+            elif v in self.producer and put_together(self.producer[v].eqn) is not None:
+                self._note_scattered(v, d, known, len(submeshes))
             elif _covered([(a, b) for a, b, _ in cuts], length):  # a row of a grid is no layer
                 self._note_uneven(v, d, known, submeshes)
         return seeds
+
+    def _note_scattered(self, v: Var, d: int, known: Sequence[tuple[int, int, Mesh]], count: int) -> None:
+        """A stack of the user's: a vector of all parameters, say, is put together by libraries."""
+        if len(_compat.shape(v)) < 2:
+            return
+        held: dict[Mesh, int] = defaultdict(int)
+        for a, b, m in known:
+            held[m] += (b - a) * nbytes(v.aval) // _compat.shape(v)[d]
+        line = _compat.source_line(self.producer[v].eqn)
+        self.scattered[v] = Scattered(v.aval.str_short(), line, count, sum(held.values()) - max(held.values()))
+
+    def _comes_apart(self, v: Var, dim: int) -> bool:
+        """Whether what is computed of a stack is taken apart again: an optimizer works on all layers of a shape at once."""
+        length, seen, todo = _compat.shape(v)[dim], {v}, [v]
+        while todo:
+            for n in self.readers.get(todo.pop(), ()):
+                if n.task is not None or n.loop is not None:
+                    continue
+                taken = taken_apart(n.eqn)
+                if taken is not None and taken.dim == dim:
+                    return True
+                alike = [x for x in n.outputs if x not in seen and length in _compat.shape(x)[dim : dim + 1]]
+                seen.update(alike)
+                todo += alike
+        return False
 
     def _of_batch(self) -> set[Var]:
         """What forward passes make of a microbatch: what is taken apart of it, such as the gates of experts, are no layers."""

@@ -14,7 +14,7 @@ from ..._program._flat import FlatProgram, Pins
 from ..._program._stacked import Stacked, positions, spec_of_blocks
 from .._dead import remove_dead
 from .._spread import open_control_flow
-from ._find import Found, Split, Uneven, find_split
+from ._find import Found, Scattered, Split, Uneven, find_split
 from ._rewrite import Rewriter, Whole
 
 SMALL = 1024  # bytes: what goes to and fro, or is put together, of less is not worth a word
@@ -27,7 +27,7 @@ def spread_stacks(flat: FlatProgram) -> FlatProgram:
         flat = remove_dead(open_control_flow(flat, found.conditionals))
         found = _find(flat)
     names = {v: "".join(steps) for v, steps in flat.pins.names.items()}
-    findings = _about_uneven(found.uneven, names)
+    findings = [*_about_uneven(found.uneven, names), *_about_scattered(found.scattered)]
     if not found.split:
         return replace(flat, findings=(*flat.findings, *findings)) if findings else flat
     results = _results(flat, found.split)
@@ -121,6 +121,20 @@ def _about_uneven(uneven: Sequence[Uneven], called: Mapping[Var, str]) -> list[F
         if sum(u.away for u in those) > SMALL
     ]
     return list(map(Finding, texts))
+
+
+def _about_scattered(scattered: Sequence[Scattered]) -> list[Finding]:
+    """A finding for each stack that is put together on one submesh, of layers that are on others."""
+    return [
+        Finding(
+            f"a stack {s.type} is put together{f' at {s.line}' if s.line else ''} of layers of {s.count} submeshes, not as many "
+            f"of each side by side, so it is computed with on one submesh: {s.away} bytes come from the others in every step, "
+            "and what is made of them goes back; stack the layers of each submesh next to each other, as many of each, or "
+            "compute with each layer by itself"
+        )
+        for s in scattered
+        if s.away > SMALL
+    ]
 
 
 def _even(kind: str, layers: int, count: int, rounds: int) -> str:
