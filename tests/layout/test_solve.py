@@ -140,6 +140,33 @@ def test_a_state_that_becomes_a_number_is_laid_out_like_its_parameter(number):
         assert_same(results, step(state, x))
 
 
+def test_momenta_that_are_stacked_are_laid_out_like_their_parameters():
+    """All matrices of a shape at once, in products with themselves: each layer of the stack is that of one parameter."""
+    first, _ = halves()
+
+    def front(p, x):
+        h = jnp.tanh(x @ mm.with_sharding_constraint(p["w1"], (None, "model")))
+        return jnp.mean(jnp.tanh(h @ mm.with_sharding_constraint(p["w2"], ("model", None))) ** 2)
+
+    task = mm.task(front, "front", mesh=first)
+
+    def step(p, s, x):
+        grads = jax.grad(task)(p, x)
+        s = jax.tree.map(lambda m, g: 0.9 * m + g, s, grads)
+        stack = jnp.stack(jax.tree.leaves(s))
+        turned = stack - 0.1 * jnp.einsum("nij,nkj,nkl->nil", stack, stack, stack)
+        return {k: p[k] - 0.1 * u for k, u in zip(sorted(p), turned, strict=True)}, s
+
+    p = {k: jnp.eye(WIDTH) for k in ("w1", "w2")}
+    args = p, jax.tree.map(jnp.zeros_like, p), jnp.ones((8, WIDTH))
+    lowered = mm.jit(step).lower(*args)
+    found = {name: d.spec for name, d in leaves(lowered.layout, "args[1]").items()}
+    assert found == {"args[1]['w1']": P(None, "model"), "args[1]['w2']": P("model")}
+    results = lowered.compile()(*args)
+    with mm.ignore_transforms():
+        assert_same(results, step(*args))
+
+
 def test_two_parameters_of_one_shape_are_not_one_anothers_states():
     """Under plain SGD nothing is tied to either, and outside tasks one has a part in the gradient of the other."""
     first, _ = halves()

@@ -58,25 +58,78 @@ def _join_lonely(program: Program, groups: Groups[Var], states: Sequence[Var]) -
     """
     count = Counter(groups.find(v) for v in states)
     lonely = [v for v in states if count[groups.find(v)] == 1]
-    reach: dict[Var, frozenset[Var]] = {v: frozenset((v,)) for v in lonely}
-    nothing: frozenset[Var] = frozenset()
+    reach = _Reach(lonely)
     parameters: set[Var] = set()
     for f in program.fragments if lonely else ():
         for eqn in _compat.open_jaxpr(f.jaxpr).eqns:
-            found = nothing.union(*(reach.get(v, nothing) for v in eqn.invars if _compat.is_var(v)))
             if f.loop is not None or (_compat.is_jit(eqn) and MARK in eqn.params["name"]):
-                parameters |= found
-            elif found:
-                reach.update((v, found) for v in eqn.outvars if _compat.is_var(v))
+                parameters |= reach.read(eqn)
+            else:
+                reach.follow(eqn)
     results: dict[Var, set[Var]] = {v: set() for v in lonely if v not in parameters}
     for out, _ in program.outputs:
-        for v in reach.get(out, nothing) & results.keys() if _compat.is_var(out) else ():
+        for v in reach.of(out) & results.keys():
             results[v].add(groups.find(out))
     homes = {groups.find(v): v for v in states}
     for v, found_in in results.items():
         others = [homes.get(group) for group in found_in if group != groups.find(v)]
         if len(others) == 1 and others[0] is not None and _compat.shape(others[0]) == _compat.shape(v):
             groups.join(v, others[0])
+
+
+class _Reach:
+    """Which states have a part in each value; of a stack of several, which of them in each layer.
+
+    Args:
+      states: those that are followed.
+    """
+
+    def __init__(self, states: Iterable[Var]) -> None:
+        self._whole: dict[Atom, frozenset[Var]] = {v: frozenset((v,)) for v in states}
+        self._layers: dict[
+            Atom, list[frozenset[Var]]
+        ] = {}  # value -> what has a part in each place of its first dimension
+
+    def of(self, atom: Atom) -> frozenset[Var]:
+        """The states that have a part in a value."""
+        return self._whole.get(atom, frozenset()) if _compat.is_var(atom) else frozenset()
+
+    def read(self, eqn: Eqn) -> frozenset[Var]:
+        """The states that have a part in what an equation reads."""
+        return frozenset().union(*map(self.of, eqn.invars))
+
+    def follow(self, eqn: Eqn) -> None:
+        """Notes what an equation makes. What is done to a stack is taken to be done to each of its layers."""
+        found = self.read(eqn)
+        for v in eqn.outvars if found else ():
+            if _compat.is_var(v):
+                layers = self._layers_of(eqn, v)
+                self._whole[v] = found if layers is None else frozenset().union(*layers)
+                if layers is not None and len(layers) == _length(v):
+                    self._layers[v] = layers
+
+    def _layers_of(self, eqn: Eqn, v: Var) -> list[frozenset[Var]] | None:
+        """What has a part in each layer of a result; None where it is no stack, and no layers of one."""
+        name, params = eqn.primitive.name, eqn.params
+        if name == "stack" and params["axis"] == 0:
+            return [self.of(x) for x in eqn.invars]
+        if name == "concatenate" and params["dimension"] == 0:
+            return [self.of(x) for x in eqn.invars for _ in range(_length(x))]
+        given = self._layers.get(eqn.invars[0]) if _compat.is_var(eqn.invars[0]) else None
+        if given is not None and name == "unstack" and params["axis"] == 0:
+            return [given[eqn.outvars.index(v)]]
+        if given is not None and name == "slice":
+            return given[params["start_indices"][0] : params["limit_indices"][0]]
+        stacks = [self._layers[x] for x in eqn.invars if _compat.is_var(x) and x in self._layers]
+        alike = [layers for layers in stacks if len(layers) == _length(v)]
+        if not alike:
+            return None
+        others = frozenset().union(*(self.of(x) for x in eqn.invars if not _compat.is_var(x) or x not in self._layers))
+        return [others.union(*each) for each in zip(*alike, strict=True)]
+
+
+def _length(atom: Atom) -> int:
+    return next(iter(_compat.shape(atom)), 0)
 
 
 class _Ties:
