@@ -33,6 +33,11 @@ def newton(y):
     return y - 0.1 * y @ y.mT @ y
 
 
+def keys():
+    """One for each layer."""
+    return jax.random.split(jax.random.key(3), LAYERS)
+
+
 OPERATIONS = {
     "eigh": lambda g: jnp.abs(jnp.linalg.eigh(positive(g))[1]),
     "qr": lambda g: jnp.abs(jnp.linalg.qr(g + jnp.eye(WIDTH))[0]),
@@ -49,6 +54,8 @@ OPERATIONS = {
     "looked up": lambda g: jnp.take_along_axis(g, jnp.argmax(g, -1, keepdims=True), -1) + g,
     "map": lambda g: jax.lax.map(newton, g),
     "fori_loop": lambda g: jax.lax.fori_loop(0, 3, lambda _, y: newton(y), g),
+    "noise": lambda g: g + jax.vmap(lambda k: jax.random.normal(k, g.shape[1:]))(keys()),
+    "dropped": lambda g: jnp.where(jax.vmap(lambda k: jax.random.bernoulli(k, 0.5, g.shape[1:]))(keys()), g, 0),
     "scan": lambda g: jax.lax.scan(lambda y, _: (newton(y), None), g, None, length=3)[0],
 }
 
@@ -72,6 +79,18 @@ def test_no_layer_crosses(name):
 
     assert bytes_of_weights(step, *arguments()) == 0
     assert_agrees(step, *arguments(), tolerance=2e-3)
+
+
+def test_noise_of_all_layers_at_once_is_told():
+    """It is drawn on one submesh: how many bytes are sent, and how each submesh draws its own."""
+
+    def step(w, x):
+        return w - 0.1 * (gradient(w, x) + jax.random.bits(jax.random.key(3), w.shape).astype(jnp.float32))
+
+    with pytest.warns(
+        UserWarning, match=rf"random numbers .*test_between_layers.* {2 * LAYERS * WIDTH**2} bytes .*jax.vmap"
+    ):
+        mm.jit(step).lower(*arguments())
 
 
 def test_muon():

@@ -45,12 +45,14 @@ class Rewriter:
     Attributes:
       blocks: value -> its blocks, as far as they are made.
       whole: what is put together, because something reads it whole.
+      drawn: random numbers for all layers, which are drawn on one submesh.
     """
 
     def __init__(self, flat: FlatProgram, split: Mapping[Var, Split], results: Sequence[Split | None]) -> None:
         self.flat, self.split, self.results = flat, split, results
         self.blocks: dict[Var, list[Var]] = {}
         self.whole: dict[Var, Whole] = {}
+        self.drawn: dict[Var, Whole] = {}
         self._joined: dict[Var, Var] = {}
         self._cut: dict[tuple[Var, Split], list[Var]] = {}
         self._nodes: list[Node] = []
@@ -285,6 +287,9 @@ class Rewriter:
         return self._cut[v, split]
 
     def _cut_of(self, v: Var, split: Split, follows: bool) -> list[Any]:
+        made, count = self.flat.index.producer.get(v), len(split.submeshes)
+        if made is not None and made.primitive == "random_bits" and made.task is None:
+            self.drawn[v] = Whole(v, _compat.source_line(made.eqn), nbytes(v.aval) * (count - 1) // count)
         size = _compat.shape(v)[split.dim] // len(split.submeshes)
         cut = []
         for k in range(len(split.submeshes)):

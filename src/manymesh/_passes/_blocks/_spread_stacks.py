@@ -39,7 +39,12 @@ def spread_stacks(flat: FlatProgram) -> FlatProgram:
     return replace(
         new,
         pins=_pins(flat, new, ins, outs),
-        findings=(*flat.findings, *findings, *_about_wholes(rewriter.whole.values(), names)),
+        findings=(
+            *flat.findings,
+            *findings,
+            *_about_wholes(rewriter.whole.values(), names),
+            *_about_drawn(rewriter.drawn.values()),
+        ),
         stacked_inputs=ins,
         stacked_outputs=outs,
     )
@@ -165,6 +170,19 @@ def _about_wholes(wholes: Iterable[Whole], called: Mapping[Var, str]) -> list[Fi
             "in every step"
         )
         for reader, those in read.items()
+    ]
+
+
+def _about_drawn(drawn: Iterable[Whole]) -> list[Finding]:
+    """A finding for each draw of the numbers of all layers."""
+    return [
+        Finding(
+            f"random numbers for all layers of a stack ({w.var.aval.str_short()}{f', at {w.reader}' if w.reader else ''}) are drawn "
+            f"on one submesh, and {w.nbytes} bytes of them sent to the others in every step; draw with a key for each layer, and "
+            "each submesh draws its own: jax.vmap(lambda k: jax.random.normal(k, shape))(jax.random.split(key, layers))"
+        )
+        for w in drawn
+        if w.nbytes > SMALL
     ]
 
 

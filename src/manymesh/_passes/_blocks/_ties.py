@@ -284,6 +284,11 @@ def _batched(core: Callable[[Eqn], int]) -> Callable[[Eqn], Iterator[Tie]]:
     return rule
 
 
+def _drawn(eqn: Eqn) -> Iterator[Tie]:
+    """A key for each layer draws the numbers of that layer."""
+    yield from (Tie({0: d}, {0: d}) for d in range(len(_shape(eqn.invars[0]))))
+
+
 def _conv(eqn: Eqn) -> Iterator[Tie]:
     numbers = eqn.params["dimension_numbers"]
     if eqn.params["batch_group_count"] == 1:
@@ -328,6 +333,7 @@ _RULES: dict[str, Callable[[Eqn], Iterator[Tie]]] = {
     "lu_pivots_to_permutation": _batched(lambda eqn: 1),
     "optimization_barrier": _barrier,
     "pad": _pad,
+    "random_bits": _drawn,
     "reshape": _reshape,
     "rev": _but("dimensions"),
     "slice": _slice,
