@@ -353,3 +353,15 @@ def test_a_computation_that_shards_by_itself_says_more(name):
     assert _solve.says_more(jax.make_jaxpr(sharded()[name])(x).jaxpr)
     if name != "shard_map":
         assert not _solve.says_more(jax.make_jaxpr(sharded(None)[name])(x).jaxpr)
+
+
+@pytest.mark.parametrize("which", ["in_shardings", "out_shardings"])
+def test_another_mesh_of_the_devices_of_a_task_is_told(which):
+    """Its axes have other names, so that it is another submesh; the mesh of the task itself is not."""
+    task = mm.task(lambda x: jnp.tanh(x), "wide", devices=[0, 1])
+    own = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("model",)), P())
+    with pytest.warns(UserWarning, match=rf"{which} of .* of task 'wide', but on another mesh, {{'model': 2}}"):
+        lowered = mm.jit(task, **{which: own}).lower(jnp.ones((4, 4)))
+    assert len(lowered.program.submeshes) == 2
+    (mesh,) = mm.jit(task).lower(jnp.ones((4, 4))).program.submeshes
+    assert not mm.jit(task, **{which: NamedSharding(mesh, P())}).lower(jnp.ones((4, 4))).findings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._errors import ArgumentError, AxisError, MeshError
+from .._findings import Finding
+from .._mark import Recording
 from .._program import Program
 from .._runtime._memories import host_kind
 from .._task import Task, mesh_devices
@@ -73,6 +75,35 @@ def check_submeshes(label: str, shardings: dict[int, Any], paths: list[str], tas
                 f"{', '.join(map(repr, sorted(parts)))} use parts of these devices; write NamedSharding(submesh, spec), or "
                 "None to have it inferred"
             )
+
+
+def note_renamed(
+    record: Recording, label: str, shardings: Mapping[int, NamedSharding], paths: Sequence[str], tasks: Iterable[Task]
+) -> None:
+    """Adds a finding: a sharding on the devices of a task, on a mesh that is not the task's and so is another submesh.
+
+    Args:
+      record: of the trace.
+      label: ``in_shardings`` or ``out_shardings``.
+      shardings: position of a leaf -> its sharding.
+      paths: what each leaf is called.
+      tasks: the tasks of the step.
+    """
+    meshes = {mesh: str(task.name) for task in tasks for mesh in (task.meshes or (task.mesh,)) if mesh is not None}
+    of_devices = {mesh_devices(mesh): mesh for mesh in meshes}
+    asked = {i: auto_mesh(s.mesh) for i, s in shardings.items() if isinstance(s.mesh, Mesh)}
+    renamed = {i: mesh for i, mesh in asked.items() if mesh not in meshes and mesh_devices(mesh) in of_devices}
+    if not renamed:
+        return
+    i, mesh = next(iter(renamed.items()))
+    task = of_devices[mesh_devices(mesh)]
+    more = f" and {len(renamed) - 1} more" if len(renamed) > 1 else ""
+    text = (
+        f"{label} of{paths[i]}{more}: on the devices {[d.id for d in mesh_devices(mesh)]} of task {meshes[task]!r}, but on another "
+        f"mesh, {dict(mesh.shape)}, than that of the task, {dict(task.shape)}; these are two submeshes, between which it is "
+        "copied in every step: give the task this mesh (mesh=), or write NamedSharding with the mesh of the task"
+    )
+    record.findings[Finding(text)] = MeshError
 
 
 def check_fit(

@@ -34,7 +34,7 @@ from ._lowered import Lowered
 from ._names import names_of_arguments, names_of_results, paths_of_arguments, paths_of_results, users_keys
 from ._outside import Outside
 from ._parts import split
-from ._shardings import check_fit, check_submeshes, committed, expand, mesh_of, on_devices
+from ._shardings import check_fit, check_submeshes, committed, expand, mesh_of, note_renamed, on_devices
 from ._step import Step
 
 
@@ -129,8 +129,10 @@ class Traced(Shown):
         tasks = program.tasks.values()
         names = [f" {name}" for name in names_of_arguments(given.treedef)]
         check_submeshes("in_shardings", outside.whole_in(wanted_in), names, tasks)
+        note_renamed(self._record, "in_shardings", outside.whole_in(wanted_in), names, tasks)
         names = [f" {name}" for name in names_of_results(self._out_tree)]
         check_submeshes("out_shardings", outside.whole_out(wanted_out), names, tasks)
+        note_renamed(self._record, "out_shardings", outside.whole_out(wanted_out), names, tasks)
         try:
             program, findings = resolve_constraints(program)
         except AxisError as error:
