@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 
 import manymesh as mm
 from manymesh import schedules
-from manymesh.schedules import Action, Custom, Interleaved1F1B
-from stages import assert_agrees, microbatched, rows
+from manymesh.schedules import AbstractSchedule, Action, Custom, GPipe, Interleaved1F1B
+from stages import assert_agrees, loss, microbatched, rows
+from stages import parameters as stage_parameters
 
 pytestmark = pytest.mark.once
 
@@ -271,6 +272,24 @@ def test_a_custom_object_names_the_tasks_too():
     rows = [[Action(kind, s, m) for m in range(2) for kind in kinds] for s, kinds in enumerate(("BF", "FB"))]
     with pytest.raises(mm.errors.ScheduleError, match="s0:B0 waits for s0:F0 waits for s0:B0"):
         runner().lower(parameters(2), batch(2), (0, 1), Custom(rows), 2)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_wrong_order_of_a_class_names_the_tasks_too(backward):
+    """A schedule that somebody wrote, which forgets the last microbatch."""
+
+    class Short(AbstractSchedule):
+        name = "short"
+
+        def order(self, placement, num_microbatches, *, backward=True):
+            return GPipe().order(placement, num_microbatches - 1, backward=backward)
+
+    run = microbatched(None if backward else loss, num_microbatches=2, schedule=Short())
+    with pytest.raises(mm.errors.ScheduleError) as error:
+        mm.jit(run).lower(stage_parameters(), rows(4))
+    assert str(error.value).startswith(
+        f"microbatch(loss): schedule 'short', order((0, 1), 2, backward={backward}): submesh 0 never lists front:F1; "
+    )
 
 
 @pytest.mark.parametrize(

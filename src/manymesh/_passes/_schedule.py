@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from .. import schedules
 from .._errors import ScheduleError
 from .._microbatch import LoopSpec
+from ..schedules._order_of import order_of
 from ._cluster import Cluster
 from ._stages import number_stages
 
@@ -85,11 +86,19 @@ def fit_schedule(
             split = any(action.kind == "W" for row in rows for action in row)
             unnamed = {(phase, s) for phase in range(1 + backward + split) for s in range(len(placement))} - named
             schedule = schedules.Custom(tuple(_completed(rows, unnamed, placement, spec.num_microbatches)))
+        labels = _labels({stage[c]: name(c) for c in order if name(c)})
         try:
             if isinstance(schedule, schedules.Custom):
-                _check_rows(spec, schedule, placement, backward, {stage[c]: name(c) for c in order if name(c)})
+                _check_rows(spec, schedule, placement, backward, labels)
             elif against is None:
-                schedule.order(placement, spec.num_microbatches, backward=backward)
+                order_of(
+                    schedule,
+                    placement,
+                    spec.num_microbatches,
+                    backward=backward,
+                    labels=labels,
+                    accumulates=spec.accumulates,
+                )
         except ScheduleError as error:
             failed = failed or error
             continue
@@ -119,14 +128,21 @@ def _comes_after(stage: Mapping[Cluster, int], reader: Cluster, maker: Cluster, 
     )  # what weight gradients read of each other is put in order later
 
 
+def _labels(names: Mapping[int, str | None]) -> Callable[[schedules.Action], str]:
+    """How messages name an action: by its task, as users do."""
+    return lambda a: f"{names.get(a.stage, a.stage)}:{a.kind}{a.microbatch}"
+
+
 def _check_rows(
-    spec: LoopSpec, custom: schedules.Custom, placement: tuple[int, ...], backward: bool, names: dict[int, str | None]
+    spec: LoopSpec,
+    custom: schedules.Custom,
+    placement: tuple[int, ...],
+    backward: bool,
+    labels: Callable[[schedules.Action], str],
 ) -> None:
-    """Checks rows that the user wrote, naming tasks as the user does."""
+    """Checks rows that the user wrote."""
     order = schedules.Order(placement, spec.num_microbatches, custom.rows, custom.splits_backward, backward)
-    schedules.check(
-        order, labels=lambda a: f"{names.get(a.stage, a.stage)}:{a.kind}{a.microbatch}", accumulates=spec.accumulates
-    )
+    schedules.check(order, labels=labels, accumulates=spec.accumulates)
 
 
 def _check_interleave(spec: LoopSpec, placement: tuple[int, ...]) -> None:
