@@ -21,6 +21,7 @@ from ._arguments import (
     check_apart,
     check_donation,
     check_named,
+    check_values,
     flatten,
     gathered,
     named,
@@ -190,7 +191,7 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
                 f"mm.jit({self.name}) is called while JAX traces another function, such as one of jax.jit; a step runs as "
                 "programs of its own and cannot be a part of another one: apply jax.jit inside the function that mm.jit wraps"
             )
-        result = self._compiled_for(given).call_flat(given.leaves)
+        result = self._compiled_for(given, called=True).call_flat(given.leaves)
         return result
 
     @_compat.boundary
@@ -201,7 +202,7 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         return flatten(self._step, args, kwargs)
 
-    def _compiled_for(self, given: Arguments) -> Compiled:
+    def _compiled_for(self, given: Arguments, called: bool = False) -> Compiled:
         # 1, 1.0 and True are equal and hash alike, but make different programs.
         static = tuple((k, type(v), v) for k, v in given.static)
         around, types = (given.treedef, static, surroundings()), types_of(given.leaves)
@@ -214,6 +215,8 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
             compiled = self._following(key, places(given.leaves))
         if compiled is None:
             check_donation(self._step, given)
+            if called:
+                check_values(self._step, given)
             try:
                 lowered = trace(self._step, given).lower()
             except Exception as error:
