@@ -82,7 +82,7 @@ def microbatch(
     argnum: int | Sequence[int] = 0,
     *,
     num_microbatches: int | None = None,
-    schedule: schedules.ScheduleName | schedules.AbstractSchedule | None = None,
+    schedule: schedules.ScheduleName | str | schedules.AbstractSchedule | None = None,
     reduce: Reduce = "sum",
     interleave: int | None = None,
     num_stages: int | None = None,
