@@ -378,6 +378,10 @@ def test_a_pattern_that_matches_nothing_is_said_once():
     mm.register_task(r"layr_(\d+)", devices=[0])
     mm.register_task("layer_0", devices=[1])
     step = mm.jit(layers(["layer_0", "layer_1"]))
+    for _ in range(2):  # where warnings are errors
+        with warnings.catch_warnings(), pytest.raises(UserWarning, match="matches no scope"):
+            warnings.simplefilter("error")
+            step(weights(2), batch())
     with pytest.warns(UserWarning) as found:
         step(weights(2), batch())
         step(weights(2), batch()[:8])
