@@ -9,7 +9,7 @@ from .. import _compat
 from .._compat import Atom, Var
 from .._program._flat import FlatProgram
 from .._program._fragments import Edge, Fragment, Kind, LoopPlan, Program
-from .._program._nodes import Loop, Node, nbytes
+from .._program._nodes import Loop, nbytes
 from .._program._text import short
 from ._beside import of_literals
 from ._cluster import Cluster, cluster
@@ -171,7 +171,7 @@ class _Builder:
 
     def _fragment(self, c: Cluster, loop: int | None, stage: int | None, fallback: str) -> Fragment:
         assert c.submesh is not None, "loops are no fragments"
-        nodes = self._in_order(c)
+        nodes = sorted(c.nodes, key=self.index.position.__getitem__)
         made = {v for n in nodes for v in n.outputs}
         invars = [v for v in dict.fromkeys(v for n in nodes for v in n.inputs) if v not in made]
         outvars = [v for n in nodes for v in n.outputs if self._leaves(v, c)]
@@ -190,13 +190,10 @@ class _Builder:
         self.fragments.append(fragment)
         return fragment
 
-    def _in_order(self, c: Cluster) -> list[Node]:
-        return sorted(c.nodes, key=self.index.position.__getitem__)
-
     def _tasks(self, c: Cluster) -> tuple[str, ...]:
         """What the tasks of a cluster are called, in order; what is computed again is no other task."""
-        marks = dict.fromkeys(n.task for n in self._in_order(c) if n.task is not None)
-        return tuple(self.flat.tasks[mark].name or "task" for mark in marks)
+        calls = sorted((n for n in c.nodes if n.task is not None), key=self.index.position.__getitem__)
+        return tuple(self.flat.tasks[mark].name or "task" for mark in dict.fromkeys(n.task for n in calls if n.task))
 
     def _states_first(self, invars: list[Var], outvars: list[Var]) -> tuple[list[Var], list[Var]]:
         """The operands and results of a fragment, the states in front, and in their order their next values.
