@@ -527,6 +527,25 @@ def test_a_transformation_around_a_step(transform):
         step(jnp.ones(WIDTH))
 
 
+def test_a_call_with_a_description_of_an_array():
+    """Said before anything compiles; also of what is compiled already, and of an argument that nothing reads."""
+    step = mm.jit(lambda p, batch: loss(p, batch["x"]))
+    described = {"x": jax.ShapeDtypeStruct((8, WIDTH), "float32"), "y": jax.ShapeDtypeStruct((), "int32")}
+    words = (
+        "argument args[1]['x'] is a jax.ShapeDtypeStruct, which describes float32[8,4]",
+        "call the step with an array",
+    )
+    with raises(errors.ArgumentError, "mm.jit(<lambda>): ", *words, "prepare"):
+        step(parameters(), described)
+    assert "0 programs" in repr(step)
+    compiled = step.prepare(parameters(), described)
+    for call in (step, compiled):
+        with raises(errors.ArgumentError, *words):
+            call(parameters(), described)
+        with raises(errors.ArgumentError, "argument args[1]['y'] is a jax.ShapeDtypeStruct"):
+            call(parameters(), {**described, "x": rows()})
+
+
 def test_out_shardings_of_the_wrong_structure():
     """The label, and that it is no prefix."""
     s = NamedSharding(mesh((1,), ("d",)), P())

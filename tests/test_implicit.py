@@ -257,7 +257,7 @@ def test_a_registration_ends():
     f = layers(["a"])
     first = mm.register_task("a", devices=[1])
     with mm.register_task("a", devices=[2]) as second:
-        assert fragments(f, weights(1), batch()) == [("a", [1])]
+        assert fragments(f, weights(1), batch()) == [("a", [2])]
         first.remove()
         first.close()
         assert fragments(f, weights(1), batch()) == [("a", [2])]
@@ -280,6 +280,46 @@ def test_one_of_two_equal_registrations_can_end():
     first, second = (mm.register_task("a", devices=[1]) for _ in range(2))
     first.remove()
     assert second.active and fragments(layers(["a"]), weights(1), batch()) == [("a", [1])]
+
+
+def test_the_same_pattern_again_takes_the_place_of_the_one_before():
+    """As when a cell of a notebook runs once more; in its place, before the patterns that came later, until it is removed."""
+    f = layers(["layer_1", "layer_2"])
+
+    def place(other):
+        def callback(match, is_backward):
+            return None if match[1] == "1" else mm.Task(devices=[other])
+
+        return callback
+
+    def cell(first, other):
+        mm.register_task("layer_1", devices=[first])
+        return mm.register_task(r"layer_(\d)", callback=place(other))
+
+    cell(0, 1)
+    assert fragments(f, weights(2), batch()) == [("layer_1", [0]), ("layer_2", [1])]
+    again = cell(2, 3)
+    assert fragments(f, weights(2), batch()) == [("layer_1", [2]), ("layer_2", [3])]
+    again.remove()
+    with mm.register_task("layer_1", devices=[4]):
+        assert fragments(f, weights(2), batch()) == [("layer_1", [4]), ("layer_2", [1])]
+    assert fragments(f, weights(2), batch()) == [("layer_1", [2]), ("layer_2", [1])]
+
+
+def test_a_callback_may_leave_a_match_to_the_same_pattern_without():
+    """They are two registrations."""
+    mm.register_task(".*", callback=lambda match, _: mm.Task(devices=[2]) if match[0] == "b" else None)
+    mm.register_task(".*", devices=[1])
+    assert fragments(layers(["a", "b"]), weights(2), batch()) == [("a", [1]), ("b", [2])]
+
+
+def test_the_same_registration_again_compiles_nothing():
+    """What holds is what held."""
+    step = mm.jit(layers(["a"]))
+    for _ in range(3):
+        mm.register_task("a", devices=[1])
+        step(weights(1), batch())
+    assert "1 program compiled" in repr(step)
 
 
 def test_all_threads_share_the_registry():
@@ -338,6 +378,10 @@ def test_a_pattern_that_matches_nothing_is_said_once():
     mm.register_task(r"layr_(\d+)", devices=[0])
     mm.register_task("layer_0", devices=[1])
     step = mm.jit(layers(["layer_0", "layer_1"]))
+    for _ in range(2):  # where warnings are errors
+        with warnings.catch_warnings(), pytest.raises(UserWarning, match="matches no scope"):
+            warnings.simplefilter("error")
+            step(weights(2), batch())
     with pytest.warns(UserWarning) as found:
         step(weights(2), batch())
         step(weights(2), batch()[:8])

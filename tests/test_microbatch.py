@@ -1,5 +1,7 @@
 """`microbatch` is the plain loop over the same pieces, whatever they are made of."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,6 +238,16 @@ def test_a_result_that_no_microbatch_changes():
         assert_agrees(microbatched(f, reduce=reduce), parameters(), rows())
 
 
+@pytest.mark.parametrize("size", [{}, {"num_microbatches": None, "size": 2}])
+@pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey])
+def test_a_key_for_each_microbatch_goes_by_rng_argnum(key, size):
+    """What belongs to rows is one to a row; of one key each microbatch gets its own."""
+    step = microbatched(lambda p, x, key: front(p["front"], x).mean(), argnum=(1, 2), **size)
+    words = "; random keys are no rows: pass one for all microbatches in an argument of its own, and name that in rng_argnum, "
+    with pytest.raises(mm.errors.MicrobatchError, match=re.escape(words)):
+        mm.jit(step).lower(parameters(), rows(), jax.random.split(key(0), 4))
+
+
 def test_typed_keys_in_a_batch_and_in_results():
     """Keys are cut like rows; they can be stacked, collected, and kept."""
 
@@ -355,6 +367,41 @@ def test_integers_smaller_than_a_byte():
 
     reduce = ("sum", "concat", "stack", "last")
     assert_agrees(microbatched(f, reduce=reduce, num_microbatches=2), parameters(), rows())
+
+
+@pytest.mark.parametrize(
+    "reduce, words",
+    [
+        ("mean", r"result['key'] is key<fry>, and random keys cannot be added up; do not return it, or reduce it by "),
+        ("sum", r"result['key'] is key<fry>, and random keys cannot be added up"),
+        ("max", r"result['key'] is key<fry>, and random keys have no greatest one; do not return it, or reduce it by "),
+        (
+            mm.WeightedMean("n"),
+            r"result['key'] is key<fry>, and random keys cannot be added up; do not return it, for a ",
+        ),
+    ],
+)
+def test_random_keys_are_not_added_up(reduce, words):
+    """Such as the next key, returned beside the loss: neither in a program nor in the plain loop."""
+
+    def f(p, x, key):
+        y = front(p["front"], x)
+        return {"y": y.mean(), "n": (y > 0).sum(), "key": jax.random.split(key)[0]}
+
+    step = microbatched(f, reduce=reduce, rng_argnum=2)
+    for call in (mm.jit(step), step):
+        with pytest.raises(mm.errors.MicrobatchError, match=re.escape(words)):
+            call(parameters(), rows(), jax.random.key(0))
+
+
+def test_random_keys_are_collected():
+    """Each as the key that it is."""
+    f = microbatched(
+        lambda p, x, key: (front(p["front"], x).mean(), jax.random.split(key), key, key),
+        reduce=("mean", "concat", "stack", "last"),
+        rng_argnum=2,
+    )
+    assert_agrees(f, parameters(), rows(), jax.random.key(0))
 
 
 def test_complex_numbers_have_no_greatest():

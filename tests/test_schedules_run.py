@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 
 import manymesh as mm
 from manymesh import schedules
-from manymesh.schedules import Action, Custom, Interleaved1F1B
-from stages import assert_agrees, microbatched, rows
+from manymesh.schedules import AbstractSchedule, Action, Custom, GPipe, Interleaved1F1B
+from stages import assert_agrees, loss, microbatched, rows
+from stages import parameters as stage_parameters
 
 pytestmark = pytest.mark.once
 
@@ -183,6 +184,62 @@ def test_a_custom_schedule_of_task_names():
         np.testing.assert_allclose(a, e, rtol=1e-5)
 
 
+def there_and_back(rows, microbatches=2, before=False):
+    """A chain that goes through the front twice: four stages on two submeshes."""
+    front, middle, back = (mm.task(block, name, devices=[i]) for i, name in ((0, "front"), (1, "middle"), (1, "back")))
+
+    def loss(ws, x):
+        return jnp.sum(back(ws[1], front(ws[0], middle(ws[1], front(ws[0], x)))) ** 2)
+
+    grad = microbatched(jax.grad(loss), num_microbatches=microbatches, schedule="custom", custom_schedule=rows)
+
+    def run(ws, x):
+        return grad(ws, front(ws[0], x) if before else x)
+
+    return run, [(jnp.eye(WIDTH), jnp.eye(WIDTH))] * 2, jnp.ones((4, WIDTH))
+
+
+AGAIN = [
+    ["front", "front", "front_2", "front_2", "front_bwd", "front_bwd", "front_bwd_2", "front_bwd_2"],
+    ["middle", "middle", "back", "back_bwd", "back", "back_bwd", "middle_bwd", "middle_bwd"],
+]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_task_in_several_stages_is_named_as_its_fragments_are(microbatches):
+    """With the numbers that the program prints."""
+    run, *args = there_and_back(AGAIN if microbatches == 2 else [["front", "front_2"], ["middle"]], microbatches)
+    assert_agrees(run, *args)
+    if microbatches == 2:
+        (plan,) = (program := mm.jit(run).lower(*args).program).loops
+        assert plan.placement == (0, 1, 0, 1)
+        names = [f.name for f in program.body(0) if f.tasks]
+        assert set(names) == {name for row in AGAIN for name in row}
+
+
+def test_numbers_count_from_what_the_step_does_before():
+    """A call outside of the loop has the first name."""
+    later = {"front": "front_2", "front_2": "front_3"}
+    run, *args = there_and_back([[later.get(name, name) for name in row] for row in AGAIN], before=True)
+    names = {f.name for f in mm.jit(run).lower(*args).program.fragments}
+    assert {"front", "front_2", "front_3"} < names
+    assert_agrees(run, *args)
+
+
+def test_a_task_in_several_stages_under_one_name_says_how_to_name_it():
+    """Which is meant cannot be told."""
+    run, *args = there_and_back([["front"] * 4 + ["front_bwd"] * 4, AGAIN[1]])
+    with pytest.raises(mm.errors.ScheduleError) as error:
+        mm.jit(run).lower(*args)
+    assert str(error.value) == (
+        "microbatch(loss): submesh 0 lists front:F2, but microbatches are numbered 0 to 1. Task 'front' is in several "
+        "stages; rows name them front, front_2, front_bwd, front_bwd_2."
+    )
+    run, *args = there_and_back([[name for name in AGAIN[0] if name != "front_2"], AGAIN[1]])
+    with pytest.raises(mm.errors.ScheduleError, match="submesh 0 never lists front_2:F0; "):
+        mm.jit(run).lower(*args)
+
+
 @pytest.mark.parametrize("rows", [ROWS, [ROWS[0], ["back", "back", "back_bwd", "back_bwd"]]])
 def test_what_is_in_no_task_runs_where_a_custom_schedule_leaves_room(rows):
     """On the first submesh the loss goes on with what the last task made: a stage without a task, which no row can name."""
@@ -271,6 +328,24 @@ def test_a_custom_object_names_the_tasks_too():
     rows = [[Action(kind, s, m) for m in range(2) for kind in kinds] for s, kinds in enumerate(("BF", "FB"))]
     with pytest.raises(mm.errors.ScheduleError, match="s0:B0 waits for s0:F0 waits for s0:B0"):
         runner().lower(parameters(2), batch(2), (0, 1), Custom(rows), 2)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_wrong_order_of_a_class_names_the_tasks_too(backward):
+    """A schedule that somebody wrote, which forgets the last microbatch."""
+
+    class Short(AbstractSchedule):
+        name = "short"
+
+        def order(self, placement, num_microbatches, *, backward=True):
+            return GPipe().order(placement, num_microbatches - 1, backward=backward)
+
+    run = microbatched(None if backward else loss, num_microbatches=2, schedule=Short())
+    with pytest.raises(mm.errors.ScheduleError) as error:
+        mm.jit(run).lower(stage_parameters(), rows(4))
+    assert str(error.value).startswith(
+        f"microbatch(loss): schedule 'short', order((0, 1), 2, backward={backward}): submesh 0 never lists front:F1; "
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,33 @@ def wrapped(params: dict[str, jax.Array], batch: jax.Array) -> None:
     assert_type(mm.jit(mm.microbatch(step, num_microbatches=2))(params, batch)[1], int)
 
 
-def words() -> None:
+class Trainer:
+    @mm.jit
+    def step(self, batch: jax.Array, *, scale: float = 1.0) -> jax.Array:
+        return batch * scale
+
+    @mm.jit(donate_argnums=1)
+    def update(self, batch: jax.Array) -> tuple[jax.Array, int]:
+        return batch, 1
+
+
+def methods(batch: jax.Array) -> None:
+    trainer = Trainer()
+    assert_type(trainer.step(batch, scale=2.0), jax.Array)
+    assert_type(trainer.update(batch)[1], int)
+    assert_type(Trainer.step(trainer, batch), jax.Array)
+    trainer.step("no")  # type: ignore[arg-type]
+    trainer.step()  # type: ignore[call-arg]
+    trainer.step.lower(trainer, batch)
+
+
+def words(name: str) -> None:
     mm.microbatch(step, schedule="zero-bubble-h1", reduce="mean")
     mm.microbatch(step, schedule=schedules.GPipe(), reduce=("concat", "sum"))
     mm.microbatch(step, reduce=mm.WeightedMean("tokens"))
-    mm.microbatch(step, schedule="1f1")  # type: ignore[arg-type]
+    mm.microbatch(step, schedule=name)
+    mm.microbatch(step, schedule="one-by-one")  # which `register` may know
+    mm.microbatch(step, schedule=1)  # type: ignore[arg-type]
     mm.microbatch(step, schedule=schedules.GPipe)  # type: ignore[arg-type]
     mm.microbatch(step, reduce="avg")  # type: ignore[arg-type]
     mm.Task("decoder", mm.Task())  # type: ignore[arg-type]

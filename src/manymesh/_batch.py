@@ -138,15 +138,24 @@ class Cut:
         if len(set(counts.values())) > 1:
             listing = ", ".join(f"{w.split(': ')[1]}: {c}" for w, c in counts.items())
             raise MicrobatchError(
-                f"microbatch({name}): leaves give different numbers of microbatches ({listing}){self.instead(args)}"
+                f"microbatch({name}): leaves give different numbers of microbatches ({listing}){self._about_keys(args)}{self.instead(args)}"
             )
         if len(set(lengths.values())) > 1:
             listing = ", ".join(f"{w.split(': ')[1]}: {n}" for w, n in lengths.items())
             raise MicrobatchError(
                 f"microbatch({name}): leaves of the batch have different lengths along dimension {dim} ({listing}), so that "
-                f"their pieces would not belong together; cut leaves of one length, or pass the other ones apart{self.instead(args)}"
+                f"their pieces would not belong together; cut leaves of one length, or pass the other ones apart{self._about_keys(args)}{self.instead(args)}"
             )
         return next(iter(counts.values()))
+
+    def _about_keys(self, args: tuple[Any, ...]) -> str:
+        """What to do with random keys that are cut and are as many as the microbatches."""
+        if not any(_are_keys(x) for k in self.argnums for x in jax.tree.leaves(args[k])):
+            return ""
+        return (
+            "; random keys are no rows: pass one for all microbatches in an argument of its own, and name that in rng_argnum, "
+            "so that each gets its own by jax.random.fold_in"
+        )
 
     def instead(self, args: tuple[Any, ...]) -> str:
         """What to write if argnum names something else than the batch: which other argument could be the batch."""
@@ -200,6 +209,14 @@ def _length(tree: PyTree, dim: int) -> int | None:
             return None
         found.add(shape[dim])
     return found.pop() if len(found) == 1 else None
+
+
+def _are_keys(x: Any) -> bool:
+    """Whether an array is of random keys, typed or, as it looks, as plain words."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return False
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and x.ndim == 2 and x.shape[1] in (2, 4))
 
 
 def in_words(words: Sequence[str], last: str = "and") -> str:

@@ -206,6 +206,8 @@ class Compiled(Shown):
             x = leaves[i]
             if isinstance(x, jax.Array) and (isinstance(x, jax.core.Tracer) or x.is_deleted()):
                 raise self._unusable(i, x)
+            if type(x) is jax.ShapeDtypeStruct:
+                raise described(f"{self.name}: argument {self._path(i)}", x)
         # Of every call, not only of the one that compiles: XLA refuses such a buffer in its own words, or ends the process.
         if self._donated and len(set(map(id, leaves))) < len(leaves):
             check_given_once(self.name, leaves, frozenset(self._donated), self._path)
@@ -351,6 +353,14 @@ def check_given_once(name: str, leaves: Sequence[Any], donated: frozenset[int], 
                 f"mm.jit({name}): arguments {path(k)} and {path(i)} are one array of shape {x.shape}, and it is donated; "
                 "donate neither, or pass a copy (jnp.copy) as one of them"
             )
+
+
+def described(argument: str, x: jax.ShapeDtypeStruct) -> ArgumentError:
+    """The error for an argument of a call that describes an array and is none."""
+    return ArgumentError(
+        f"{argument} is a jax.ShapeDtypeStruct, which describes {jax.core.ShapedArray(x.shape, x.dtype).str_short()} and has no values; "
+        "call the step with an array, or write lower, prepare or eval_shape, which need none"
+    )
 
 
 # A donated argument that is handed through, also by way of states of microbatches, is deleted, and the result has its buffer,

@@ -110,22 +110,37 @@ class Registration:
     def remove(self) -> None:
         """Ends it; a second time does nothing."""
         with _lock:
-            _registered[0] = tuple(r for r in _registered[0] if r is not self)
+            _registered[0] = _Registry(tuple(r for r in _registered[0].handles if r is not self))
 
     close = remove
 
     @property
     def active(self) -> bool:
-        """Whether it still holds."""
-        return any(r is self for r in _registered[0])
+        """Whether it has not ended."""
+        return any(r is self for r in _registered[0].handles)
 
     def __repr__(self) -> str:
         state = "" if self.active else ", removed"
         return f"register_task({self._rule.pattern.pattern!r}{state})"
 
 
+class _Registry:
+    """All registrations that have not ended, and the rules that hold.
+
+    Attributes:
+      handles: in order of registration.
+      rules: of each pattern the last rule, in the place of the first. One with a callback and one without are two, as
+        the callback may leave a match to the other one.
+    """
+
+    def __init__(self, handles: tuple[Registration, ...] = ()) -> None:
+        self.handles = handles
+        rules = [handle._rule for handle in handles]
+        self.rules = tuple({(rule.pattern, rule.callback is None): rule for rule in rules}.values())
+
+
 _lock = threading.Lock()
-_registered: list[tuple[Registration, ...]] = [()]  # replaced as a whole, under the lock; read without
+_registered = [_Registry()]  # replaced as a whole, under the lock; read without
 
 
 def register_task(
@@ -150,6 +165,7 @@ def register_task(
     the names of as many scopes, each directly in the one before, as the tree of parameters has them: ``h/0`` is the scope
     ``0`` directly in ``h`` and no other zero, ``encoder/layer/(\\d+)`` a layer of an encoder wherever that is. Of nested scopes
     the outermost that matches decides, of several patterns the first one registered. Inside a task made with `task` nothing is matched; such a task inside a matched scope merges with it.
+    The same pattern again, both with a callback or both without, takes the place of the one before until it is removed.
 
     In the body of a scan, an outermost scope is also called ``name[i]`` in iteration ``i``, so that ``layers\\[(\\d+)\\]``
     places stacked layers one by one; a list of meshes splits the iterations over them, as for `Task`.
@@ -214,7 +230,7 @@ def register_task(
         rule = Rule(compiled, None, callback, _defaults(task, name, placement))
     handle = Registration(rule)
     with _lock:
-        _registered[0] = (*_registered[0], handle)
+        _registered[0] = _Registry((*_registered[0].handles, handle))
     return handle
 
 
@@ -258,12 +274,12 @@ def clear_tasks() -> None:
       register_task('encoder', removed)
     """
     with _lock:
-        _registered[0] = ()
+        _registered[0] = _Registry()
 
 
 def registered() -> tuple[Rule, ...]:
     """The rules that hold now, in order of registration. Equal rules make equal snapshots."""
-    return tuple([r._rule for r in _registered[0]])
+    return _registered[0].rules
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def microbatch(
     argnum: int | Sequence[int] = 0,
     *,
     num_microbatches: int | None = None,
-    schedule: schedules.ScheduleName | schedules.AbstractSchedule | None = None,
+    schedule: schedules.ScheduleName | str | schedules.AbstractSchedule | None = None,
     reduce: Reduce = "sum",
     interleave: int | None = None,
     num_stages: int | None = None,
@@ -107,8 +107,8 @@ def microbatch(
       interleave, num_stages: stages on each submesh, and in all, that the program has to have.
       unrolling: accepted for programs written for other systems; it changes nothing, as a plan is laid out whole.
       arg_shardings: pytree prefix of the batch with the sharding of a piece; of several one for all, or a tuple of one each.
-      custom_schedule: rows for the schedule ``"custom"``, one a submesh, of task names or (microbatch, task name). What
-        is in no task runs right before what needs it.
+      custom_schedule: rows for the schedule ``"custom"``, one a submesh, of task names or (microbatch, task name), those of
+        a task in several stages with numbers, as fragments have them. What is in no task runs right before what needs it.
       rng_argnum: argument whose random keys become ``jax.random.fold_in(key, i)`` for microbatch ``i``.
       state_argnum: argument that goes from one microbatch to the next, such as the statistics of a batch
         normalisation: ``fun`` returns ``(result, next state)``. Results are reduced, the state is not.

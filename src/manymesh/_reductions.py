@@ -126,6 +126,7 @@ def words_of(name: str, reduce: Any, out: PyTree) -> Words:
         words = ["weighted" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "sum" for leaf in leaves]
         words = ["float0" if _dtype_of(x) == jax.dtypes.float0 else w for w, x in zip(words, leaves, strict=True)]
         words[index] = "sum"
+        _check_words(name, out, words, ", for a WeightedMean is of the whole result")
         return Words(words, index)
     try:
         expanded = jax.tree.map(lambda w, part: [w] * len(jax.tree.leaves(part)), reduce, out)
@@ -138,17 +139,26 @@ def words_of(name: str, reduce: Any, out: PyTree) -> Words:
         "float0" if _dtype_of(x) == jax.dtypes.float0 else w
         for w, x in zip(jax.tree.leaves(expanded), leaves, strict=True)
     ]
+    _check_words(name, out, words, ", or reduce it by another word, such as 'stack' or 'last'")
+    return Words(words)
+
+
+def _check_words(name: str, out: PyTree, words: list[str], otherwise: str) -> None:
+    """Refuses a result that its word does not apply to; ``otherwise`` ends what to do with random keys."""
     for (path, leaf), word in zip(jax.tree_util.tree_leaves_with_path(out), words, strict=True):
-        if word == "max" and jnp.issubdtype(_dtype_of(leaf), jnp.complexfloating):
+        dtype, result = _dtype_of(leaf), f"microbatch({name}): result{jax.tree_util.keystr(path)}"
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key) and word in ("sum", "mean", "max"):
+            neither = "have no greatest one" if word == "max" else "cannot be added up"
+            raise MicrobatchError(f"{result} is {dtype.name}, and random keys {neither}; do not return it{otherwise}")
+        if word == "max" and jnp.issubdtype(dtype, jnp.complexfloating):
             raise MicrobatchError(
-                f"microbatch({name}): result{jax.tree_util.keystr(path)} is {_dtype_of(leaf).name}, and complex numbers have no greatest one; "
+                f"{result} is {dtype.name}, and complex numbers have no greatest one; "
                 "reduce their absolute values, or use another word, such as 'stack'"
             )
         if word == "concat" and not leaf.shape:
             raise MicrobatchError(
-                f"microbatch({name}): result{jax.tree_util.keystr(path)} is a scalar in each microbatch and cannot be concatenated; reduce it by 'stack'"
+                f"{result} is a scalar in each microbatch and cannot be concatenated; reduce it by 'stack'"
             )
-    return Words(words)
 
 
 def _dtype_of(x: Any) -> Any:

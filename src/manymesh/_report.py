@@ -136,6 +136,7 @@ class Report(Shown):
             yield f"{count}, planned, not compiled; figures are our own count"
         else:
             yield f"{count}, {self.compiled} compiled, {self.reused} reused; figures are XLA's"
+        yield from _view.too_small(self.memory, self.hardware)
         yield from (f"finding: {finding}" for finding in self.findings)
         yield from _view.schedule(self.loops, self.prediction)
         yield from _view.sums(self.reductions)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 MOST = 39
-_NARROWEST = 40  # below that a table does not get better
+_NARROWEST = 64  # below that the columns of a table are a letter or two wide, and lines that wrap are easier to read
 _NUMBER = re.compile(r"\d+")
 _PRE = "line-height:1.35;overflow-x:auto;margin:0"
 
@@ -34,7 +34,7 @@ def name_of(fun: object) -> str:
 
 
 def page_width(usual: int) -> int:
-    """The width of what is printed as a page: the usual one, or that of a terminal that is narrower.
+    """The width of what is printed as a page: the usual one, or that of a terminal that is narrower, but at least 64.
 
     ``COLUMNS`` goes before the terminal, as it does for Rich. A pipe and a notebook have the usual width.
     """

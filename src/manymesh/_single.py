@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +59,9 @@ def _check_rows(name: str, rows: Any, known: set[str]) -> None:
     for r, row in enumerate(rows):
         for entry in row:
             microbatch, label = entry if isinstance(entry, tuple) else (0, entry)
-            if label not in known:
+            if (
+                re.sub(r"_\d+$", "", str(label)) not in known and label not in known
+            ):  # a task in several stages has numbers
                 near = difflib.get_close_matches(str(label), known, 1)
                 hint = f"did you mean {near[0]!r}? The" if near else "the"
                 raise ScheduleError(

@@ -85,6 +85,20 @@ def test_a_finding(name):
         mm.jit(fun, strict=True).lower(parameters(), batch)
 
 
+@pytest.mark.parametrize("name", ["no task", "dropped"])
+def test_a_finding_that_is_raised_is_raised_again(name):
+    """Where warnings are errors, a second call is no other than the first."""
+    fun, _, text = FINDINGS[name]
+    step = mm.jit(fun)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(UserWarning, match=text):
+                step(parameters(), rows())
+    with pytest.warns(UserWarning, match=text):
+        step(parameters(), rows())
+
+
 @pytest.mark.parametrize(
     ("layers", "called"),
     [(1, "task 'layer_0'"), (3, "tasks 'layer_0', 'layer_1', 'layer_2'"), (6, "tasks 'layer_0' .. 'layer_5' (6)")],

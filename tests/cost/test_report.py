@@ -313,8 +313,10 @@ def test_a_large_plan_is_told_in_a_page_in_seconds():
 def test_a_device_that_is_too_small_is_said_to_be():
     """By the hardware's memory."""
     small = Hardware("tiny", {"float32": 1.0}, 1.0, 1.0, memory_bytes=100)
-    assert "it DOES NOT FIT in the 100 B of tiny" in str(lowered().report(small))
-    assert "it fits in" in str(lowered().report(Hardware.h100()))
+    text = str(lowered().report(small))
+    assert "it DOES NOT FIT in the 100 B of tiny" in text
+    assert text.splitlines()[1].startswith("DOES NOT FIT the 100 B of tiny: 2 of 2 devices need more, up to ")
+    assert "it fits in" in (text := str(lowered().report(Hardware.h100()))) and "FIT" not in text
 
 
 def test_measured_durations_make_a_prediction():

@@ -136,6 +136,16 @@ def test_what_is_printed_fits_a_narrow_terminal(monkeypatch, tmp_path):
     assert list(map(str, printed)) == usual
 
 
+def test_a_table_is_not_folded_into_single_letters(monkeypatch):
+    """On a very narrow terminal lines wrap: below a certain width a table does not get better."""
+    step, params, x = two_stages()
+    report = step.lower(params, x).report()
+    monkeypatch.setenv("COLUMNS", "64")
+    narrow = str(report)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert str(report) == narrow
+
+
 # --- short reprs ---------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from .. import _compat, meta
-from .._compiled import check_given_once
+from .._compiled import check_given_once, described
 from .._distributed._world import world
 from .._errors import ArgumentError
 from .._implicit import registered
@@ -273,3 +273,11 @@ def check_donation(step: Step, given: Arguments) -> None:
     donated = donated_leaves(given, step.donate_argnums, step.donate_argnames)
     paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
     check_given_once(step.name, given.leaves, frozenset(donated), lambda i: keystr(paths[i][0]).strip())
+
+
+def check_values(step: Step, given: Arguments) -> None:
+    """Refuses descriptions of arrays in a call, before anything is compiled for them."""
+    paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+    for path, x in paths:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise described(f"mm.jit({step.name}): argument{keystr(path)}", x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
 
 import jax
 
@@ -21,6 +21,7 @@ from ._arguments import (
     check_apart,
     check_donation,
     check_named,
+    check_values,
     flatten,
     gathered,
     named,
@@ -37,6 +38,9 @@ from ._traced import Traced
 
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+Q = ParamSpec("Q")
+S = TypeVar("S")
 
 
 class _LeftOut:
@@ -133,19 +137,34 @@ def jit(
     return make if fun is _LEFT_OUT else make(fun)
 
 
-class FunctionLike:
+class Method(Protocol[Q, R_co]):
+    """A step as a method, bound to an object; it has the attributes of the step, which take the object first."""
+
+    def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R_co:
+        """Runs the step."""
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
+class FunctionLike(Generic[P, R]):
     """What stands for a function where Python treats functions in a way of their own."""
 
     def __deepcopy__(self, memo: object) -> Self:
         """Itself: what it holds besides is compiled programs."""
         return self
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
+    @overload
+    def __get__(self, instance: None, owner: object = None) -> Self: ...
+
+    @overload
+    def __get__(self: FunctionLike[Concatenate[S, Q], R], instance: S, owner: object = None) -> Method[Q, R]: ...
+
+    def __get__(self, instance: object, owner: object = None) -> object:
         """As a method of a class, it takes the instance as its first argument."""
         return self if instance is None else types.MethodType(self, instance)  # type: ignore[arg-type]  # it has __call__
 
 
-class Jitted(FunctionLike, Shown, Generic[P, R]):
+class Jitted(FunctionLike[P, R], Shown):
     """What `jit` returns."""
 
     def __init__(
@@ -190,7 +209,7 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
                 f"mm.jit({self.name}) is called while JAX traces another function, such as one of jax.jit; a step runs as "
                 "programs of its own and cannot be a part of another one: apply jax.jit inside the function that mm.jit wraps"
             )
-        result = self._compiled_for(given).call_flat(given.leaves)
+        result = self._compiled_for(given, called=True).call_flat(given.leaves)
         return result
 
     @_compat.boundary
@@ -201,7 +220,7 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         return flatten(self._step, args, kwargs)
 
-    def _compiled_for(self, given: Arguments) -> Compiled:
+    def _compiled_for(self, given: Arguments, called: bool = False) -> Compiled:
         # 1, 1.0 and True are equal and hash alike, but make different programs.
         static = tuple((k, type(v), v) for k, v in given.static)
         around, types = (given.treedef, static, surroundings()), types_of(given.leaves)
@@ -214,6 +233,8 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
             compiled = self._following(key, places(given.leaves))
         if compiled is None:
             check_donation(self._step, given)
+            if called:
+                check_values(self._step, given)
             try:
                 lowered = trace(self._step, given).lower()
             except Exception as error:

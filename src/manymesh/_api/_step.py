@@ -50,11 +50,10 @@ class Step:
             error = next(iter(record.findings.values())) or AxisError
             raise error(f"mm.jit({self.name}, strict=True): {'; '.join(sentences(record.findings))}")
         found = [f for f in record.findings if f not in self.warned]
-        self.warned.update(found)
-        new = sentences(found)
+        new, unmatched = sentences(found), {}
         if closed is not None and record.implicit:
             unmatched = record.implicit.unmatched(scope_names(closed, record.implicit.depth))
             new += [text for pattern, text in unmatched.items() if pattern not in self.warned]
-            self.warned.update(unmatched)
         if new:
             warnings.warn(f"mm.jit({self.name}): {'; '.join(new)}", stacklevel=_compat.users_level())
+        self.warned.update(found, unmatched)  # but not where warnings are errors

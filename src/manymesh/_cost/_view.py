@@ -82,6 +82,17 @@ def shared(groups: Sequence[SharedDevices]) -> Iterator[str]:
         yield f"submeshes {_some(g.submeshes)} share {len(g.devices)} devices, {_some(g.devices)}: what they run there takes turns"
 
 
+def too_small(memory: Mapping[Any, Memory], hardware: Hardware | None) -> Iterator[str]:
+    """That the step does not fit, where it does not: what else a report says then counts for little."""
+    if hardware is None or hardware.memory_bytes is None:
+        return
+    room = hardware.memory_bytes
+    over = [m.peak_bytes for m in memory.values() if m.peak_bytes > room]
+    if over:
+        where = f"{len(over)} of {len(memory)} devices need more, up to {_bytes(max(over))}"
+        yield f"DOES NOT FIT the {_bytes(room)} of {hardware.name}: {where}"
+
+
 def tasks(lines: Sequence[TaskLine]) -> RenderableType:
     """What each task costs."""
     from rich.table import Table

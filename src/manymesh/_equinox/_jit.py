@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args, overload
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 
 import equinox as eqx
 import jax
@@ -87,7 +87,7 @@ class _Step(PlainJitted[..., _Packed]):
         return given
 
 
-class Jitted(FunctionLike, Generic[P, R]):
+class Jitted(FunctionLike[P, R]):
     """What `jit` returns: called as the function it wraps."""
 
     def __init__(self, fun: Callable[P, R], donate: Donate, options: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -24,7 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Jitted(FunctionLike, Generic[P, R]):
+class Jitted(FunctionLike[P, R]):
     """What `jit` returns: called as the function it wraps, on the same modules."""
 
     def __init__(self, fun: Callable[P, R], options: dict[str, Any]) -> None:

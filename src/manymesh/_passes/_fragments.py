@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from .. import _compat
 from .._compat import Atom, Var
@@ -13,7 +14,7 @@ from .._program._text import short
 from ._beside import of_literals
 from ._cluster import Cluster, cluster
 from ._guard import guarded
-from ._schedule import fit_schedule
+from ._schedule import ENDINGS, Called, fit_schedule
 
 _KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
@@ -112,10 +113,8 @@ class _Builder:
                     self.read_in_loops[v] = self.read_in_loops.get(v, set()) | needed[c.inner]
 
     def _loop(self, index: int, order: list[Cluster], preds: dict[Cluster, set[Cluster]]) -> LoopPlan:
-        loop, tasks = self.flat.loops[index], self.flat.tasks
-        fit = fit_schedule(
-            loop.spec, order, preds, self._carried(loop), lambda c: tasks[c.task].name if c.task else None
-        )
+        loop = self.flat.loops[index]
+        fit = fit_schedule(loop.spec, order, preds, self._carried(loop), self._called_in_rows(order))
         for c in order:
             self._fragment(c, index, fit.stage[c], "body")
         return LoopPlan(
@@ -129,6 +128,13 @@ class _Builder:
             fit.against is None,
             "" if fit.against is None else self._told(loop, *fit.against),
         )
+
+    def _called_in_rows(self, order: list[Cluster]) -> dict[Cluster, Called]:
+        """What a custom schedule calls the clusters of a loop that have a task with a name."""
+        given = Counter(self.names)
+        printed = [_numbered(_name(self._tasks(c), c, c.phase, "body"), given) for c in order]
+        named = ((c, self.flat.tasks[c.task].name if c.task else None) for c in order)
+        return {c: Called(name, own) for (c, name), own in zip(named, printed, strict=True) if name is not None}
 
     def _told(self, loop: Loop, maker: Cluster, reader: Cluster) -> str:
         """What one cluster makes and the other reads, in this microbatch or in the next one, and where it is written."""
@@ -170,14 +176,10 @@ class _Builder:
         invars = [v for v in dict.fromkeys(v for n in nodes for v in n.inputs) if v not in made]
         outvars = [v for n in nodes for v in n.outputs if self._leaves(v, c)]
         invars, outvars = self._states_first(invars, outvars)
-        marks = dict.fromkeys(n.task for n in nodes if n.task is not None)  # what is computed again is no other task
-        tasks = tuple(self.flat.tasks[mark].name or "task" for mark in marks)
+        tasks = self._tasks(c)
         # Outside of loops, what comes after a backward pass may be another forward pass.
         phase = max(n.phase for n in nodes if n.task is not None) if tasks and loop is None else c.phase
-        name = "_".join(tasks) + ("", "_bwd", "_wgt")[phase] if tasks else f"{fallback}_{c.submesh}"
-        self.names[name] += 1
-        if self.names[name] > 1:
-            name = f"{name}_{self.names[name]}"
+        name = _numbered(_name(tasks, c, phase, fallback), self.names)
         # What the user's own rules of differentiation name their mesh in, too, is the same on all submeshes.
         body = _compat.on_abstract_mesh(
             _compat.new_jaxpr(invars, outvars, guarded(nodes)), self.placement.submeshes[c.submesh]
@@ -187,6 +189,11 @@ class _Builder:
         )
         self.fragments.append(fragment)
         return fragment
+
+    def _tasks(self, c: Cluster) -> tuple[str, ...]:
+        """What the tasks of a cluster are called, in order; what is computed again is no other task."""
+        calls = sorted((n for n in c.nodes if n.task is not None), key=self.index.position.__getitem__)
+        return tuple(self.flat.tasks[mark].name or "task" for mark in dict.fromkeys(n.task for n in calls if n.task))
 
     def _states_first(self, invars: list[Var], outvars: list[Var]) -> tuple[list[Var], list[Var]]:
         """The operands and results of a fragment, the states in front, and in their order their next values.
@@ -267,3 +274,14 @@ class _Builder:
                 for s in self.placement.node[n]:
                     counts[n.primitive, s, self.placement.reason.get(n, "loop input")] += 1
         return tuple((*k, c) for k, c in counts.items())
+
+
+def _name(tasks: Sequence[str], c: Cluster, phase: int, fallback: str) -> str:
+    """The name of a cluster's fragment, which others may have too."""
+    return f"{'_'.join(tasks)}{ENDINGS[phase]}" if tasks else f"{fallback}_{c.submesh}"
+
+
+def _numbered(name: str, given: Counter[str]) -> str:
+    """The name, with a number behind it if it is given already; counts it as given."""
+    given[name] += 1
+    return f"{name}_{given[name]}" if given[name] > 1 else name

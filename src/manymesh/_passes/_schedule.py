@@ -6,12 +6,29 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .. import schedules
 from .._errors import ScheduleError
 from .._microbatch import LoopSpec
+from ..schedules._order_of import order_of
 from ._cluster import Cluster
 from ._stages import number_stages
+
+_KINDS: tuple[schedules.Kind, ...] = ("F", "B", "W")
+ENDINGS = ("", "_bwd", "_wgt")
+
+
+class Called(NamedTuple):
+    """What rows of a custom schedule call a cluster.
+
+    Attributes:
+      task: its task, to which the ending of its phase is added.
+      fragment: its fragment, which has a number where the task is in several stages.
+    """
+
+    task: str
+    fragment: str
 
 
 @dataclass(frozen=True)
@@ -37,7 +54,7 @@ def fit_schedule(
     order: list[Cluster],
     preds: dict[Cluster, set[Cluster]],
     carried: Sequence[tuple[Cluster, Cluster]],
-    name: Callable[[Cluster], str | None],
+    called: Mapping[Cluster, Called],
 ) -> Fit:
     """Numbers the stages of a loop so that its schedule can run them.
 
@@ -50,7 +67,7 @@ def fit_schedule(
       order: clusters of the body, topological.
       preds: what each depends on.
       carried: (what leaves a carry, what reads it in the next microbatch).
-      name: name of a cluster's task.
+      called: the clusters that a row can name.
 
     Raises:
       ScheduleError: the schedule cannot run this program, or the program contradicts ``num_stages``,
@@ -80,18 +97,26 @@ def fit_schedule(
         against = against or late(stage)
         schedule = spec.schedule
         if custom is not None:
-            rows = _translate(spec, custom, order, stage, name)
-            named = {(c.phase, stage[c]) for c in order if name(c) is not None}
+            rows = _translate(spec, custom, stage, called)
+            named = {(c.phase, stage[c]) for c in called}
             split = any(action.kind == "W" for row in rows for action in row)
             unnamed = {(phase, s) for phase in range(1 + backward + split) for s in range(len(placement))} - named
             schedule = schedules.Custom(tuple(_completed(rows, unnamed, placement, spec.num_microbatches)))
+        labels = _labels(stage, called)
         try:
             if isinstance(schedule, schedules.Custom):
-                _check_rows(spec, schedule, placement, backward, {stage[c]: name(c) for c in order if name(c)})
+                _check_rows(spec, schedule, placement, backward, labels)
             elif against is None:
-                schedule.order(placement, spec.num_microbatches, backward=backward)
+                order_of(
+                    schedule,
+                    placement,
+                    spec.num_microbatches,
+                    backward=backward,
+                    labels=labels,
+                    accumulates=spec.accumulates,
+                )
         except ScheduleError as error:
-            failed = failed or error
+            failed = failed or ScheduleError(f"{error}{'' if custom is None else _about_shared(stage, called)}")
             continue
         _check_interleave(spec, placement)
         return Fit(stage, placement, against, schedule)
@@ -119,14 +144,39 @@ def _comes_after(stage: Mapping[Cluster, int], reader: Cluster, maker: Cluster, 
     )  # what weight gradients read of each other is put in order later
 
 
+def _labels(stage: Mapping[Cluster, int], called: Mapping[Cluster, Called]) -> Callable[[schedules.Action], str]:
+    """How messages name an action: by its task, or, of a task in several stages, as rows name that one."""
+    tasks, shared = {stage[c]: x.task for c, x in called.items()}, _in_several(stage, called)
+    own = {(_KINDS[c.phase], stage[c]): x.fragment for c, x in called.items() if x.task in shared}
+    return lambda a: f"{own.get((a.kind, a.stage), tasks.get(a.stage, a.stage))}:{a.kind}{a.microbatch}"
+
+
+def _in_several(stage: Mapping[Cluster, int], called: Mapping[Cluster, Called]) -> dict[str, list[str]]:
+    """The tasks that are in several stages, each with the names of its fragments."""
+    stages: dict[str, set[int]] = {}
+    fragments: dict[str, list[str]] = {}
+    for c, x in called.items():
+        stages.setdefault(x.task, set()).add(stage[c])
+        fragments.setdefault(x.task, []).append(x.fragment)
+    return {task: fragments[task] for task, found in stages.items() if len(found) > 1}
+
+
+def _about_shared(stage: Mapping[Cluster, int], called: Mapping[Cluster, Called]) -> str:
+    """Sentences about how rows name tasks that are in several stages."""
+    found = _in_several(stage, called)
+    return "".join(f" Task {task!r} is in several stages; rows name them {', '.join(found[task])}." for task in found)
+
+
 def _check_rows(
-    spec: LoopSpec, custom: schedules.Custom, placement: tuple[int, ...], backward: bool, names: dict[int, str | None]
+    spec: LoopSpec,
+    custom: schedules.Custom,
+    placement: tuple[int, ...],
+    backward: bool,
+    labels: Callable[[schedules.Action], str],
 ) -> None:
-    """Checks rows that the user wrote, naming tasks as the user does."""
+    """Checks rows that the user wrote."""
     order = schedules.Order(placement, spec.num_microbatches, custom.rows, custom.splits_backward, backward)
-    schedules.check(
-        order, labels=lambda a: f"{names.get(a.stage, a.stage)}:{a.kind}{a.microbatch}", accumulates=spec.accumulates
-    )
+    schedules.check(order, labels=labels, accumulates=spec.accumulates)
 
 
 def _check_interleave(spec: LoopSpec, placement: tuple[int, ...]) -> None:
@@ -139,10 +189,6 @@ def _check_interleave(spec: LoopSpec, placement: tuple[int, ...]) -> None:
             f"microbatch({spec.name}): interleave={spec.interleave} says how many stages each submesh has, but the "
             f"program has {found}; correct interleave or leave it out"
         )
-
-
-_KINDS: tuple[schedules.Kind, ...] = ("F", "B", "W")
-_ENDINGS = ("", "_bwd", "_wgt")
 
 
 def _completed(
@@ -179,15 +225,15 @@ def _needs(action: schedules.Action, phase: int, stage: int) -> bool:
 def _translate(
     spec: LoopSpec,
     rows: Sequence[Sequence[str | tuple[int, str]]],
-    order: list[Cluster],
-    stage: dict[Cluster, int],
-    name: Callable[[Cluster], str | None],
+    stage: Mapping[Cluster, int],
+    called: Mapping[Cluster, Called],
 ) -> list[tuple[schedules.Action, ...]]:
-    """Rows of task names, or (microbatch, task name), as rows of actions."""
+    """Rows of names of tasks and fragments, or (microbatch, name), as rows of actions."""
     known: dict[str, tuple[schedules.Kind, int]] = {}
-    for c in order:
-        if (task := name(c)) is not None:
-            known[f"{task}{_ENDINGS[c.phase]}"] = _KINDS[c.phase], stage[c]
+    for c, x in called.items():  # of a task in several stages the first one has its name
+        known.setdefault(f"{x.task}{ENDINGS[c.phase]}", (_KINDS[c.phase], stage[c]))
+    for c, x in called.items():
+        known.setdefault(x.fragment, (_KINDS[c.phase], stage[c]))
     out = []
     for r, row in enumerate(rows):
         seen: Counter[str] = Counter()

@@ -13,6 +13,7 @@ import numpy as np
 from .. import _compat
 from .._program import Edge, Fragment, LoopPlan, Program
 from ..schedules import Order, issue_order
+from ..schedules._order_of import order_of
 from ._alias import find_aliases
 from ._check import check
 from ._donation import donatable_inputs, slots_of_others
@@ -113,8 +114,7 @@ def _after_what_it_reads(
 def loop_order(loop: LoopPlan, body: list[Fragment]) -> Order:
     """The schedule's order for a loop."""
     backward = _has_forward(body) and any(f.kind == "B" for f in body)
-    order: Order = loop.schedule.order(loop.placement, loop.num_microbatches, backward=backward)
-    return order
+    return order_of(loop.schedule, loop.placement, loop.num_microbatches, backward=backward, accumulates=False)
 
 
 def _has_forward(body: list[Fragment]) -> bool:

@@ -83,8 +83,10 @@ class Timeline:
     @property
     def title(self) -> str:
         """``step, 2 calls on 4 submeshes``."""
-        names = ", ".join(dict.fromkeys(self.steps)) or "prediction"
+        names = ", ".join(dict.fromkeys(self.steps)) or ("prediction" if self.predicted else "recording")
         calls = f", {len(self.steps)} calls" if len(self.steps) > 1 else ""
+        if not self.submeshes:  # nothing ran
+            return names
         return f"{names}{calls} on {len(self.submeshes)} submesh{'es' * (len(self.submeshes) != 1)}"
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from .._errors import ScheduleError
 from ._live import live_activations
 from ._types import Action, Order
+from ._validate import rows_of_actions
 from ._walk import producers, walk
 
 
@@ -24,7 +25,7 @@ def check(order: Order, *, labels: Callable[[Action], str] = str, accumulates: b
       ``int[submesh]``, the activations that each submesh keeps at most (`live_activations`).
 
     Raises:
-      ScheduleError: an action is unknown, on the wrong submesh, missing, repeated, or, where
+      ScheduleError: it is no order; an action is unknown, on the wrong submesh, missing, repeated, or, where
         something accumulates, out of microbatch order on its stage; or the rows wait for each other in a circle,
         which is named.
 
@@ -33,6 +34,9 @@ def check(order: Order, *, labels: Callable[[Action], str] = str, accumulates: b
       >>> check(GPipe().order((0, 1), 3))
       (3, 3)
     """
+    if not isinstance(order, Order):
+        raise ScheduleError(f"expected an Order, found {type(order).__name__} {order!r}.")
+    rows_of_actions(order.rows)
     _check_rows(order)
     for submesh, row in enumerate(order.rows):
         for action in row:

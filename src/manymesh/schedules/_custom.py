@@ -9,7 +9,7 @@ from typing import ClassVar
 from .._errors import ScheduleError
 from ._check import check
 from ._types import AbstractSchedule, Action, Order
-from ._validate import validate
+from ._validate import rows_of_actions, validate
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,7 @@ class Custom(AbstractSchedule):
         return f"Custom({len(self.rows)} rows of {sum(map(len, self.rows))} actions)"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
-        for submesh, row in enumerate(self.rows):
-            for action in row:
-                if not isinstance(action, Action):
-                    raise ScheduleError(
-                        f"schedule 'custom': row {submesh} holds {action!r}, expected actions such as "
-                        "Action('F', stage, microbatch)."
-                    )
+        object.__setattr__(self, "rows", rows_of_actions(self.rows, "schedule 'custom': "))
 
     @property
     def splits_backward(self) -> bool:  # type: ignore[override]  # the rows say it, not the class

@@ -10,6 +10,7 @@ from ._costs import Costs, per_stage
 from ._custom import Custom
 from ._greedy import Load, greedy
 from ._live import peak_memory
+from ._order_of import proved
 from ._registry import get, names
 from ._simulate import Simulation, simulate
 from ._types import AbstractSchedule, Order
@@ -81,7 +82,7 @@ def search(
       The best; among equals, the one that takes less memory, then a named one.
 
     Raises:
-      ScheduleError: nothing fits the memory or the placements; a schedule is unknown; an argument is of another kind.
+      ScheduleError: nothing fits the memory or the placements; a schedule is unknown, or gives a wrong order; an argument is of another kind.
 
     Example:
       >>> print(search(Costs(forward=8, backward=16, activation=8), 4, [4, 8], memory=4))
@@ -138,9 +139,11 @@ def _candidates(
     for named in names() if schedules is None else schedules:
         try:
             schedule = get(named)
-            yield schedule, schedule.order(placement, count, backward=backward)
+            order = schedule.order(placement, count, backward=backward)
         except ScheduleError as error:  # needs another placement, or arguments
             failures.append(error)
+        else:
+            yield schedule, proved(schedule, order, placement, count, backward=backward)
     if not backward:
         return
     activation = cost.activations(len(placement))

@@ -11,6 +11,7 @@ from ._check import check
 from ._costs import Costs, Times
 from ._draw import draw_html
 from ._issue import issue_order
+from ._order_of import order_of
 from ._registry import get
 from ._types import AbstractSchedule, Action, Order
 from ._validate import whole_number
@@ -168,4 +169,4 @@ def _resolve(
         raise ScheduleError(
             f"simulate: stages={stages}, but the placement {tuple(placement)} has {len(placement)}; leave stages out."
         )
-    return schedule.order(placement, num_microbatches, backward=backward)
+    return order_of(schedule, placement, num_microbatches, backward=backward)

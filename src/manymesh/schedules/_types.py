@@ -37,7 +37,7 @@ ScheduleName = Literal[
     "zero-bubble-h1",
     "zero-bubble-h2",
 ]
-"""The names of the schedules that are here; one that is registered is known by `get`."""
+"""The names of the schedules that are here, for editors to offer; one that is registered is known by `get`."""
 
 Kind = Literal["F", "B", "W"]
 """``F`` forward, ``B`` backward (only the input gradient when split), ``W`` weight gradient."""

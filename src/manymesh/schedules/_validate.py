@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
 from .._errors import ScheduleError
+from ._types import Action
 
 
 def whole_number(what: str, number: object) -> int:
@@ -45,3 +46,28 @@ def validate(name: str, placement: Sequence[int], num_microbatches: int) -> tupl
     if num_microbatches < 1:
         raise ScheduleError(f"schedule '{name}': num_microbatches is {num_microbatches}; use at least 1.")
     return tuple(placement)
+
+
+def rows_of_actions(rows: object, where: str = "") -> tuple[tuple[Action, ...], ...]:
+    """``Action[submesh][position]``, of sequences of any kind.
+
+    Args:
+      rows: one row per submesh.
+      where: what messages start with.
+
+    Raises:
+      ScheduleError: they are no rows, or hold something else.
+    """
+    if not isinstance(rows, Iterable):
+        raise ScheduleError(f"{where}expected one row of actions per submesh, found {type(rows).__name__} {rows!r}.")
+    found = []
+    for submesh, row in enumerate(rows):
+        if not isinstance(row, Iterable):
+            raise ScheduleError(f"{where}row {submesh} is {row!r}, expected a list of actions.")
+        found.append(tuple(row))
+        for action in found[-1]:
+            if not isinstance(action, Action):
+                raise ScheduleError(
+                    f"{where}row {submesh} holds {action!r}, expected actions such as Action('F', stage, microbatch)."
+                )
+    return tuple(found)
