@@ -568,7 +568,8 @@ def _check_unchanged(name: str, given: list[Any], after: tuple[list[Any], dict[s
     In dicts and lists a function may change what it likes, as in any function of JAX.
     """
     found, known = jax.tree_util.tree_leaves_with_path(after), set(map(id, given))
-    lost = [path for path, x in found if id(x) not in known and any(hasattr(key, "name") for key in path)]
+    changed = [path for path, x in found if id(x) not in known and id(_compat.before_calls(x)) not in known]
+    lost = [path for path in changed if any(hasattr(key, "name") for key in path)]
     if not lost:
         return
     (which, argument, *rest), *more = lost

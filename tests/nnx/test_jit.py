@@ -153,6 +153,62 @@ def test_the_plain_microbatch_refuses_what_it_would_lose(by_keyword: bool) -> No
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), mm.nnx.jit(step)(reads, X), expected)
 
 
+def train(model: Any, optimizer: Any, x: Any) -> Any:
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def test_the_plain_jit_says_what_it_loses() -> None:
+    """As jax.jit, it gives the function modules of its own; of what comes back as a result nothing is lost."""
+    model = mm.nnx.task(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "model", devices=[3])
+    optimizer = nnx.Optimizer(model, optax.adam(1e-1), wrt=nnx.Param)
+    with pytest.warns(
+        UserWarning, match=r"changes args\[0\]\.bias and 7 more in place, which is lost.*manymesh\.nnx\.jit"
+    ):
+        mm.jit(train).lower(model, optimizer, X)
+    with pytest.raises(mm.errors.ArgumentError, match=r"changes args\[0\]\.bias and"):
+        mm.jit(train, strict=True)(model, optimizer, X)
+    mm.jit(lambda *args: (train(*args), args), strict=True).lower(model, optimizer, X)
+    with pytest.warns(UserWarning, match=r"changes kwargs\['rngs'\]\.dropout\.count in place"):
+        mm.jit(lambda x, rngs: model(x) + jax.random.normal(rngs.dropout(), x.shape)).lower(X, rngs=nnx.Rngs(dropout=0))
+    with pytest.warns(UserWarning, match=r"changes args\[0\]\.calls in place"):
+        mm.jit(lambda model, x: nnx.jit(nnx.remat(lambda model, x: model(x)))(model, x)).lower(placed(), X)
+
+
+READING = {
+    "called": lambda model, x: model(x),
+    "jit": nnx.jit(lambda model, x: nnx.jit(lambda model, x: model(x))(model, x)),
+    "remat": nnx.remat(lambda model, x: model(x)),
+    "grad": lambda model, x: jax.tree.leaves(nnx.grad(lambda model: jnp.sum(model(x)))(model))[0],
+    "merged": lambda model, x: nnx.merge(*nnx.split(model))(x),
+}
+
+
+@pytest.mark.parametrize("how", READING)
+@pytest.mark.parametrize("outside", [True, False], ids=["around the task", "in the task"])
+def test_the_plain_jit_says_nothing_of_modules_that_are_read(how: str, outside: bool) -> None:
+    """Nor does the plain microbatch, also where a transformation of Flax gives all variables back as they were."""
+
+    class Within(nnx.Module):
+        def __init__(self) -> None:
+            self.dense, self.rate = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: Any) -> Any:
+            return self.rate(self.dense(x) if outside else READING[how](self.dense, x), deterministic=True)
+
+    plain = Within()
+    model = mm.nnx.task(plain, "model", devices=[3])
+
+    def read(model: Any, x: Any) -> Any:
+        return jnp.sum(READING[how](model, x) if outside else model(x))
+
+    expected = read(plain, X)
+    np.testing.assert_allclose(mm.jit(read, strict=True)(model, X), expected, rtol=1e-5)
+    pieces = mm.jit(mm.microbatch(read, argnum=1, num_microbatches=2), strict=True)(model, X)
+    np.testing.assert_allclose(pieces, expected, rtol=1e-5)
+
+
 def test_one_microbatch_is_the_plain_call() -> None:
     model = placed()
     step = mm.nnx.jit(mm.nnx.microbatch(lambda model, x: jnp.sum(model(x)), argnum=-1, num_microbatches=1))

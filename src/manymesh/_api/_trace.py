@@ -15,6 +15,7 @@ from .._stands_for import stands_for
 from .._types import PyTree
 from ._arguments import REFERENCE, Arguments, abstract
 from ._boxes import carried, is_foreign_box, with_parameter
+from ._lost import lost_changes
 from ._moves import read_moves
 from ._results import check_results
 from ._step import Step
@@ -35,9 +36,12 @@ def trace(step: Step, given: Arguments) -> Traced:
             args, kwargs = jax.tree.map(carried, (args, kwargs), is_leaf=is_foreign_box)
         full = tuple(statics.get(k, a) for k, a in enumerate(args))
         kwargs = {**kwargs, **{k: v for k, v in statics.items() if isinstance(k, str)}}
+        before = jax.tree.leaves((args, kwargs))
         out = step.fun(*full, **kwargs)
         out_leaves, tree = jax.tree.flatten(out)
         check_results(step.name, tree, out_leaves)
+        if (finding := lost_changes(before, (full, kwargs), out_leaves)) is not None:
+            record.findings[finding] = ArgumentError
         out_tree.append(tree)
         return out_leaves
 

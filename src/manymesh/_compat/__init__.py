@@ -21,6 +21,7 @@ from ._executables import save_executable as save_executable
 from ._frames import boundary as boundary
 from ._frames import users_frame as users_frame
 from ._frames import users_level as users_level
+from ._given_back import before_calls as before_calls
 from ._jaxprs import AbstractJaxpr as AbstractJaxpr
 from ._jaxprs import AbstractValue as AbstractValue
 from ._jaxprs import Atom as Atom

@@ -120,7 +120,8 @@ def linear_identity(
       keeps_mesh: whether the result is traced on the mesh of the operand; if not, on none.
       of_values: whether the parameters are those of values alone: tangents and cotangents come without.
     """
-    prim = core.Primitive(name)
+    prim: Any = core.Primitive(name)
+    prim.is_identity = True
 
     def batched(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
         (dim,) = dims
