@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -124,13 +125,78 @@ def test_a_loop_that_adds_variables_says_so() -> None:
         return jnp.sum(model.last[...])
 
     step = mm.nnx.jit(mm.nnx.microbatch(adds, argnum=1, num_microbatches=2))
-    with pytest.raises(
-        mm.errors.MicrobatchError, match=r"the modules got 4 arrays, before they had 3 .*last.*make caches"
-    ):
+    text = r"the modules got 4 arrays, before they had 3 \(args\[0\]\.last\); .*make caches"
+    with pytest.raises(mm.errors.MicrobatchError, match=text):
         step(model, X)
     swapped = mm.nnx.jit(mm.nnx.microbatch(lambda x, model: jnp.sum(model(x)), argnum=1, num_microbatches=2))
     with pytest.raises(mm.errors.MicrobatchError, match="argnum 1 is the batch, but there is a module in it"):
         swapped(X, model)
+
+
+def loss_of(model: Any, x: Any) -> Any:
+    return jnp.mean(model(x) ** 2)
+
+
+GRADIENTS = {
+    "grad": nnx.grad(loss_of),
+    "value_and_grad": nnx.value_and_grad(loss_of),
+    "of some variables": nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, nnx.Param)),
+    "of trees": nnx.grad(loss_of, graph=False),
+    "of a partial application": nnx.grad(functools.partial(loss_of)),
+    "in a partial application": functools.partial(nnx.grad(loss_of)),
+}
+
+
+@pytest.mark.parametrize("how", GRADIENTS)
+def test_gradients_are_called_like_the_loss(how: str) -> None:
+    grads = GRADIENTS[how]
+    for loop in (mm.microbatch, mm.nnx.microbatch):
+        step = mm.nnx.jit(loop(grads, argnum=1, num_microbatches=3))
+        with pytest.raises(mm.errors.MicrobatchError, match=r"^microbatch\(loss_of\): args\[1\] of shape \(8, 4\)"):
+            step(placed(), X)
+    assert repr(mm.nnx.jit(grads)).startswith("nnx.jit(loss_of)")
+
+
+def test_a_sum_of_means_is_told() -> None:
+    """As of the gradients that JAX makes."""
+    step = mm.nnx.jit(mm.nnx.microbatch(GRADIENTS["value_and_grad"], argnum=1, num_microbatches=2))
+    with pytest.warns(UserWarning, match="adds up 2 losses each of which is a mean"):
+        step.lower(placed(), X)
+
+
+def test_values_have_the_names_that_they_have_in_the_modules() -> None:
+    class Stack(nnx.Module):
+        def __init__(self) -> None:
+            self.layers = nnx.List([mm.nnx.task(nnx.Linear(4, 4, rngs=nnx.Rngs(i)), devices=[i]) for i in range(2)])
+            self.scales = nnx.data({"a b": nnx.Param(jnp.ones(()))})
+
+        def __call__(self, x: Any) -> Any:
+            return self.layers[1](self.layers[0](x)) * self.scales["a b"][...]
+
+    model = Stack()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-1), wrt=nnx.Param)
+
+    @mm.nnx.jit(donate_argnums=0)
+    def step(model: Any, x: Any, optimizer: Any) -> Any:
+        train(model, optimizer, x["rows"])
+        return nnx.grad(loss_of)(model, x["rows"])
+
+    text = str(step.lower(model, {"rows": X}, optimizer=optimizer).layout)
+    assert "states[0]" not in text and ".value " not in text
+    for name in (
+        "args[0].layers[1].kernel",
+        "args[0].scales['a b']",
+        "args[1]['rows']",
+        "kwargs['optimizer'].opt_state[0].mu.layers[0].bias",
+        "kwargs['optimizer'].step",
+        "result[1]['layers'][0]['kernel']",
+    ):
+        assert f" {name} " in text, name
+    model.layers[0].bias = nnx.Param(np.array(["text"]))
+    with pytest.raises(
+        mm.errors.ArgumentError, match=r"argument args\[0\]\.layers\[0\]\.bias is an array of dtype <U4"
+    ):
+        step.lower(model, {"rows": X}, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])

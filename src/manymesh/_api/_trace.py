@@ -26,7 +26,7 @@ def trace(step: Step, given: Arguments) -> Traced:
     """Traces a step for one call's arguments."""
     statics = dict(given.static)
     record = Recording(implicit=Matcher(registered()))
-    paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+    paths = _compat.leaves_with_paths((given.dyn_args, given.dyn_kwargs))
     avals = [abstract(step.name, path, x, given) for path, x in paths]
     out_tree: list[Any] = []
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -41,14 +43,21 @@ def is_staging() -> bool:
 
 
 def differentiated(fun: Any) -> tuple[int, ...] | None:
-    """The arguments that a function made by `jax.grad` or `jax.value_and_grad` differentiates; None for another one."""
+    """The arguments that a function made by `jax.grad` or `jax.value_and_grad` differentiates; None for another one.
+
+    Those of Flax NNX count too, also inside a function of ours that wraps it.
+    """
+    flax: Any = sys.modules.get("flax.nnx.transforms.autodiff")
+    if flax is not None and getattr(fun, "__module__", None) == flax.__name__:
+        fun = inspect.unwrap(fun)
+    files = (api.__file__, traceback_util.__file__, getattr(flax, "__file__", None))
     for _ in range(4):  # each of them is inside a boundary, and jax.grad is around jax.value_and_grad
         code, closure = getattr(fun, "__code__", None), getattr(fun, "__closure__", None)
-        if code is None or closure is None or code.co_filename not in (api.__file__, traceback_util.__file__):
+        if code is None or closure is None or code.co_filename not in files:
             return None
         inside = dict(zip(code.co_freevars, closure, strict=True))
-        if "argnums" in inside:
-            numbers = inside["argnums"].cell_contents
+        if (found := inside.get("jax_argnums", inside.get("argnums"))) is not None:
+            numbers = found.cell_contents
             return (numbers,) if isinstance(numbers, int) else tuple(numbers)
         within = inside.get("value_and_grad_f") or inside.get("fun")
         fun = within.cell_contents if within is not None else None

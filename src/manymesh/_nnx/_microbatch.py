@@ -8,9 +8,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+from .. import _compat
 from .._errors import MicrobatchError
 from .._mark import current_recording
 from .._microbatch import microbatch as plain_microbatch
+from .._shown import name_of
 from .._types import PyTree
 from ._lift import PureResult, call_lifted, has_nodes, is_split, pure
 
@@ -18,6 +20,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@_compat.boundary
 def microbatch(
     fun: Callable[P, R],
     dim: int = 0,
@@ -67,6 +70,7 @@ def microbatch(
     )  # fmt: skip
     reference = loop(fun, argnum=argnum, rng_argnum=rng_argnum)
 
+    @_compat.boundary
     @functools.wraps(fun)
     def over_microbatches(*args: P.args, **kwargs: P.kwargs) -> R:
         if current_recording() is None or not has_nodes((args, kwargs)):
@@ -75,7 +79,7 @@ def microbatch(
         batches = [k % count for k in ((argnum,) if isinstance(argnum, int) else argnum) if -count <= k < count]
         if any(has_nodes(args[k]) for k in batches):
             raise MicrobatchError(
-                f"microbatch({fun.__name__}): argnum {argnum} is the batch, but there is a module in it; pass the modules "
+                f"microbatch({name_of(fun)}): argnum {argnum} is the batch, but there is a module in it; pass the modules "
                 "in other arguments"
             )
         keys = None if rng_argnum is None else rng_argnum % count
@@ -119,11 +123,16 @@ class _Loop:
     def _check(self, nodes: Any, given: Any, found: int, expected: int) -> None:
         if found == expected:
             return
-        known = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(given)}
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(nodes)]
-        new = [path for path in paths if path not in known]
+        known = set(_paths(given))
+        new = list(dict.fromkeys(path for path in _paths(nodes) if path not in known))
         raise MicrobatchError(
-            f"microbatch({getattr(self._fun, '__name__', 'function')}): in a microbatch the modules got {found} arrays, "
+            f"microbatch({name_of(self._fun)}): in a microbatch the modules got {found} arrays, "
             f"before they had {expected}{' (' + ', '.join(new[:3]) + ')' if new else ''}; a loop keeps one structure, so "
             "make caches before it, and return what you would sow"
         )
+
+
+def _paths(arguments: tuple[PyTree, PyTree]) -> list[str]:
+    """``args[0].layers[0].kernel`` of every array in the arguments of a function."""
+    found = _compat.leaves_with_paths(arguments)
+    return [f"{'kwargs' if which.idx else 'args'}{jax.tree_util.keystr(tuple(path))}" for (which, *path), _ in found]
