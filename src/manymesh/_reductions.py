@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -138,6 +139,7 @@ def words_of(name: str, reduce: Any, out: PyTree) -> Words:
         "float0" if _dtype_of(x) == jax.dtypes.float0 else w
         for w, x in zip(jax.tree.leaves(expanded), leaves, strict=True)
     ]
+    _check_states(name, out, words)
     for (path, leaf), word in zip(jax.tree_util.tree_leaves_with_path(out), words, strict=True):
         if word == "max" and jnp.issubdtype(_dtype_of(leaf), jnp.complexfloating):
             raise MicrobatchError(
@@ -149,6 +151,21 @@ def words_of(name: str, reduce: Any, out: PyTree) -> Words:
                 f"microbatch({name}): result{jax.tree_util.keystr(path)} is a scalar in each microbatch and cannot be concatenated; reduce it by 'stack'"
             )
     return Words(words)
+
+
+def _check_states(name: str, out: PyTree, words: Sequence[str]) -> None:
+    """Refuses to concatenate states of Equinox: what is meant is that they go from one microbatch to the next."""
+    equinox: Any = sys.modules.get("equinox")
+    if equinox is None:
+        return
+    remaining = iter(words)
+    for path, x in jax.tree_util.tree_leaves_with_path(out, is_leaf=lambda x: isinstance(x, equinox.nn.State)):
+        own = [next(remaining) for _ in jax.tree.leaves(x)]
+        if isinstance(x, equinox.nn.State) and "concat" in own:
+            raise MicrobatchError(
+                f"microbatch({name}): result{jax.tree_util.keystr(path)} is an equinox.nn.State, which cannot be concatenated; if it "
+                "goes from one microbatch to the next, name the argument that it comes in by state_argnum=, and return (result, state)"
+            )
 
 
 def _dtype_of(x: Any) -> Any:
