@@ -199,6 +199,23 @@ def test_values_have_the_names_that_they_have_in_the_modules() -> None:
         step.lower(model, {"rows": X}, optimizer=optimizer)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda x: jnp.stack([x, x]), lambda x: x.astype(jnp.float32)], ids=["shape", "dtype"]
+)
+def test_a_variable_that_becomes_another_in_a_loop_is_named(change: Any) -> None:
+    def changes(model: Any, x: Any) -> Any:
+        model.calls.set_value(change(model.calls.get_value()))
+        return jnp.sum(model.dense(x))
+
+    model = Model(nnx.Rngs(0))
+    model.calls.set_value(jnp.zeros((), jnp.int32))
+    step = mm.nnx.jit(mm.nnx.microbatch(changes, argnum=1, num_microbatches=2))
+    with pytest.raises(
+        mm.errors.MicrobatchError, match=r"^microbatch\(changes\): args\[0\]\.calls of .* becomes one of"
+    ):
+        step(model, X)
+
+
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_the_plain_microbatch_refuses_what_it_would_lose(by_keyword: bool) -> None:
     """A module that the function changes; one that it reads alone is a tree as any other."""

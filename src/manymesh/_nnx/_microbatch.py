@@ -10,7 +10,8 @@ import jax
 
 from .. import _compat
 from .._errors import MicrobatchError
-from .._mark import current_recording
+from .._mark import current_recording, is_dynamic
+from .._microbatch import check_next
 from .._microbatch import microbatch as plain_microbatch
 from .._shown import name_of
 from .._types import PyTree
@@ -113,20 +114,25 @@ class _Loop:
             args, kwargs = jax.tree.unflatten(structure, full)
             nodes, out = self._fun(*args, **kwargs)
             following, following_structure = jax.tree.flatten(nodes)
-            self._check(nodes, (args, kwargs), len(following), len(state))
+            self._check(nodes, (args, kwargs), following, state)
             left.append(following_structure)
             return out, following
 
         out, state = self._loop(one)(*args, state, **kwargs)
         return jax.tree.unflatten(left[-1], state), out
 
-    def _check(self, nodes: Any, given: Any, found: int, expected: int) -> None:
+    def _check(self, nodes: Any, given: Any, following: list[Any], state: list[Any]) -> None:
+        """Refuses what a microbatch leaves in the modules, if the next one cannot begin with it."""
+        name, found, expected = name_of(self._fun), len(following), len(state)
         if found == expected:
+            for path, old, new in zip(_paths(nodes), state, following, strict=True):
+                if is_dynamic(new):
+                    check_next(name, path, jax.typeof(old), jax.typeof(new))
             return
         known = set(_paths(given))
         new = list(dict.fromkeys(path for path in _paths(nodes) if path not in known))
         raise MicrobatchError(
-            f"microbatch({name_of(self._fun)}): in a microbatch the modules got {found} arrays, "
+            f"microbatch({name}): in a microbatch the modules got {found} arrays, "
             f"before they had {expected}{' (' + ', '.join(new[:3]) + ')' if new else ''}; a loop keeps one structure, so "
             "make caches before it, and return what you would sow"
         )
