@@ -294,11 +294,16 @@ def test_a_batch_that_does_not_divide():
         microbatched()(parameters(), rows(0))
 
 
-def test_leaves_of_a_batch_that_do_not_agree():
-    """Pieces of one size, different lengths."""
-    step = microbatched(lambda p, b: loss(p, b["x"]), num_microbatches=None, size=2)
-    with raises(ValueError, "different numbers", "['x']: 4", "['y']: 3"):
-        step(parameters(), {"x": rows(8), "y": rows(6)})
+@pytest.mark.parametrize("sizes", [{"num_microbatches": 4}, {"num_microbatches": None, "size": 2}])
+@pytest.mark.parametrize("odd", [6, 5, 0])
+def test_leaves_of_a_batch_that_do_not_agree(sizes, odd):
+    """One leaf of each length is named, whether they divide or not: no number of pieces would do."""
+    step = microbatched(lambda p, b: loss(p, b["x"]), **sizes)
+    with raises(
+        errors.MicrobatchError, f"(args[1]['x']: 8, args[1]['z']: {odd})", "cut leaves of one length"
+    ) as caught:
+        mm.jit(step)(parameters(), {"x": rows(8), "y": rows(8), "z": rows(odd)})
+    assert "would work" not in str(caught.value)
 
 
 def test_a_batch_without_the_dimension():

@@ -293,6 +293,19 @@ def test_a_state_is_of_arrays() -> None:
         mm.jit(lambda x: loop({"n": "a"}, x))(X)
 
 
+def test_a_number_of_python_that_gets_a_dtype_and_stays_as_it_is() -> None:
+    """The second microbatch finds the dtype there, and hands on what it got."""
+    task = mm.task(jnp.sum, "task", devices=[0])
+    loop = mm.microbatch(
+        lambda s, x: (task(x) + s, s.astype(jnp.float32)), argnum=1, num_microbatches=2, state_argnum=0
+    )
+    with mm.ignore_transforms():
+        expected = jax.jit(loop)(2, X)
+    for got, wanted in zip(mm.jit(loop)(2, X), expected, strict=True):
+        assert (got.dtype, got.weak_type) == (wanted.dtype, wanted.weak_type)
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
 @pytest.mark.parametrize("written", [False, True])
 @pytest.mark.parametrize("start", [0, 0.0])
 def test_a_number_of_python_becomes_what_it_meets(start: Any, written: bool) -> None:

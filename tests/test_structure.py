@@ -39,6 +39,7 @@ LAYERS = (
     "meta",
     "_topology",
     "_task",
+    "_vmapped",
     "_implicit",
     "_mark",
     "schedules",

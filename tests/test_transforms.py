@@ -505,15 +505,23 @@ def test_shard_map_in_a_task(context):
     assert y.devices() == set(mesh.devices.flat)
 
 
-@pytest.mark.parametrize("keeps_axis", [True, False], ids=["of length one", "gone"])
-def test_gradients_of_single_examples_through_a_task_that_constrains_the_batch(keeps_axis):
-    """The axis is one of vmap's now: its constraint is dropped, and said so, or goes where spmd_axis_name says."""
-    mesh = Mesh(np.array(jax.devices()[2:4]), ("data",))
+def constraining(size, *more_rules):
+    """A task that constrains the rows of its batch, on a mesh with so many devices for them."""
+    mesh = Mesh(np.array(jax.devices()[2 : 2 + size]), ("data",))
 
     def layer(w, x):
-        return mm.with_sharding_constraint(jnp.sin(x @ w), ("batch", None))
+        return mm.with_sharding_constraint(jnp.sin(x @ w), ("batch", "embed" if more_rules else None))
 
-    first = mm.task(layer, "first", mesh=mesh, logical_axes=[("batch", "data")])
+    return mm.task(layer, "first", mesh=mesh, logical_axes=[("batch", "data"), *more_rules])
+
+
+keeps_axis = pytest.mark.parametrize("keeps_axis", [True, False], ids=["of length one", "gone"])
+
+
+@keeps_axis
+def test_gradients_of_single_examples_through_a_task_that_constrains_the_batch(keeps_axis):
+    """The axis is one of vmap's now: its constraint is dropped, and said so, or goes where spmd_axis_name says."""
+    first = constraining(2)
 
     def example(p, x):
         return jnp.sum(back(p["back"], first(p["front"], x[None] if keeps_axis else x)))
@@ -521,13 +529,60 @@ def test_gradients_of_single_examples_through_a_task_that_constrains_the_batch(k
     def grads(p, xs, **options):
         return jax.vmap(jax.grad(example), (None, 0), **options)(p, xs)
 
-    with pytest.warns(UserWarning, match="task 'first': the constraint of axis 'batch' is dropped under jax.vmap"):
+    text = "task 'first': the constraint of axis 'batch' is dropped under jax.vmap.*spmd_axis_name='data'"
+    with pytest.warns(UserWarning, match=text):
         assert_agrees(grads, parameters(), rows())
-    with pytest.warns(UserWarning, match="dropped under jax.vmap"):
-        compiled = mm.jit(lambda p, xs: jax.vmap(first, (None, 0), spmd_axis_name="data")(p["front"], xs[:, None]))
-        assert compiled(parameters(), rows()).sharding.spec[0] == "data"
     with pytest.raises(mm.errors.AxisError, match="divide" if keeps_axis else "2 axis names"):
         mm.jit(lambda w, x: first(w, x[None] if keeps_axis else x))(parameters()["front"], rows()[0])
+
+
+@keeps_axis
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("more_rules", [(), (("embed", "data"),)], ids=["", "the axis is wanted elsewhere"])
+def test_spmd_axis_name_says_where_the_axis_of_single_examples_is(size, more_rules, keeps_axis):
+    """There is nothing to find then, on a mesh of any size, and other names do not get the device axis."""
+    first = constraining(size, *more_rules)
+
+    def outputs(w, xs):
+        return jax.vmap(lambda x: first(w, x[None] if keeps_axis else x), spmd_axis_name="data")(xs)
+
+    w = parameters()["front"]
+    out = mm.jit(outputs, strict=True)(w, rows())
+    assert_same(out, jnp.sin(rows() @ w)[:, None] if keeps_axis else jnp.sin(rows() @ w))
+    assert out.sharding.spec == (P("data") if size > 1 else P())
+
+    def loss(w, xs):
+        return jnp.sum(
+            jax.vmap(jax.grad(lambda w, x: jnp.sum(first(w, x[None]))), (None, 0), spmd_axis_name="data")(w, xs), 0
+        )
+
+    assert_agrees(loss, w, rows())
+
+
+def test_spmd_axis_name_that_is_a_logical_name():
+    """JAX knows no such axis; a note says what it wants."""
+    first = constraining(2)
+    step = mm.jit(lambda w, xs: jax.vmap(first, (None, 0), spmd_axis_name="batch")(w, xs[:, None]))
+    with pytest.raises(ValueError, match="batch") as raised:
+        step(parameters()["front"], rows())
+    assert "spmd_axis_name 'batch', which has to name device axes" in raised.value.__notes__[0]
+    assert "('data',)" in raised.value.__notes__[0]
+
+
+def test_spmd_axis_name_around_a_constraint_outside_of_tasks():
+    """The new axis is constrained with the others; one device axis cannot be at two of them."""
+    mesh = Mesh(np.array(jax.devices()[2:6]).reshape(2, 2), ("data", "model"))
+    double = mm.task(lambda x: 2 * x, "double", mesh=mesh)
+
+    def step(xs, names):
+        return double(jax.vmap(lambda x: mm.with_sharding_constraint(x, names), spmd_axis_name="data")(xs))
+
+    xs = rows().reshape(2, -1, WIDTH)
+    out = mm.jit(lambda xs: step(xs, (None, "model")))(xs)
+    assert out.sharding.spec == P("data", None, "model")
+    assert_same(out, 2 * xs)
+    with pytest.raises(mm.errors.AxisError, match="'data' stands at more than one dimension"):
+        mm.jit(lambda xs: step(xs, ("data", None)))(xs)
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 4), (4, 2)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,11 +87,28 @@ class Cut:
         """How many pieces the batch is cut into.
 
         Raises:
-          MicrobatchError: an argument is not there, or does not divide.
+          MicrobatchError: an argument is not there, its leaves differ in length, or they do not divide.
         """
-        name, dim, number, size = self.name, self.dim, self.number, self.size
-        counts: dict[str, int] = {}
-        lengths: dict[str, int] = {}
+        shapes = {f"args[{k}]{jax.tree_util.keystr(path)}": shape for k, path, shape in self._leaves(args)}
+        if not shapes:
+            raise MicrobatchError(
+                f"microbatch({self.name}): the batch (argnum {self.argnums}) has no array to cut{self.instead(args)}"
+            )
+        examples: dict[int, str] = {}
+        for where, shape in shapes.items():
+            examples.setdefault(shape[self.dim], where)
+        if len(examples) > 1:
+            listing = ", ".join(f"{where}: {length}" for length, where in examples.items())
+            raise MicrobatchError(
+                f"microbatch({self.name}): leaves of the batch have different lengths along dimension {self.dim} ({listing}), so that "
+                "their pieces would not belong together; cut leaves of one length, or pass the other ones apart"
+                f"{self._about_keys(args)}{self.instead(args)}"
+            )
+        return self._count(*next(iter(shapes.items())), args)
+
+    def _leaves(self, args: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, ...], tuple[int, ...]]]:
+        """The argument, path and shape of each leaf of the batch, all of which have the dimension that is cut."""
+        name, dim = self.name, self.dim
         for k in self.argnums:
             if not -len(args) <= k < len(args):
                 raise MicrobatchError(
@@ -111,42 +128,31 @@ class Cut:
                         f"{where} of shape {shape} has no dimension {dim} to cut along; what is the same in every microbatch goes in an "
                         f"argument that argnum does not name{self.instead(args)}"
                     )
-                length = shape[dim]
-                if length == 0:
-                    raise MicrobatchError(
-                        f"{where} of shape {shape} has length 0 along dimension {dim}: there is nothing to cut; skip an empty batch"
-                    )
-                pieces = self._pieces(length)
-                if pieces == 0:
-                    fits = [d for d in range(1, length + 1) if length % d == 0]
-                    what = f"{number} microbatches" if number is not None else f"pieces of size {size}"
-                    kind = "num_microbatches" if number is not None else "size"
-                    raise MicrobatchError(
-                        f"{where} of shape {shape} has length {length} along dimension {dim}, which does not divide into {what}; "
-                        f"{kind} that would work: {_short(fits)}{self.instead(args)}"
-                    )
-                if number is not None and size is not None and length != number * size:
-                    raise MicrobatchError(
-                        f"{where} of shape {shape}: num_microbatches={number} times size={size} is {number * size}, "
-                        f"but dimension {dim} has length {length}; give one of the two"
-                    )
-                counts[where], lengths[where] = pieces, length
-        if not counts:
+                yield k, path, shape
+
+    def _count(self, where: str, shape: tuple[int, ...], args: tuple[Any, ...]) -> int:
+        """How many pieces a batch is cut into of which a leaf has this shape, and all have this length."""
+        number, size, length = self.number, self.size, shape[self.dim]
+        what = f"microbatch({self.name}): {where} of shape {shape}"
+        if length == 0:
             raise MicrobatchError(
-                f"microbatch({name}): the batch (argnum {self.argnums}) has no array to cut{self.instead(args)}"
+                f"{what} has length 0 along dimension {self.dim}: there is nothing to cut; skip an empty batch"
             )
-        if len(set(counts.values())) > 1:
-            listing = ", ".join(f"{w.split(': ')[1]}: {c}" for w, c in counts.items())
+        pieces = self._pieces(length)
+        if pieces == 0:
+            fits = [d for d in range(1, length + 1) if length % d == 0]
+            wanted = f"{number} microbatches" if number is not None else f"pieces of size {size}"
+            kind = "num_microbatches" if number is not None else "size"
             raise MicrobatchError(
-                f"microbatch({name}): leaves give different numbers of microbatches ({listing}){self._about_keys(args)}{self.instead(args)}"
+                f"{what} has length {length} along dimension {self.dim}, which does not divide into {wanted}; "
+                f"{kind} that would work: {_short(fits)}{self.instead(args)}"
             )
-        if len(set(lengths.values())) > 1:
-            listing = ", ".join(f"{w.split(': ')[1]}: {n}" for w, n in lengths.items())
+        if number is not None and size is not None and length != number * size:
             raise MicrobatchError(
-                f"microbatch({name}): leaves of the batch have different lengths along dimension {dim} ({listing}), so that "
-                f"their pieces would not belong together; cut leaves of one length, or pass the other ones apart{self._about_keys(args)}{self.instead(args)}"
+                f"{what}: num_microbatches={number} times size={size} is {number * size}, "
+                f"but dimension {self.dim} has length {length}; give one of the two"
             )
-        return next(iter(counts.values()))
+        return pieces
 
     def _about_keys(self, args: tuple[Any, ...]) -> str:
         """What to do with random keys that are cut and are as many as the microbatches."""

@@ -34,6 +34,7 @@ from ._shown import name_of
 from ._stands_for import stands_for
 from ._task import Task, check_name
 from ._types import PyTree
+from ._vmapped import resolve_vmapped
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -405,6 +406,12 @@ def _note(error: Exception, described: Task) -> None:
             ", which closes over an array that lies on a mesh with Explicit axes: pass it as an argument of the task, which "
             "takes arrays from anywhere"
         )
+    given = [axis for axes in _compat.vmapped() for axis in axes]
+    if isinstance(error, ValueError) and "is not found in mesh" in str(error) and given and described.mesh is not None:
+        note += (
+            f" under jax.vmap with spmd_axis_name {', '.join(map(repr, given))}, which has to name device axes of every task that "
+            f"constrains a batched value; those of this one are {tuple(described.mesh.axis_names)}"
+        )
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
@@ -422,16 +429,14 @@ def task_scope(record: Recording, described: Task) -> Scope:
     """The scope that code inside the task sees."""
 
     def resolve(names: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        names = tuple(names)
-        if vmapped := _compat.vmapped():
-            names, left_out = _without_vmapped(described, names, tuple(shape), vmapped)
-            for name in left_out:
-                text = (
-                    f"the constraint of axis {name!r} is dropped under jax.vmap, which has taken that axis from a value of "
-                    f"shape {tuple(shape)}; vmap(..., spmd_axis_name=) says where the new axis goes"
-                )
-                record.findings[Finding(text, described.name)] = AxisError
-        spec, unknown = described.resolve(names, tuple(shape))
+        names, shape = tuple(names), tuple(shape)
+        spec, unknown, left_out = resolve_vmapped(described, names, shape, _compat.vmapped())
+        for name, target in left_out:
+            text = (
+                f"the constraint of axis {name!r} is dropped under jax.vmap, which has taken that axis from a value of "
+                f"shape {shape}; vmap(..., spmd_axis_name={target!r}) puts the new axis there"
+            )
+            record.findings[Finding(text, described.name)] = AxisError
         for name in unknown:
             known = [a for a, _ in described.logical_axes or ()]
             axes = tuple(described.mesh.axis_names) if described.mesh is not None else ()
@@ -449,26 +454,6 @@ def task_scope(record: Recording, described: Task) -> Scope:
     return Scope(described.name or "task", abstract, resolve, described)
 
 
-def _without_vmapped(
-    described: Task, names: tuple[Any, ...], shape: tuple[int, ...], vmapped: int
-) -> tuple[tuple[Any, ...], list[Any]]:
-    """Names without those of axes that vmap took away: the first of too many, and those of dimensions of length one
-    that do not divide. Also returns what was left out."""
-    surplus = max(0, len(names) - len(shape))
-    if surplus > vmapped:
-        return names, []
-    left_out = [name for name in names[:surplus] if name is not None]
-    kept = list(names[surplus:])
-    for i, name in enumerate(kept):
-        if shape[i] == 1 and name is not None and len(left_out) < vmapped:
-            try:
-                described.resolve((None,) * i + (name,), shape)
-            except AxisError:
-                left_out.append(name)
-                kept[i] = None
-    return tuple(kept), left_out
-
-
 @contextlib.contextmanager
 def _surroundings(described: Task, scope: Scope) -> Iterator[None]:
     if described.mesh is None:
@@ -483,7 +468,7 @@ def _surroundings(described: Task, scope: Scope) -> Iterator[None]:
 # it would be brought to the mesh of the task that reads it, and differentiating that fails where the sizes differ.
 # It says which operand or result of the task the value is, where the task is computed again, too.
 border_p = _compat.linear_identity(
-    "manymesh_border", lambda x, **_: x, lambda params, dim: params, keeps_mesh=False, of_values=True
+    "manymesh_border", lambda x, **_: x, lambda params, *_: params, keeps_mesh=False, of_values=True
 )
 
 
@@ -512,18 +497,19 @@ def _on_axes(target: Any, axes: tuple[str, ...]) -> Any:
     return target if target in axes else None
 
 
-def _batch_names(params: dict[str, Any], dim: int) -> dict[str, Any]:
+def _batch_names(params: dict[str, Any], dim: int, axes: tuple[str, ...]) -> dict[str, Any]:
     names = params["names"]
     padded = names + (None,) * (dim - len(names))
-    return {"names": (*padded[:dim], PartitionSpec.UNCONSTRAINED, *padded[dim:])}
+    new = (axes[0] if len(axes) == 1 else axes) if axes else PartitionSpec.UNCONSTRAINED
+    return {"names": (*padded[:dim], new, *padded[dim:])}
 
 
 # The identity, carrying per-dimension names to wherever the value is placed.
 constraint_p = _compat.linear_identity("manymesh_constraint", lambda x, **_: x, _batch_names)
 
 
-def _batch_box(params: dict[str, Any], dim: int) -> dict[str, Any]:
-    return {**params, **_batch_names(params, dim)}
+def _batch_box(params: dict[str, Any], dim: int, axes: tuple[str, ...]) -> dict[str, Any]:
+    return {**params, **_batch_names(params, dim, axes)}
 
 
 # The identity, carrying what a box says about a value to the implicit task that it may turn out to be in.
@@ -558,7 +544,8 @@ def with_sharding_constraint(x: Any, spec: Any) -> PyTree:
     Returns:
       ``x`` with the constraint, which the surrounding task resolves on its mesh. Outside any task the
       constraint travels with the value to wherever the value is placed, where its names are device axes.
-      Outside ``mm.jit`` it does nothing.
+      Outside ``mm.jit`` it does nothing. Under `jax.vmap` the names of axes that vmap took away count for nothing: the new
+      axis lies as its ``spmd_axis_name``, a device axis, says.
 
     Raises:
       AxisError: a dimension does not divide over its device axes, or there are more names than dimensions.

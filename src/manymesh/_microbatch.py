@@ -349,26 +349,10 @@ class _Call:
         )
 
     def _check_next(self, name: str, i: int, new: Any) -> None:
-        """Refuses a part of the state, the i-th leaf, whose shape a microbatch changes, or its dtype.
-
-        A number without a dtype of its own, as Python has them, becomes what it meets, as in `jax.lax.scan`.
-        """
+        """Refuses a part of the state, the i-th leaf, whose shape a microbatch changes, or its dtype."""
         state = self.args[self.state_argnum]  # type: ignore[index]  # there is one
         path, old = jax.tree_util.tree_leaves_with_path(state)[i]
-        before, called = jax.typeof(old), f"args[{self.state_argnum}]{jax.tree_util.keystr(path)}"
-        if before.shape != new.shape:
-            raise MicrobatchError(
-                f"microbatch({name}): the state {called} of shape {before.shape} becomes one of shape {new.shape}; under mm.jit "
-                "all microbatches run one program, so that a state keeps its shape: begin with room for all of it, and write what "
-                "each microbatch adds into its place"
-            )
-        becomes = before.weak_type and jnp.promote_types(before.dtype, new.dtype) == new.dtype
-        if before.dtype != new.dtype and not becomes:
-            raise MicrobatchError(
-                f"microbatch({name}): the state {called} of dtype {before.dtype} becomes one of dtype {new.dtype}; under mm.jit "
-                f"all microbatches run one program, so that a state keeps its dtype: begin with one of dtype {new.dtype}, or return "
-                f"it as {before.dtype}"
-            )
+        check_next(name, f"the state args[{self.state_argnum}]{jax.tree_util.keystr(path)}", jax.typeof(old), new)
 
     def _constrained(self, n: int, piece: PyTree) -> PyTree:
         """A piece of the n-th batch argument with the sharding that the caller asked for."""
@@ -514,7 +498,7 @@ class _Call:
             kept = iter(summed)
             new = [ACCUMULATE[w](next(kept), o) for w, o in zip(words.per_leaf, out, strict=True) if w in ACCUMULATE]
             ys = [o for w, o in zip(words.per_leaf, out, strict=True) if w in ("stack", "concat")]
-            return (new, moved), ys
+            return (new, {**moving, **moved}), ys  # a value that has got its dtype may stay as it is
 
         start = [initial(w, a) for w, a in zip(words.per_leaf, avals, strict=True) if w in ACCUMULATE]
         moving = {i: _as(state[i], a) for i, a in changing.items()}
@@ -568,7 +552,8 @@ def _check_unchanged(name: str, given: list[Any], after: tuple[list[Any], dict[s
     In dicts and lists a function may change what it likes, as in any function of JAX.
     """
     found, known = jax.tree_util.tree_leaves_with_path(after), set(map(id, given))
-    lost = [path for path, x in found if id(x) not in known and any(hasattr(key, "name") for key in path)]
+    changed = [path for path, x in found if id(x) not in known and id(_compat.before_calls(x)) not in known]
+    lost = [path for path in changed if any(hasattr(key, "name") for key in path)]
     if not lost:
         return
     (which, argument, *rest), *more = lost
@@ -579,6 +564,32 @@ def _check_unchanged(name: str, given: list[Any], after: tuple[list[Any], dict[s
         "lost, for every microbatch is given what the call was given; use manymesh.nnx.microbatch for modules of Flax NNX, "
         "which carries it from one microbatch to the next, or return what is new, as with state_argnum="
     )
+
+
+def check_next(name: str, called: str, before: Any, new: Any) -> None:
+    """Refuses what goes from one microbatch to the next, if one changes its shape, or its dtype.
+
+    A number without a dtype of its own, as Python has them, becomes what it meets, as in `jax.lax.scan`.
+
+    Args:
+      name: name of the function.
+      called: what goes from one microbatch to the next.
+      before: its abstract value before a microbatch.
+      new: that after one.
+    """
+    if before.shape != new.shape:
+        raise MicrobatchError(
+            f"microbatch({name}): {called} of shape {before.shape} becomes one of shape {new.shape}; under mm.jit "
+            "all microbatches run one program, so that a state keeps its shape: begin with room for all of it, and write what "
+            "each microbatch adds into its place"
+        )
+    becomes = before.weak_type and jnp.promote_types(before.dtype, new.dtype) == new.dtype
+    if before.dtype != new.dtype and not becomes:
+        raise MicrobatchError(
+            f"microbatch({name}): {called} of dtype {before.dtype} becomes one of dtype {new.dtype}; under mm.jit "
+            f"all microbatches run one program, so that a state keeps its dtype: begin with one of dtype {new.dtype}, or return "
+            f"it as {before.dtype}"
+        )
 
 
 def _first(stacked: jax.Array) -> jax.ShapeDtypeStruct:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -145,6 +146,7 @@ def words_of(name: str, reduce: Any, out: PyTree) -> Words:
 
 def _check_words(name: str, out: PyTree, words: list[str], otherwise: str) -> None:
     """Refuses a result that its word does not apply to; ``otherwise`` ends what to do with random keys."""
+    _check_states(name, out, words)
     for (path, leaf), word in zip(jax.tree_util.tree_leaves_with_path(out), words, strict=True):
         dtype, result = _dtype_of(leaf), f"microbatch({name}): result{jax.tree_util.keystr(path)}"
         if jnp.issubdtype(dtype, jax.dtypes.prng_key) and word in ("sum", "mean", "max"):
@@ -158,6 +160,21 @@ def _check_words(name: str, out: PyTree, words: list[str], otherwise: str) -> No
         if word == "concat" and not leaf.shape:
             raise MicrobatchError(
                 f"{result} is a scalar in each microbatch and cannot be concatenated; reduce it by 'stack'"
+            )
+
+
+def _check_states(name: str, out: PyTree, words: Sequence[str]) -> None:
+    """Refuses to concatenate states of Equinox: what is meant is that they go from one microbatch to the next."""
+    equinox: Any = sys.modules.get("equinox")
+    if equinox is None:
+        return
+    remaining = iter(words)
+    for path, x in jax.tree_util.tree_leaves_with_path(out, is_leaf=lambda x: isinstance(x, equinox.nn.State)):
+        own = [next(remaining) for _ in jax.tree.leaves(x)]
+        if isinstance(x, equinox.nn.State) and "concat" in own:
+            raise MicrobatchError(
+                f"microbatch({name}): result{jax.tree_util.keystr(path)} is an equinox.nn.State, which cannot be concatenated; if it "
+                "goes from one microbatch to the next, name the argument that it comes in by state_argnum=, and return (result, state)"
             )
 
 

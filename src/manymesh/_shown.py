@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import html
+import inspect
 import io
 import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 MOST = 39
 _NARROWEST = 64  # below that the columns of a table are a letter or two wide, and lines that wrap are easier to read
@@ -27,10 +29,25 @@ class Shown:
 
 
 def name_of(fun: object) -> str:
-    """What a function is called: a partial application like the function in it, any other object like its class."""
-    while isinstance(fun, functools.partial):
-        fun = fun.func
+    """What a function is called: a partial application like the function in it, any other object like its class.
+
+    What ``nnx.grad`` and ``nnx.value_and_grad`` of Flax make is called like the function that they differentiate.
+    """
+    while isinstance(fun, functools.partial) or getattr(fun, "__name__", None) in _GRADIENTS:
+        inner = fun.func if isinstance(fun, functools.partial) else _differentiated(fun)
+        if inner is None:
+            break
+        fun = inner
     return str(getattr(fun, "__name__", type(fun).__name__))
+
+
+_GRADIENTS = ("grad_wrapper", "tree_grad_wrapper")  # as Flax names them
+
+
+def _differentiated(fun: Any) -> Any:
+    """What a function of Flax differentiates; None for another one of such a name."""
+    within = inspect.getclosurevars(unwrapped).nonlocals if inspect.isfunction(unwrapped := inspect.unwrap(fun)) else {}
+    return within.get("f", within.get("gradded_fn"))
 
 
 def page_width(usual: int) -> int:

@@ -84,7 +84,9 @@ def wrap_class(
             return known
     missing = [m for m in methods if not callable(getattr(model, m, None))]
     if missing:
-        raise TaskError(f"{where}: {model.__name__} has no method {missing[0]!r}; methods= names methods of the model")
+        raise TaskError(
+            f"{where}: {plain_name(model.__name__)} has no method {missing[0]!r}; methods= names methods of the model"
+        )
     body: dict[str, Any] = {m: lift(inspect.getattr_static(model, m), described) for m in methods}
     body |= {
         "_manymesh_task": key,

@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,27 @@ def test_errors_say_what_to_do(name: str) -> None:
         framework.face.task(framework.module, devices=[0], methods=["encode"])
     with pytest.raises(mm.errors.TaskError, match=rf"^{where}.task: task= is a complete description"):
         framework.face.task(framework.module, task=mm.Task(devices=[0]), devices=[0])
+
+
+@each
+def test_errors_end_at_the_users_line(name: str) -> None:
+    """In a call of `task` and of a step, however that is asked for."""
+    face = FRAMEWORKS[name].face
+    jit = getattr(face, "jit", mm.jit)
+    step = jit(mm.task(lambda x: mm.microbatch(lambda x: x, num_microbatches=3)(x), "front", devices=[0]))
+    calls = [
+        lambda: face.task(FRAMEWORKS[name].module, devices=[0], methods=["encode"]),
+        lambda: step(X),
+        lambda: step.trace(X),
+        lambda: step.lower(X),
+        lambda: step.eval_shape(X),
+    ]
+    package = str(Path(mm.__file__).parent)
+    for call in calls:
+        with pytest.raises(mm.errors.ManyMeshError) as caught:
+            call()
+        found = traceback.extract_tb(caught.value.__traceback__)
+        assert not [f for f in found if f.filename.startswith(package)], "".join(traceback.format_list(found))
 
 
 @each

@@ -1,5 +1,7 @@
 """Arguments of `manymesh.equinox.jit`: called what users call them, donated as they say, static where they are no arrays."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -101,3 +103,24 @@ def test_what_is_no_array_is_part_of_the_program_wherever_it_is():
     wanted = [eqx.filter_jit(step)(*args, **kwargs, power=power)[0]["loss"] for power in (2, 2, 4)]
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     assert repr(jitted) == "equinox.jit(step): 2 programs compiled"
+
+
+def test_a_state_that_would_be_concatenated():
+    """What is meant is state_argnum; where the words say something else of the state, they hold."""
+
+    class Counting(eqx.Module):
+        calls: eqx.nn.StateIndex
+
+        def __call__(self, x, state):
+            return x, state.set(self.calls, state.get(self.calls) + 1), jnp.sum(x)
+
+    index = eqx.nn.StateIndex(jnp.zeros(()))
+    model, state = eqx.nn.make_with_state(lambda: Counting(index))()
+    loop = functools.partial(mm.microbatch, mm.task(model, "counting", devices=[1]), num_microbatches=2)
+    x = jnp.ones((4, 2))
+    text = r"result\[1\] is an equinox.nn.State, .* by state_argnum="
+    for reduce in ("concat", ("concat", "concat", "sum")):
+        with pytest.raises(mm.errors.MicrobatchError, match=text):
+            mm.equinox.jit(loop(reduce=reduce))(x, state)
+    rows, last, total = mm.equinox.jit(loop(reduce=("concat", "last", "sum")))(x, state)
+    assert rows.shape == (4, 2) and last.get(model.calls) == 1 and total == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -124,13 +125,95 @@ def test_a_loop_that_adds_variables_says_so() -> None:
         return jnp.sum(model.last[...])
 
     step = mm.nnx.jit(mm.nnx.microbatch(adds, argnum=1, num_microbatches=2))
-    with pytest.raises(
-        mm.errors.MicrobatchError, match=r"the modules got 4 arrays, before they had 3 .*last.*make caches"
-    ):
+    text = r"the modules got 4 arrays, before they had 3 \(args\[0\]\.last\); .*make caches"
+    with pytest.raises(mm.errors.MicrobatchError, match=text):
         step(model, X)
     swapped = mm.nnx.jit(mm.nnx.microbatch(lambda x, model: jnp.sum(model(x)), argnum=1, num_microbatches=2))
     with pytest.raises(mm.errors.MicrobatchError, match="argnum 1 is the batch, but there is a module in it"):
         swapped(X, model)
+
+
+def loss_of(model: Any, x: Any) -> Any:
+    return jnp.mean(model(x) ** 2)
+
+
+GRADIENTS = {
+    "grad": nnx.grad(loss_of),
+    "value_and_grad": nnx.value_and_grad(loss_of),
+    "of some variables": nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, nnx.Param)),
+    "of trees": nnx.grad(loss_of, graph=False),
+    "of a partial application": nnx.grad(functools.partial(loss_of)),
+    "in a partial application": functools.partial(nnx.grad(loss_of)),
+}
+
+
+@pytest.mark.parametrize("how", GRADIENTS)
+def test_gradients_are_called_like_the_loss(how: str) -> None:
+    grads = GRADIENTS[how]
+    for loop in (mm.microbatch, mm.nnx.microbatch):
+        step = mm.nnx.jit(loop(grads, argnum=1, num_microbatches=3))
+        with pytest.raises(mm.errors.MicrobatchError, match=r"^microbatch\(loss_of\): args\[1\] of shape \(8, 4\)"):
+            step(placed(), X)
+    assert repr(mm.nnx.jit(grads)).startswith("nnx.jit(loss_of)")
+
+
+def test_a_sum_of_means_is_told() -> None:
+    """As of the gradients that JAX makes."""
+    step = mm.nnx.jit(mm.nnx.microbatch(GRADIENTS["value_and_grad"], argnum=1, num_microbatches=2))
+    with pytest.warns(UserWarning, match="adds up 2 losses each of which is a mean"):
+        step.lower(placed(), X)
+
+
+def test_values_have_the_names_that_they_have_in_the_modules() -> None:
+    class Stack(nnx.Module):
+        def __init__(self) -> None:
+            self.layers = nnx.List([mm.nnx.task(nnx.Linear(4, 4, rngs=nnx.Rngs(i)), devices=[i]) for i in range(2)])
+            self.scales = nnx.data({"a b": nnx.Param(jnp.ones(()))})
+
+        def __call__(self, x: Any) -> Any:
+            return self.layers[1](self.layers[0](x)) * self.scales["a b"][...]
+
+    model = Stack()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-1), wrt=nnx.Param)
+
+    @mm.nnx.jit(donate_argnums=0)
+    def step(model: Any, x: Any, optimizer: Any) -> Any:
+        train(model, optimizer, x["rows"])
+        return nnx.grad(loss_of)(model, x["rows"])
+
+    text = str(step.lower(model, {"rows": X}, optimizer=optimizer).layout)
+    assert "states[0]" not in text and ".value " not in text
+    for name in (
+        "args[0].layers[1].kernel",
+        "args[0].scales['a b']",
+        "args[1]['rows']",
+        "kwargs['optimizer'].opt_state[0].mu.layers[0].bias",
+        "kwargs['optimizer'].step",
+        "result[1]['layers'][0]['kernel']",
+    ):
+        assert f" {name} " in text, name
+    model.layers[0].bias = nnx.Param(np.array(["text"]))
+    with pytest.raises(
+        mm.errors.ArgumentError, match=r"argument args\[0\]\.layers\[0\]\.bias is an array of dtype <U4"
+    ):
+        step.lower(model, {"rows": X}, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: jnp.stack([x, x]), lambda x: x.astype(jnp.float32)], ids=["shape", "dtype"]
+)
+def test_a_variable_that_becomes_another_in_a_loop_is_named(change: Any) -> None:
+    def changes(model: Any, x: Any) -> Any:
+        model.calls.set_value(change(model.calls.get_value()))
+        return jnp.sum(model.dense(x))
+
+    model = Model(nnx.Rngs(0))
+    model.calls.set_value(jnp.zeros((), jnp.int32))
+    step = mm.nnx.jit(mm.nnx.microbatch(changes, argnum=1, num_microbatches=2))
+    with pytest.raises(
+        mm.errors.MicrobatchError, match=r"^microbatch\(changes\): args\[0\]\.calls of .* becomes one of"
+    ):
+        step(model, X)
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])
@@ -151,6 +234,62 @@ def test_the_plain_microbatch_refuses_what_it_would_lose(by_keyword: bool) -> No
     with mm.ignore_transforms():
         expected = mm.nnx.jit(step)(reads, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), mm.nnx.jit(step)(reads, X), expected)
+
+
+def train(model: Any, optimizer: Any, x: Any) -> Any:
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def test_the_plain_jit_says_what_it_loses() -> None:
+    """As jax.jit, it gives the function modules of its own; of what comes back as a result nothing is lost."""
+    model = mm.nnx.task(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "model", devices=[3])
+    optimizer = nnx.Optimizer(model, optax.adam(1e-1), wrt=nnx.Param)
+    with pytest.warns(
+        UserWarning, match=r"changes args\[0\]\.bias and 7 more in place, which is lost.*manymesh\.nnx\.jit"
+    ):
+        mm.jit(train).lower(model, optimizer, X)
+    with pytest.raises(mm.errors.ArgumentError, match=r"changes args\[0\]\.bias and"):
+        mm.jit(train, strict=True)(model, optimizer, X)
+    mm.jit(lambda *args: (train(*args), args), strict=True).lower(model, optimizer, X)
+    with pytest.warns(UserWarning, match=r"changes kwargs\['rngs'\]\.dropout\.count in place"):
+        mm.jit(lambda x, rngs: model(x) + jax.random.normal(rngs.dropout(), x.shape)).lower(X, rngs=nnx.Rngs(dropout=0))
+    with pytest.warns(UserWarning, match=r"changes args\[0\]\.calls in place"):
+        mm.jit(lambda model, x: nnx.jit(nnx.remat(lambda model, x: model(x)))(model, x)).lower(placed(), X)
+
+
+READING = {
+    "called": lambda model, x: model(x),
+    "jit": nnx.jit(lambda model, x: nnx.jit(lambda model, x: model(x))(model, x)),
+    "remat": nnx.remat(lambda model, x: model(x)),
+    "grad": lambda model, x: jax.tree.leaves(nnx.grad(lambda model: jnp.sum(model(x)))(model))[0],
+    "merged": lambda model, x: nnx.merge(*nnx.split(model))(x),
+}
+
+
+@pytest.mark.parametrize("how", READING)
+@pytest.mark.parametrize("outside", [True, False], ids=["around the task", "in the task"])
+def test_the_plain_jit_says_nothing_of_modules_that_are_read(how: str, outside: bool) -> None:
+    """Nor does the plain microbatch, also where a transformation of Flax gives all variables back as they were."""
+
+    class Within(nnx.Module):
+        def __init__(self) -> None:
+            self.dense, self.rate = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: Any) -> Any:
+            return self.rate(self.dense(x) if outside else READING[how](self.dense, x), deterministic=True)
+
+    plain = Within()
+    model = mm.nnx.task(plain, "model", devices=[3])
+
+    def read(model: Any, x: Any) -> Any:
+        return jnp.sum(READING[how](model, x) if outside else model(x))
+
+    expected = read(plain, X)
+    np.testing.assert_allclose(mm.jit(read, strict=True)(model, X), expected, rtol=1e-5)
+    pieces = mm.jit(mm.microbatch(read, argnum=1, num_microbatches=2), strict=True)(model, X)
+    np.testing.assert_allclose(pieces, expected, rtol=1e-5)
 
 
 def test_one_microbatch_is_the_plain_call() -> None:

@@ -220,6 +220,8 @@ def _in_a_module(path: Any, given: Arguments) -> str:
     node: Any = (given.dyn_args, given.dyn_kwargs)
     equinox = sys.modules.get("equinox")
     for key in path if equinox is not None else ():
+        if hasattr(key, "name") and not hasattr(node, key.name):  # a module of Flax, of which only the state is here
+            break
         if hasattr(key, "name"):
             if isinstance(node, equinox.Module):  # type: ignore[union-attr]  # there is a key to look at only if it is loaded
                 return (
@@ -271,7 +273,7 @@ def donated_leaves(given: Arguments, argnums: tuple[int, ...], argnames: tuple[s
 def check_donation(step: Step, given: Arguments) -> None:
     """Refuses one array in two places where a donation would take it away from the other one."""
     donated = donated_leaves(given, step.donate_argnums, step.donate_argnames)
-    paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+    paths = _compat.leaves_with_paths((given.dyn_args, given.dyn_kwargs))
     check_given_once(step.name, given.leaves, frozenset(donated), lambda i: keystr(paths[i][0]).strip())
 
 

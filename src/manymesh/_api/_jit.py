@@ -108,7 +108,8 @@ def jit(
       strict: whether findings are errors instead of one warning: a logical name that no rule knows, a constraint that
         vmap took the axis of, a task whose results nobody reads, microbatches in a step without a task, with stages in
         no order, or in turns around a loop of unknown length, a batch that is also what is differentiated, a sum of
-        losses that are means, stacked layers that are not used in equal blocks or that something reads whole.
+        losses that are means, stacked layers that are not used in equal blocks or that something reads whole, a module of
+        Flax NNX that is changed in place and not returned.
 
     Returns:
       A callable. Each distinct structure, shape, dtype and static value of arguments is traced and compiled once.

@@ -15,6 +15,7 @@ from .._stands_for import stands_for
 from .._types import PyTree
 from ._arguments import REFERENCE, Arguments, abstract
 from ._boxes import carried, is_foreign_box, with_parameter
+from ._lost import lost_changes
 from ._moves import read_moves
 from ._results import check_results
 from ._step import Step
@@ -25,7 +26,7 @@ def trace(step: Step, given: Arguments) -> Traced:
     """Traces a step for one call's arguments."""
     statics = dict(given.static)
     record = Recording(implicit=Matcher(registered()))
-    paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
+    paths = _compat.leaves_with_paths((given.dyn_args, given.dyn_kwargs))
     avals = [abstract(step.name, path, x, given) for path, x in paths]
     out_tree: list[Any] = []
 
@@ -35,9 +36,12 @@ def trace(step: Step, given: Arguments) -> Traced:
             args, kwargs = jax.tree.map(carried, (args, kwargs), is_leaf=is_foreign_box)
         full = tuple(statics.get(k, a) for k, a in enumerate(args))
         kwargs = {**kwargs, **{k: v for k, v in statics.items() if isinstance(k, str)}}
+        before = jax.tree.leaves((args, kwargs))
         out = step.fun(*full, **kwargs)
         out_leaves, tree = jax.tree.flatten(out)
         check_results(step.name, tree, out_leaves)
+        if (finding := lost_changes(before, (full, kwargs), out_leaves)) is not None:
+            record.findings[finding] = ArgumentError
         out_tree.append(tree)
         return out_leaves
 

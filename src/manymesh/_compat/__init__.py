@@ -21,6 +21,7 @@ from ._executables import save_executable as save_executable
 from ._frames import boundary as boundary
 from ._frames import users_frame as users_frame
 from ._frames import users_level as users_level
+from ._given_back import before_calls as before_calls
 from ._jaxprs import AbstractJaxpr as AbstractJaxpr
 from ._jaxprs import AbstractValue as AbstractValue
 from ._jaxprs import Atom as Atom
@@ -72,6 +73,7 @@ from ._jaxprs import without_high as without_high
 from ._linearize import Apart as Apart
 from ._linearize import is_differentiated as is_differentiated
 from ._paths import key_paths as key_paths
+from ._paths import leaves_with_paths as leaves_with_paths
 from ._processes import backends_have_started as backends_have_started
 from ._processes import cluster_name as cluster_name
 from ._processes import coordination_client as coordination_client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -20,7 +21,38 @@ def key_paths(structure: Any) -> list[tuple[Any, ...]]:
         numbered = jax.tree.unflatten(structure, range(structure.num_leaves))
     except Exception:  # whatever the class raises
         return _by_hand(structure)
-    return [path for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+    return [path for path, _ in leaves_with_paths(numbered)]
+
+
+def leaves_with_paths(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """As `jax.tree_util.tree_leaves_with_path`, with the path of a variable in the user's module for one of Flax NNX.
+
+    A step of NNX is called with what stands for modules, where a variable is at the end of
+    ``.states[0]['layers'][0]['kernel'].value``; the user calls it ``.layers[0].kernel``.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return jax.tree_util.tree_leaves_with_path(tree)
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.NodeStates))
+    return [
+        (path + inner, leaf)
+        for path, x in found
+        for inner, leaf in (_of_module(x) if isinstance(x, nnx.NodeStates) else [((), x)])
+    ]
+
+
+def _of_module(states: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """The leaves of what stands for a module, and their paths in the module."""
+    return [
+        (tuple(_users_key(key) for key in path[2:] if key != GetAttrKey("value")), leaf)  # before: that of the state
+        for path, leaf in jax.tree_util.tree_leaves_with_path(states)
+    ]
+
+
+def _users_key(key: Any) -> Any:
+    """An attribute where a state, which is a dict, has a string."""
+    name = getattr(key, "key", None)
+    return GetAttrKey(name) if isinstance(name, str) and name.isidentifier() else key
 
 
 def _by_hand(structure: Any) -> list[tuple[Any, ...]]:

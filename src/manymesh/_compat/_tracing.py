@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -20,14 +22,19 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ._arrays import abstract
 
 
-def vmapped() -> int:
-    """How many axes `jax.vmap` has taken away from the values that are computed here."""
+def vmapped() -> tuple[tuple[str, ...], ...]:
+    """The axes that `jax.vmap` has taken away from the values that are computed here, innermost first.
+
+    Returns:
+      For each the device axes that its ``spmd_axis_name`` gives to it.
+    """
     trace: Any = core.trace_ctx.trace
-    count = 0
+    taken: list[tuple[str, ...]] = []
     while trace is not None:
-        count += isinstance(trace, BatchTrace)
+        if isinstance(trace, BatchTrace):
+            taken.append(tuple(trace.axis_data.spmd_name or ()))
         trace = getattr(trace, "parent_trace", None)
-    return count
+    return tuple(taken)
 
 
 def is_staging() -> bool:
@@ -36,14 +43,21 @@ def is_staging() -> bool:
 
 
 def differentiated(fun: Any) -> tuple[int, ...] | None:
-    """The arguments that a function made by `jax.grad` or `jax.value_and_grad` differentiates; None for another one."""
+    """The arguments that a function made by `jax.grad` or `jax.value_and_grad` differentiates; None for another one.
+
+    Those of Flax NNX count too, also inside a function of ours that wraps it.
+    """
+    flax: Any = sys.modules.get("flax.nnx.transforms.autodiff")
+    if flax is not None and getattr(fun, "__module__", None) == flax.__name__:
+        fun = inspect.unwrap(fun)
+    files = (api.__file__, traceback_util.__file__, getattr(flax, "__file__", None))
     for _ in range(4):  # each of them is inside a boundary, and jax.grad is around jax.value_and_grad
         code, closure = getattr(fun, "__code__", None), getattr(fun, "__closure__", None)
-        if code is None or closure is None or code.co_filename not in (api.__file__, traceback_util.__file__):
+        if code is None or closure is None or code.co_filename not in files:
             return None
         inside = dict(zip(code.co_freevars, closure, strict=True))
-        if "argnums" in inside:
-            numbers = inside["argnums"].cell_contents
+        if (found := inside.get("jax_argnums", inside.get("argnums"))) is not None:
+            numbers = found.cell_contents
             return (numbers,) if isinstance(numbers, int) else tuple(numbers)
         within = inside.get("value_and_grad_f") or inside.get("fun")
         fun = within.cell_contents if within is not None else None
@@ -100,7 +114,7 @@ def separate_jit_caches(token: object) -> Iterator[None]:
 def linear_identity(
     name: str,
     lower: Callable[..., Any],
-    batch: Callable[[dict[str, Any], int], dict[str, Any]],
+    batch: Callable[[dict[str, Any], int, tuple[str, ...]], dict[str, Any]],
     *,
     keeps_mesh: bool = True,
     of_values: bool = False,
@@ -110,14 +124,17 @@ def linear_identity(
     Args:
       name: name of the primitive.
       lower: ``lower(x, **params)``: what it becomes in an executable.
-      batch: the parameters under ``vmap``, from those without and the position of the new dimension.
+      batch: the parameters under ``vmap``, from those without, the position of the new dimension and the device axes
+        that its ``spmd_axis_name`` gives to it.
       keeps_mesh: whether the result is traced on the mesh of the operand; if not, on none.
       of_values: whether the parameters are those of values alone: tangents and cotangents come without.
     """
-    prim = core.Primitive(name)
+    prim: Any = core.Primitive(name)
+    prim.is_identity = True
 
-    def batched(args: Any, dims: Any, **params: Any) -> Any:
-        return prim.bind(*args, **batch(params, dims[0])), dims[0]
+    def batched(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
+        (dim,) = dims
+        return prim.bind(*args, **(params if dim is None else batch(params, dim, tuple(axis.spmd_name or ())))), dim
 
     def with_tangent(primals: Any, tangents: Any, **params: Any) -> Any:
         value, (tangent,) = prim.bind(*primals, **params), tangents
@@ -134,7 +151,7 @@ def linear_identity(
     ad.deflinear2(prim, lambda ct, _, **params: [prim.bind(ct, **params)])
     if of_values:
         ad.primitive_jvps[prim] = with_tangent
-    batching.primitive_batchers[prim] = batched
+    batching.fancy_primitive_batchers[prim] = batched
     jet.jet_rules[prim] = with_series  # type: ignore[assignment]  # typed by its first entry
     mlir.register_lowering(prim, mlir.lower_fun(lower, multiple_results=False))
     return prim

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
+from .. import _compat
 from .._api._arguments import Arguments
 from .._api._jit import FunctionLike
 from .._api._jit import Jitted as PlainJitted
@@ -105,6 +106,7 @@ class Jitted(FunctionLike[P, R]):
     def __repr__(self) -> str:
         return repr(self._jitted).replace("mm.jit", "equinox.jit", 1)
 
+    @_compat.boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step."""
         if current_recording() is not None:
@@ -113,15 +115,18 @@ class Jitted(FunctionLike[P, R]):
         result: R = _unpacked(self._jitted(*packed, **named))
         return result
 
+    @_compat.boundary
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Traces the step for arguments with arrays or `jax.ShapeDtypeStruct`."""
         packed, named = _arguments(args, kwargs)
         return self._jitted.trace(*packed, **named)
 
+    @_compat.boundary
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Traces the step and splits it over its submeshes."""
         return self.trace(*args, **kwargs).lower()
 
+    @_compat.boundary
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> PyTree:
         """The result with shapes and dtypes for arrays; nothing is compiled."""
         return _unpacked(self.trace(*args, **kwargs).out_info)
@@ -158,6 +163,7 @@ def jit(
     compiler_options: dict[str, Any] | None = None,
     strict: bool = False,
 ) -> Jitted[P, R]: ...
+@_compat.boundary
 def jit(
     fun: Callable[..., Any] | None = None,
     /,

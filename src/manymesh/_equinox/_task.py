@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 
 import equinox as eqx
 
+from .. import _compat
 from .._errors import TaskError
 from .._mark import task as plain_task
 from .._task import Task
@@ -41,6 +42,7 @@ def task(
     logical_axes: Any = None,
     methods: Sequence[str] = ("__call__",),
 ) -> T: ...
+@_compat.boundary
 def task(
     model: Any = None,
     name: str | None = None,

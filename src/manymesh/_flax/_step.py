@@ -11,6 +11,7 @@ import optax  # type: ignore[import-untyped]  # it ships no types
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
+from .. import _compat
 from .._api._jit import jit
 from .._compiled import Compiled
 from .._errors import ArgumentError, MeshError
@@ -71,6 +72,7 @@ class TrainStep:
         return loss, state
 
 
+@_compat.boundary
 def parallelize_step(
     model: nn.Module,
     optimizer: optax.GradientTransformation,

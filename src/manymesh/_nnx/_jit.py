@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 
+from .. import _compat
 from .._api._jit import FunctionLike
 from .._api._jit import Jitted as PlainJitted
 from .._api._jit import jit as plain_jit
@@ -39,6 +40,7 @@ class Jitted(FunctionLike[P, R]):
     def __repr__(self) -> str:
         return repr(self._jitted).replace("mm.jit", "nnx.jit", 1)
 
+    @_compat.boundary
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step and updates the modules among its arguments."""
         if current_recording() is not None:
@@ -46,14 +48,17 @@ class Jitted(FunctionLike[P, R]):
         result: R = call_lifted(self._jitted, args, kwargs)
         return result
 
+    @_compat.boundary
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Traces the step; the modules stay as they are."""
         return call_split(self._jitted.trace, args, kwargs)
 
+    @_compat.boundary
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
         """Traces the step and splits it over its submeshes; the modules stay as they are."""
         return self.trace(*args, **kwargs).lower()
 
+    @_compat.boundary
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> PyTree:
         """Shapes and dtypes of the result; nothing is compiled."""
         return merge_result(self.trace(*args, **kwargs).out_info[1])
@@ -91,6 +96,7 @@ def jit(
     compiler_options: dict[str, Any] | None = None,
     strict: bool = False,
 ) -> Jitted[P, R]: ...
+@_compat.boundary
 def jit(
     fun: Callable[..., Any] | None = None,
     /,

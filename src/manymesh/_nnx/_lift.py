@@ -18,6 +18,7 @@ from flax.linen import get_logical_axis_rules
 
 from .. import meta
 from .._errors import AxisError
+from .._shown import name_of
 from .._types import PyTree
 from ..meta._axes import Axes
 from ..meta._named import axes_of_variable
@@ -66,6 +67,7 @@ def pure(fun: Callable[..., Any], tell: Callable[[bool], None] | None = None) ->
         result: PureResult = nnx.to_tree((nodes, out), ctxtag=_TAG)
         return result
 
+    pure_fun.__name__ = name_of(fun)  # which a partial application does not have
     return pure_fun
 
 

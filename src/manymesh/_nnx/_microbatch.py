@@ -8,9 +8,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+from .. import _compat
 from .._errors import MicrobatchError
-from .._mark import current_recording
+from .._mark import current_recording, is_dynamic
+from .._microbatch import check_next
 from .._microbatch import microbatch as plain_microbatch
+from .._shown import name_of
 from .._types import PyTree
 from ._lift import PureResult, call_lifted, has_nodes, is_split, pure
 
@@ -18,6 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@_compat.boundary
 def microbatch(
     fun: Callable[P, R],
     dim: int = 0,
@@ -67,6 +71,7 @@ def microbatch(
     )  # fmt: skip
     reference = loop(fun, argnum=argnum, rng_argnum=rng_argnum)
 
+    @_compat.boundary
     @functools.wraps(fun)
     def over_microbatches(*args: P.args, **kwargs: P.kwargs) -> R:
         if current_recording() is None or not has_nodes((args, kwargs)):
@@ -75,7 +80,7 @@ def microbatch(
         batches = [k % count for k in ((argnum,) if isinstance(argnum, int) else argnum) if -count <= k < count]
         if any(has_nodes(args[k]) for k in batches):
             raise MicrobatchError(
-                f"microbatch({fun.__name__}): argnum {argnum} is the batch, but there is a module in it; pass the modules "
+                f"microbatch({name_of(fun)}): argnum {argnum} is the batch, but there is a module in it; pass the modules "
                 "in other arguments"
             )
         keys = None if rng_argnum is None else rng_argnum % count
@@ -109,21 +114,31 @@ class _Loop:
             args, kwargs = jax.tree.unflatten(structure, full)
             nodes, out = self._fun(*args, **kwargs)
             following, following_structure = jax.tree.flatten(nodes)
-            self._check(nodes, (args, kwargs), len(following), len(state))
+            self._check(nodes, (args, kwargs), following, state)
             left.append(following_structure)
             return out, following
 
         out, state = self._loop(one)(*args, state, **kwargs)
         return jax.tree.unflatten(left[-1], state), out
 
-    def _check(self, nodes: Any, given: Any, found: int, expected: int) -> None:
+    def _check(self, nodes: Any, given: Any, following: list[Any], state: list[Any]) -> None:
+        """Refuses what a microbatch leaves in the modules, if the next one cannot begin with it."""
+        name, found, expected = name_of(self._fun), len(following), len(state)
         if found == expected:
+            for path, old, new in zip(_paths(nodes), state, following, strict=True):
+                if is_dynamic(new):
+                    check_next(name, path, jax.typeof(old), jax.typeof(new))
             return
-        known = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(given)}
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(nodes)]
-        new = [path for path in paths if path not in known]
+        known = set(_paths(given))
+        new = list(dict.fromkeys(path for path in _paths(nodes) if path not in known))
         raise MicrobatchError(
-            f"microbatch({getattr(self._fun, '__name__', 'function')}): in a microbatch the modules got {found} arrays, "
+            f"microbatch({name}): in a microbatch the modules got {found} arrays, "
             f"before they had {expected}{' (' + ', '.join(new[:3]) + ')' if new else ''}; a loop keeps one structure, so "
             "make caches before it, and return what you would sow"
         )
+
+
+def _paths(arguments: tuple[PyTree, PyTree]) -> list[str]:
+    """``args[0].layers[0].kernel`` of every array in the arguments of a function."""
+    found = _compat.leaves_with_paths(arguments)
+    return [f"{'kwargs' if which.idx else 'args'}{jax.tree_util.keystr(tuple(path))}" for (which, *path), _ in found]

@@ -22,6 +22,7 @@ from typing import Any
 import flax.nnx as nnx
 import jax
 
+from .._shown import name_of
 from .._types import PyTree
 from .._wrapping import plain_name
 
@@ -101,6 +102,7 @@ def rooted(fun: Callable[..., Any]) -> Callable[..., Any]:
             seen.append(out)
             return out
 
+    call.__name__ = name_of(fun)  # which a partial application does not have
     return call
 
 

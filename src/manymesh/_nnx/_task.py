@@ -14,6 +14,7 @@ from typing import Any, TypeVar, overload
 import flax.nnx as nnx
 import jax
 
+from .. import _compat
 from .._errors import TaskError
 from .._mark import call_marked, current_recording
 from .._stands_for import stands_for
@@ -51,6 +52,7 @@ def task(
     logical_axes: Any = None,
     methods: Sequence[str] = ("__call__",),
 ) -> T: ...
+@_compat.boundary
 def task(
     model: Any = None,
     name: str | None = None,

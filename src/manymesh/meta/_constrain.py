@@ -88,7 +88,7 @@ def _carried(value: jax.Array, names: Names, carrier: Carrier, where: object, ru
 def _in_task(value: jax.Array, names: Names, scope: Scope, where: object, rules: Rules) -> Any:
     if scope.mesh is None or not is_constrainable(value):
         return value
-    if len(names) - value.ndim > _compat.vmapped():  # vmap may have taken the axis that the first name is for
+    if len(names) - value.ndim > len(_compat.vmapped()):  # vmap may have taken the axis that the first name is for
         check_rank(value, names, where)
     if rules:
         known = {rule[0] for rule in getattr(scope.task, "logical_axes", None) or ()}
