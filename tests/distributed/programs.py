@@ -456,6 +456,27 @@ def counted_programs():
     return repr(plain), float(state["count"]), [jax.process_index() in processes_of(s) for s in sources]
 
 
+def closing_over_results():
+    """What a step says that closes over an array of the other process, and what one gives that closes over a scalar result."""
+    front, back = (mm.task(lambda w, x: jnp.tanh(x @ w), name, mesh=mesh(d)) for name, d in (("front", 0), ("back", 4)))
+    train = mm.jit(lambda ws, x: ([w + 1 for w in ws], jnp.mean(back(ws[1], front(ws[0], x)))))
+    x, w = np.ones((4, WIDTH), "f4"), np.eye(WIDTH, dtype="f4")
+    ws, loss = train([w, w], x)
+
+    def evaluate(x):
+        return back(ws[1], front(ws[0], x))
+
+    in_a_loop = jax.jit(lambda x: x @ (ws[0] + ws[1]))
+    steps = evaluate, lambda x: jax.lax.scan(lambda x, _: (in_a_loop(x), None), back(w, x), length=2)[0]
+    words = []
+    for step in steps:
+        with pytest.raises(mm.errors.ProcessError) as error:
+            mm.jit(step)(x)
+        words.append(str(error.value))
+    scaled = mm.jit(lambda x: back(w, front(w, x)) * loss)
+    return words, mm.fetch(scaled(x)), np.tanh(np.tanh(x)) * float(loss)
+
+
 def states_on_the_host():
     """Memories of a state that comes in that of the host, on submeshes of both processes; its values, and those expected."""
     meshes = [mesh(0, 1), mesh(4, 5), mesh(2, 6)]

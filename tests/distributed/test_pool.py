@@ -193,6 +193,17 @@ def test_the_hosts_run_a_loop_together(pool):
         assert "1 program compiled" in step
 
 
+def test_what_is_closed_over_is_in_every_process(pool):
+    """Whoever has not the value of an array says whose it is; of a scalar result each has a copy."""
+    for process, (words, scaled, expected) in enumerate(pool.call("programs.closing_over_results")):
+        for text, name in zip(words, ("evaluate", "<lambda>"), strict=True):
+            assert text == (
+                f"mm.jit({name}): the step, or a function in it, closes over an array float32[8,8] of process {1 - process}, "
+                "whose value is not here; pass it as an argument"
+            )
+        np.testing.assert_allclose(scaled, expected, rtol=1e-6)
+
+
 def test_nothing_is_compiled_twice(pool):
     """A scalar that comes back as a copy in every process is where it was; nothing is made of what is not here."""
     for process, (text, count, changes) in enumerate(pool.call("programs.counted_programs")):
