@@ -272,6 +272,9 @@ def disagreement(case):
         x = {"b": jnp.ones(4)} | ({"a": jnp.ones(4)} if me else {})
     if case == "place" and me == 0:
         x = jax.device_put(jnp.ones(7), device)
+    if case == "later":
+        fun = lambda x: front(x["b"]) + x["a"][0]  # noqa: E731
+        x = {"a": jnp.ones(4), "b": jax.device_put(jnp.ones(4), device)}
     settings, options = contextlib.nullcontext(), {}
     if case in ("task", "precision", "nans", "donated"):
         inner = mm.task(lambda w: jnp.tanh(w @ w) * (2.5 if me and case == "task" else 1.5), "inner", devices=[0])
@@ -280,6 +283,8 @@ def disagreement(case):
         if me and case in ("precision", "nans"):
             settings = jax.default_matmul_precision("highest") if case == "precision" else jax.debug_nans(True)
     step = mm.fetch if case == "place" and me == 0 else mm.jit(fun, **options)
+    if case == "later":  # than the call that compiles
+        step({"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)})
     try:
         with settings:
             step(x)

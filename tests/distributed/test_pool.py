@@ -118,6 +118,13 @@ def test_results_go_where_they_are_wanted(pool):
         ("values", ["in: values\n", "process 0: args[0]['batch']: value ", "process 1: args[0]['batch']: value "]),
         ("numbers", ["in: values\n", "process 0: args[0][0]: value 0.01\n", "process 1: args[0][0]: value 0.02\n"]),
         ("committed", ["in: arguments\n", "process 0: args[0]: float32[4]", "process 1: args[0]: float32[4]"]),
+        (
+            "later",
+            [
+                "the arguments of <lambda> (program ",
+                "in: arguments\n  arguments:\n    process 0: args[0]['b']: SingleDeviceSharding on [0]\n    process 1: args[0]['b']: ",
+            ],
+        ),
     ],
 )
 def test_processes_that_differ_are_refused(pool, case, words):

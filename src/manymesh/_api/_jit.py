@@ -264,3 +264,4 @@ class Jitted(FunctionLike, Shown, Generic[P, R]):
         self._last = None, [], None
         self._without_tasks.clear()
         self._step.executables.clear()
+        self._step.compiled_for.clear()

@@ -40,6 +40,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _INTERRUPTED = "its end, after Ctrl-C"  # what a process is busy with that nobody interrupts any more
 
 
+@_compat.boundary
 def initialize(
     coordinator_address: str | None = None,
     num_processes: int | None = None,

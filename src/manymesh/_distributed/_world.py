@@ -25,12 +25,14 @@ class Doing(NamedTuple):
       label: what the last of them is.
       busy: what it does before it can go on; empty where it runs.
       left: whether its script has ended.
+      unlike: how the arguments that it compiles for differ from those that it has compiled for before, if it has.
     """
 
     calls: int = 0
     label: str = ""
     busy: str = ""
     left: bool = False
+    unlike: str = ""
 
 
 @dataclass(eq=False)
@@ -104,9 +106,9 @@ class World:
         """The numbers of the other processes."""
         return frozenset(range(self.count)) - {self.process}
 
-    def begin(self, label: str, busy: str = "") -> int:
+    def begin(self, label: str, busy: str = "", unlike: str = "") -> int:
         """Counts something that all processes do together; gives its number, from 1."""
-        self.doing = Doing(self.doing.calls + 1, label, busy)
+        self.doing = Doing(self.doing.calls + 1, label, busy, unlike=unlike)
         return self.doing.calls
 
     def is_ready(self) -> None:
@@ -169,6 +171,9 @@ class World:
         raise TimeoutError(key)
 
 
+# What to do about a process that would come later, for messages.
+SLOW = "one that is only slow in between needs a larger stall_timeout= of manymesh.distributed.initialize"
+
 _worlds: list[World] = []
 
 
@@ -191,6 +196,11 @@ def several() -> World:
 def flood_of(kind: str, world: World, **more: Any) -> Message:
     """A message that goes on from process to process until all have it."""
     return {"kind": kind, "origin": world.process, **more}
+
+
+def counted(calls: int) -> str:
+    """How many things a process has begun that all do together, in words: steps are not the only ones."""
+    return f"{calls} calls, compilations and fetches" if calls != 1 else "1 call, compilation or fetch"
 
 
 def names(world: World, processes: Sequence[int]) -> str:
