@@ -86,6 +86,7 @@ def test_a_second_dtype_compiles_a_second_program():
 
 
 @pytest.mark.parametrize(("wide", "narrow"), [("int64", "int32"), ("uint64", "uint32"), ("float64", "float32")])
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")  # JAX 0.12, of the shape
 def test_host_values_of_64_bits_are_what_jax_makes_of_them(wide, narrow):
     """They share the program of 32 bits where 64 are switched off, as arrays, as scalars and as shapes, and not where they are on."""
     step = mm.jit(lambda x, by: front(jnp.eye(WIDTH), x + by))
