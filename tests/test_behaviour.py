@@ -85,6 +85,24 @@ def test_a_second_dtype_compiles_a_second_program():
         assert_same(step(x), reference(step, x))
 
 
+@pytest.mark.parametrize(("wide", "narrow"), [("int64", "int32"), ("uint64", "uint32"), ("float64", "float32")])
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")  # JAX 0.12, of the shape
+def test_host_values_of_64_bits_are_what_jax_makes_of_them(wide, narrow):
+    """They share the program of 32 bits where 64 are switched off, as arrays, as scalars and as shapes, and not where they are on."""
+    step = mm.jit(lambda x, by: front(jnp.eye(WIDTH), x + by))
+    shape = functools.partial(jax.ShapeDtypeStruct, (2, WIDTH))
+    step.prepare(shape(wide), np.dtype(narrow).type(1))
+    for dtype, other in ((narrow, wide), (wide, narrow), (wide, wide)):
+        args = np.ones((2, WIDTH), dtype), np.dtype(other).type(1)
+        assert_same(step(*args), reference(step, *args))
+    assert repr(step).endswith("1 program compiled")
+    with jax.enable_x64(True):
+        for dtype in (wide, narrow, wide):
+            args = np.ones((2, WIDTH), dtype), np.dtype(narrow).type(1)
+            assert_same(step(*args), reference(step, *args))
+    assert repr(step).endswith("3 programs compiled")
+
+
 def test_keyword_arguments_and_defaults():
     """They mean what they mean in a call of the plain function, in any order."""
 

@@ -64,6 +64,7 @@ class Compiled(Shown):
         stacked_out: Sequence[StackedValue],
         moved: dict[int, NamedSharding],
         arriving: dict[int, Sharding],
+        names: Callable[[], Sequence[str]],
         asked: frozenset[int] = frozenset(),
         memory_in: Mapping[int, str] | None = None,
         memory_out: Mapping[int, str] | None = None,
@@ -85,7 +86,7 @@ class Compiled(Shown):
         else:
             kept = asked.union(*(x.positions for x in stacked_out))
             results = Results(made, moved, kept, literals)
-            self._executor = across = bind_processes(lowered, owner, results, processes, name)
+            self._executor = across = bind_processes(lowered, owner, results, processes, name, names)
             leaving, moved = across.result_shardings, {}
         shift = len(program.consts)
         homes = [lowered.sharding(v, home_between_calls(program, v)) for v in program.invars[shift:]]

@@ -339,3 +339,26 @@ def test_a_mistake(name):
         ours = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(PACKAGE)]
         assert len(ours) <= 3, "".join(traceback.format_list(ours))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+NOWHERE = "/dev/null/none"
+BESIDES = {
+    "save": lambda: mm.checkpoint.save(NOWHERE, {"w": jnp.ones(2), "name": "text"}),
+    "restore": lambda: mm.checkpoint.restore(NOWHERE),
+    "metadata": lambda: mm.checkpoint.metadata(NOWHERE),
+    "a manager": lambda: mm.checkpoint.Manager(NOWHERE),
+    "a save of a manager": lambda: mm.checkpoint.Manager(PACKAGE).save(-1, {}),
+    "argument_of": lambda: mm.checkpoint.argument_of(3),
+    "initialize": lambda: mm.distributed.initialize("localhost:1", 0, 0),
+    "launch": lambda: mm.distributed.launch(print, 0),
+    "fetch": lambda: mm.fetch(jnp.ones(2), process=7),
+}
+
+
+@pytest.mark.parametrize("name", BESIDES)
+def test_a_mistake_beside_steps(name):
+    """In checkpoints, and in what belongs to processes: nothing of the package is in the traceback."""
+    with pytest.raises(errors.ManyMeshError) as caught:
+        BESIDES[name]()
+    ours = [f for f in traceback.extract_tb(caught.value.__traceback__) if f.filename.startswith(PACKAGE)]
+    assert not ours, "".join(traceback.format_list(ours))

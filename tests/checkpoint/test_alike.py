@@ -74,7 +74,7 @@ if sys.argv[2] == "ends":
     sys.exit()
 late = lambda: (time.sleep(4.5 * me), mm.checkpoint.save(f"{folder}/late", p))
 if me == 0:
-    says("in checkpoint.save of", "process 1 (submesh 1) is not", "not come to it for 3 s", save=late)
+    says("in checkpoint.save of", "process 1 (submesh 1) is not", "not come to it for 3 s", "larger stall_timeout=", save=late)
 else:
     says("because of process 0", "not come to it for 3 s", save=late)
 

@@ -272,6 +272,9 @@ def disagreement(case):
         x = {"b": jnp.ones(4)} | ({"a": jnp.ones(4)} if me else {})
     if case == "place" and me == 0:
         x = jax.device_put(jnp.ones(7), device)
+    if case == "later":
+        fun = lambda x: front(x["b"]) + x["a"][0]  # noqa: E731
+        x = {"a": jnp.ones(4), "b": jax.device_put(jnp.ones(4), device)}
     settings, options = contextlib.nullcontext(), {}
     if case in ("task", "precision", "nans", "donated"):
         inner = mm.task(lambda w: jnp.tanh(w @ w) * (2.5 if me and case == "task" else 1.5), "inner", devices=[0])
@@ -280,6 +283,8 @@ def disagreement(case):
         if me and case in ("precision", "nans"):
             settings = jax.default_matmul_precision("highest") if case == "precision" else jax.debug_nans(True)
     step = mm.fetch if case == "place" and me == 0 else mm.jit(fun, **options)
+    if case == "later":  # than the call that compiles
+        step({"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)})
     try:
         with settings:
             step(x)
@@ -454,6 +459,27 @@ def counted_programs():
     (program,) = moved._compiled.values()
     sources = [key[2] for key in program._executor._relayouts._compiled]
     return repr(plain), float(state["count"]), [jax.process_index() in processes_of(s) for s in sources]
+
+
+def closing_over_results():
+    """What a step says that closes over an array of the other process, and what one gives that closes over a scalar result."""
+    front, back = (mm.task(lambda w, x: jnp.tanh(x @ w), name, mesh=mesh(d)) for name, d in (("front", 0), ("back", 4)))
+    train = mm.jit(lambda ws, x: ([w + 1 for w in ws], jnp.mean(back(ws[1], front(ws[0], x)))))
+    x, w = np.ones((4, WIDTH), "f4"), np.eye(WIDTH, dtype="f4")
+    ws, loss = train([w, w], x)
+
+    def evaluate(x):
+        return back(ws[1], front(ws[0], x))
+
+    in_a_loop = jax.jit(lambda x: x @ (ws[0] + ws[1]))
+    steps = evaluate, lambda x: jax.lax.scan(lambda x, _: (in_a_loop(x), None), back(w, x), length=2)[0]
+    words = []
+    for step in steps:
+        with pytest.raises(mm.errors.ProcessError) as error:
+            mm.jit(step)(x)
+        words.append(str(error.value))
+    scaled = mm.jit(lambda x: back(w, front(w, x)) * loss)
+    return words, mm.fetch(scaled(x)), np.tanh(np.tanh(x)) * float(loss)
 
 
 def states_on_the_host():

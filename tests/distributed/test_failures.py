@@ -36,11 +36,18 @@ CASES = {
         3,
         "process 1 (submesh 1) did not finish call 3 of train (program 1), which ended there with FloatingPointError",
     ),
-    "leaves early": (ENDED_WITH_OTHERS, "the script of process 1 (submesh 1) has ended, after 4 calls"),
-    "leaves with 3": (3, "the script of process 1 (submesh 1) has ended, after 4 calls"),
-    "leaves at once": (3, "the script of process 1 has ended, after 0 calls"),
+    "leaves early": (
+        ENDED_WITH_OTHERS,
+        "the script of process 1 (submesh 1) has ended, after 4 calls, compilations and fetches; the last thing that process 1 did is call 2 of train (program 1)",
+    ),
+    "leaves with 3": (
+        3,
+        "the script of process 1 (submesh 1) has ended, after 4 calls, compilations and fetches; the last thing that process 1 did is call 2 of train (program 1)",
+    ),
+    "leaves at once": (3, "the script of process 1 has ended, after 0 calls, compilations and fetches"),
     "sleeps": (ENDED_WITH_OTHERS, "process 1 (submesh 1) has not come to call 3 of train"),
-    "other shape": (None, "the compilation of train"),
+    # Process 0 finds it, or process 1 does when it compiles.
+    "other shape": (None, "args[1] is float32[9,4] and was float32[6,4]"),
 }
 
 
@@ -75,6 +82,8 @@ def test_survivors_end_with_words(case, waiting):
         said = next(line for line in output.splitlines() if "process 0 (submesh 0) ends with the others" in line)
         assert re.search(WAITS, said)
     assert "ended well" not in output
+    if case == "other shape":
+        assert "the compilation of train" in output and "same shapes" in output
     if code in (1, 3):
         assert output.endswith(f"manymesh: process 1 ended with exit code {code}\n")
 

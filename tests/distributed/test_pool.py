@@ -118,6 +118,13 @@ def test_results_go_where_they_are_wanted(pool):
         ("values", ["in: values\n", "process 0: args[0]['batch']: value ", "process 1: args[0]['batch']: value "]),
         ("numbers", ["in: values\n", "process 0: args[0][0]: value 0.01\n", "process 1: args[0][0]: value 0.02\n"]),
         ("committed", ["in: arguments\n", "process 0: args[0]: float32[4]", "process 1: args[0]: float32[4]"]),
+        (
+            "later",
+            [
+                "the arguments of <lambda> (program ",
+                "in: arguments\n  arguments:\n    process 0: args[0]['b']: SingleDeviceSharding on [0]\n    process 1: args[0]['b']: ",
+            ],
+        ),
     ],
 )
 def test_processes_that_differ_are_refused(pool, case, words):
@@ -191,6 +198,17 @@ def test_the_hosts_run_a_loop_together(pool):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, wanted)
         assert len({int(r["count"]) for r in results}) > 1
         assert "1 program compiled" in step
+
+
+def test_what_is_closed_over_is_in_every_process(pool):
+    """Whoever has not the value of an array says whose it is; of a scalar result each has a copy."""
+    for process, (words, scaled, expected) in enumerate(pool.call("programs.closing_over_results")):
+        for text, name in zip(words, ("evaluate", "<lambda>"), strict=True):
+            assert text == (
+                f"mm.jit({name}): the step, or a function in it, closes over an array float32[8,8] of process {1 - process}, "
+                "whose value is not here; pass it as an argument"
+            )
+        np.testing.assert_allclose(scaled, expected, rtol=1e-6)
 
 
 def test_nothing_is_compiled_twice(pool):

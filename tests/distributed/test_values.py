@@ -61,6 +61,16 @@ def test_others_have_others():
 
 
 @pytest.mark.parametrize(
+    ("wide", "narrow"), [(np.arange(8), np.arange(8, dtype="i4")), (MANY.astype("f8"), MANY), (np.float64(1 / 3), np.float32(1 / 3))]
+)  # fmt: skip
+def test_of_64_bits_have_what_a_step_makes_of_them(wide, narrow):
+    """Where 64 bits are switched off; a process may load a batch as the one, another as the other."""
+    assert fingerprint(wide) == fingerprint(narrow)
+    with jax.enable_x64(True):
+        assert fingerprint(wide) != fingerprint(narrow)
+
+
+@pytest.mark.parametrize(
     "x", [jax.device_put(jnp.ones(2), jax.devices()[0]), jax.ShapeDtypeStruct((2,), "float32"), "words"], ids=str
 )
 def test_what_has_a_place_or_no_value_has_none(x):

@@ -87,7 +87,39 @@ def test_who_has_left_too_early_is_given_its_time() -> None:
     watch._look(0.9)
     assert not ends
     watch._look(0.9)
-    assert ends == ["the script of process 1 has ended, after 2 calls"]
+    assert ends == ["the script of process 1 has ended, after 2 calls, compilations and fetches"]
+    assert watch._more() == "; the last thing that process 1 did is call 2 of step"
+
+
+def test_who_compiles_for_other_arguments_is_told_of_with_them() -> None:
+    watch, ends = watch_of_the_first()
+    other = World(1, 2, _Wires(), "localhost", 1.0, 1.0)  # type: ignore[arg-type]
+    other.begin("call 1 of step")
+    other.begin("the compilation of step", busy="compiling", unlike="args[1] is float32[4] and was float32[8]")
+    watch._hear(1, {"kind": "progress", "origin": 1, **other.doing._asdict()})
+    waits(watch, 1, "call 1 of step")
+    assert watch._more() == ""
+    waits(watch, 2, "call 2 of step")
+    watch._look(0.01)
+    assert ends == ["process 1 is in the compilation of step, while this one is in call 2 of step"]
+    assert watch._more().startswith(
+        "; in process 1 args[1] is float32[4] and was float32[8]. Every process has to call"
+    )
+
+
+def test_who_is_late_may_only_be_slow() -> None:
+    watch, ends = watch_of_the_first()
+    watch._hear(1, told(2, "call 2 of step"))
+    waits(watch, 3, "call 3 of step")
+    for _ in range(3):
+        assert not ends
+        watch._hear(1, {"kind": "alive"})
+        watch._look(0.9)
+    assert ends == [
+        "process 1 has not come to call 3 of step for 1 s; every process has to call the same steps in the same order (it has "
+        "done 2 calls, compilations and fetches, the last was call 2 of step; one that is only slow in between needs a larger "
+        "stall_timeout= of manymesh.distributed.initialize)"
+    ]
 
 
 def test_who_goes_on_is_not_behind_however_far_this_process_runs_ahead() -> None:

@@ -146,7 +146,14 @@ def signature(x: Any) -> Any:
     if type(x) is _compat.ConcreteArray:  # almost every leaf; its own properties ask the aval, one by one
         aval = x.aval
         return (aval.shape, aval.dtype, aval.weak_type, host_kind(x.sharding))
-    if isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
+    if isinstance(x, (np.ndarray, np.generic)):
+        dtype = x.dtype
+        if dtype in _compat.WIDE:  # JAX makes the same array of one of 32 bits, where 64 are switched off
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return (x.shape, dtype, False, None)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return (x.shape, _compat.traced_dtype(x), x.weak_type, host_kind(x.sharding))
+    if isinstance(x, jax.Array):
         return (x.shape, x.dtype, getattr(x, "weak_type", False), host_kind(getattr(x, "sharding", None)))
     if type(x) in (bool, int, float, complex):  # as the array that a step makes of it, which comes back the next time
         return ((), jax.dtypes.canonicalize_dtype(type(x)), type(x) is not bool, None)

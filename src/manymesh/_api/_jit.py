@@ -286,3 +286,4 @@ class Jitted(FunctionLike[P, R], Shown):
         self._last = None, [], None
         self._without_tasks.clear()
         self._step.executables.clear()
+        self._step.compiled_for.clear()

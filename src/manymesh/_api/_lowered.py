@@ -40,7 +40,7 @@ from .._task import mesh_devices
 from .._topology import PlannedDevice, auto_mesh, require_devices
 from .._types import PyTree
 from ._floats import explain_float
-from ._names import names_of_inputs, names_of_values
+from ._names import differences, names_of_inputs, names_of_values
 from ._step import Step
 
 
@@ -218,7 +218,8 @@ class Lowered(Shown):
         compiled = Compiled(
             lowered, literals, self._in_tree, self._out_tree, tuple(sorted(self._donated)), made, step.name,
             stacked_inputs(self.program, layout, self._joints), stacked_outputs(self.program, layout, self._joints, moved),
-            moved, self._found, frozenset(self._wanted), self._memory_in, self._memory_out,
+            moved, self._found, functools.partial(names_of_inputs, self.program, self._in_tree),
+            frozenset(self._wanted), self._memory_in, self._memory_out,
         )  # fmt: skip
         if processes is not None:
             processes.is_ready()
@@ -247,7 +248,7 @@ class Lowered(Shown):
         said: dict[str, Any] = {
             "arguments": self._committed, "sharding": layout.sharding, "donation": layout.donation
         }  # fmt: skip
-        number = processes.begin(f"the compilation of {self._step.name}", busy="compiling")
+        number = processes.begin(f"the compilation of {self._step.name}", busy="compiling", unlike=self._unlike())
         sections = digest(self.program, self.plan, **said)
         sections["values"] = hashlib.sha256("\n".join(self._values).encode()).hexdigest()
 
@@ -257,6 +258,16 @@ class Lowered(Shown):
             return self._named(section, lines(section, self.program, self.plan, **said))
 
         agree(processes, f"mm.jit({self._step.name})", number, sections, text, self._settings)
+
+    def _unlike(self) -> str:
+        """How the arguments differ from those for which the step was compiled before, if it was."""
+        arguments = self.program.invars[len(self.program.consts) :]
+        named = zip(names_of_inputs(self.program, self._in_tree), arguments, strict=True)
+        types = {name: v.aval.str_short() for name, v in named}
+        known = self._step.compiled_for.setdefault(self._step.name, [])
+        found = differences(types, known)
+        known.append(types)
+        return found
 
     def _settings(self) -> Iterable[str]:
         """What may make processes derive different programs from the same lines."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,8 @@ from .. import _compat
 from .._compat import Var
 from .._program._fragments import Program
 from .._program._stacked import Stacked, positions
+
+SHOWN = 3  # arguments that differ
 
 
 def names_of_values(program: Program, in_tree: Any, out_tree: Any) -> dict[Var, str]:
@@ -64,6 +66,28 @@ def names_of_arguments(in_tree: Any) -> list[str]:
 def names_of_results(out_tree: Any) -> list[str]:
     """``result['w']`` of every leaf of the result."""
     return ["".join(path) for path in paths_of_results(out_tree)]
+
+
+def differences(types: Mapping[str, str], known: Iterable[Mapping[str, str]]) -> str:
+    """How the types of arguments differ from those that are the most alike of some others; empty where they do not.
+
+    Args:
+      types: what an argument is called -> its type.
+      known: the others, likewise.
+
+    Returns:
+      Text such as ``args[0]['x'] is float32[4] and was float32[8]``.
+    """
+
+    def different(before: Mapping[str, str]) -> list[str]:
+        return [name for name in {**types, **before} if types.get(name) != before.get(name)]
+
+    before = min(known, key=lambda before: len(different(before)), default=types)
+    names = different(before)
+    shown = [
+        f"{name} is {types.get(name, 'not there')} and was {before.get(name, 'not there')}" for name in names[:SHOWN]
+    ]
+    return ", ".join([*shown, *([f"and {len(names) - SHOWN} more differ"] if len(names) > SHOWN else [])])
 
 
 def users_keys(path: Sequence[Any]) -> tuple[Any, ...]:

@@ -25,6 +25,8 @@ class Step:
       in_shardings, out_shardings, compiler_options, strict: as given to `jit`.
       executables: what was compiled for all programs of the function, by the settings of JAX that it was lowered under.
       warned: what was warned about already, and patterns.
+      compiled_for: name of the step or of a part of it -> the types of the arguments of each of its programs, by what they
+        are called; known where there are several processes.
     """
 
     fun: Callable[..., Any]
@@ -39,6 +41,7 @@ class Step:
     strict: bool
     executables: dict[Any, Executables] = field(default_factory=dict)
     warned: set[Finding | str] = field(default_factory=set)
+    compiled_for: dict[str, list[dict[str, str]]] = field(default_factory=dict)
 
     def report(self, record: Recording, closed: Any) -> None:
         """Warns of what was found while tracing, and, with the jaxpr, of patterns without a scope; each once.

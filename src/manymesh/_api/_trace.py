@@ -15,6 +15,7 @@ from .._stands_for import stands_for
 from .._types import PyTree
 from ._arguments import REFERENCE, Arguments, abstract
 from ._boxes import carried, is_foreign_box, with_parameter
+from ._closed_over import check_closed_over
 from ._lost import lost_changes
 from ._moves import read_moves
 from ._results import check_results
@@ -57,6 +58,7 @@ def trace(step: Step, given: Arguments) -> Traced:
         raise leak
     if any(map(_compat.is_ref, closed.consts)):
         raise ArgumentError(f"mm.jit({step.name}): the step closes over {REFERENCE}")
+    check_closed_over(step.name, closed)
     closed, moved, memories = read_moves(_compat.without_refs(_compat.without_high(closed)), record)
     step.report(record, None)
     return Traced(step, given, record, closed, shapes, out_tree[-1], flat_fun, moved, _memories=memories)

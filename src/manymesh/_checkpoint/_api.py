@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+from .. import _compat
 from .._errors import ArgumentError, CheckpointError
 from .._types import PyTree
 from ._format import read_metadata, translated
@@ -16,6 +17,7 @@ from ._write import prepare
 T = TypeVar("T")
 
 
+@_compat.boundary
 def save(path: str | os.PathLike[str], tree: PyTree, *, metadata: Any = None) -> None:
     """Saves a pytree, and returns when it is on disk.
 
@@ -54,6 +56,7 @@ def restore(path: str | os.PathLike[str]) -> PyTree: ...
 def restore(
     path: str | os.PathLike[str], like: T, *, stacked: Mapping[str, str] | None = None, cast: bool = False
 ) -> T: ...
+@_compat.boundary
 def restore(
     path: str | os.PathLike[str], like: PyTree = None, *, stacked: Mapping[str, str] | None = None, cast: bool = False
 ) -> PyTree:
@@ -82,6 +85,7 @@ def restore(
     return read(lambda: as_path(path), like, stacked, cast)
 
 
+@_compat.boundary
 def metadata(path: str | os.PathLike[str]) -> Any:
     """What was saved as ``metadata=`` beside a checkpoint; None if nothing was.
 

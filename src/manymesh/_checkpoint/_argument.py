@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 
+from .. import _compat
 from .._api._lowered import Lowered
 from .._compiled import Compiled
 from .._errors import ArgumentError
 
 
+@_compat.boundary
 def argument_of(step: Lowered | Compiled, argument: int | str = 0) -> Any:
     """What a step wants of an argument: a pytree to restore it like, so that the first step finds it where it wants it.
 

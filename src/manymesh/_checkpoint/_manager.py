@@ -15,6 +15,7 @@ from typing import Any, SupportsIndex, TypeVar, overload
 
 import jax
 
+from .. import _compat
 from .._errors import ArgumentError, CheckpointError, CheckpointNotFoundError
 from .._types import PyTree
 from ._api import as_path
@@ -54,6 +55,7 @@ class Manager:
       [40, 40, 40, 40]
     """
 
+    @_compat.boundary
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -81,6 +83,7 @@ class Manager:
         self._restored: int | None = None  # the step that was restored last
         self._lock = threading.RLock()  # one save begins at a time, and one call waits for it
 
+    @_compat.boundary
     def save(self, step: SupportsIndex, state: PyTree, *, metadata: Any = None, force: bool = False) -> bool:
         """Saves the state after a step.
 
@@ -117,6 +120,7 @@ class Manager:
                     self._write(writing)
         return True
 
+    @_compat.boundary
     def should_save(self, step: SupportsIndex) -> bool:
         """Whether `save` would save this step."""
         return _as_step(step, "should_save(step)") % self._interval == 0
@@ -132,6 +136,7 @@ class Manager:
         stacked: Mapping[str, str] | None = None,
         cast: bool = False,
     ) -> T: ...
+    @_compat.boundary
     def restore(
         self,
         step: SupportsIndex | None = None,
@@ -160,19 +165,23 @@ class Manager:
         self._restored = int(found[0].name)
         return state
 
+    @_compat.boundary
     def metadata(self, step: SupportsIndex | None = None) -> Any:
         """What was given to `save` as ``metadata=``; the latest where no step is named. Waits as `restore` does."""
         return read_metadata(self._path(step, "metadata(step)"))
 
+    @_compat.boundary
     def latest_step(self) -> int | None:
         """The last step that was given to `save`, or saved before; None where nothing is. Waits until it is on disk."""
         return max(self.all_steps(), default=None)
 
+    @_compat.boundary
     def all_steps(self) -> list[int]:
         """The steps that are saved, in order. Waits until everything that was given to `save` is on disk."""
         self.wait_until_finished()
         return steps_in(self.directory)
 
+    @_compat.boundary
     def delete(self, step: SupportsIndex) -> None:
         """Removes a checkpoint.
 
@@ -190,6 +199,7 @@ class Manager:
                         )
                     _remove(path)
 
+    @_compat.boundary
     def wait_until_finished(self) -> None:
         """Waits until everything that was given to `save` is on disk.
 
@@ -204,6 +214,7 @@ class Manager:
                 error, self._error = self._error, None
                 raise CheckpointError(f"a checkpoint in {self.directory} was not saved: {error}") from error
 
+    @_compat.boundary
     def close(self) -> None:
         """Waits as `wait_until_finished` does. The manager can be used again."""
         self.wait_until_finished()

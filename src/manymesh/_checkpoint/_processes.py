@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from .. import _compat
-from .._distributed._world import world
+from .._distributed._world import SLOW, world
 from .._errors import CheckpointError
 
 # Seconds. As long as the slowest process may take to write its part; the watchdog of a run notices a death much earlier.
@@ -153,7 +153,8 @@ class Processes:
                 left += _LOOKS_EVERY if other.left else 0.0
                 waited -= _LOOKS_EVERY if other.busy else 0.0
             if waited > limit:
-                why = why or f"it has not come to it for {limit:g} s"
+                slow = "" if run is None else f"; {SLOW}"
+                why = why or f"it has not come to it for {limit:g} s{slow}"
             found = _compat.stored_text(_compat.coordination_client(), f"{occasion.key}/{p}", _LOOKS_EVERY)
             if found is not None:
                 return found

@@ -87,6 +87,7 @@ from ._refs import is_ref as is_ref
 from ._refs import without_refs as without_refs
 from ._shardy import Propagated as Propagated
 from ._shardy import propagate as propagate
+from ._tracing import WIDE as WIDE
 from ._tracing import InternalFloatingPointError as InternalFloatingPointError
 from ._tracing import checks_floats as checks_floats
 from ._tracing import default_key_kind as default_key_kind

@@ -82,21 +82,21 @@ def wide_types(jaxpr: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def wide_values(variables: Iterable[Any]) -> Iterator[None]:
     """Keeps the values of variables of 64 bits as they are, where these are switched off by now."""
-    wide = not config.enable_x64.value and any(getattr(v.aval, "dtype", None) in _WIDE for v in variables)
+    wide = not config.enable_x64.value and any(getattr(v.aval, "dtype", None) in WIDE for v in variables)
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
         yield
 
 
 def traced_dtype(aval: Any) -> Any:
     """The dtype that a trace gives to an operand described as an abstract value: of 32 bits where 64 are switched off."""
-    if config.enable_x64.value or aval.dtype not in _WIDE:
+    if config.enable_x64.value or aval.dtype not in WIDE:
         return aval.dtype
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX's, of what our own error says
         return jax.typeof(abstract(aval)).dtype
 
 
-_WIDE = frozenset(map(np.dtype, ("float64", "complex128", "int64", "uint64")))
+WIDE = frozenset(map(np.dtype, ("float64", "complex128", "int64", "uint64")))  # what is switched off by default
 _recording_token = jax.make_user_context(default_value=None)
 
 

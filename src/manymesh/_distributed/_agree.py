@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 
 from .._errors import ProcessError
-from ._world import World
+from ._world import SLOW, World, counted
 
 SHOWN_LINES = 4  # of each section that differs
 SHOWN_WIDTH = 240  # characters of a line
@@ -82,23 +82,24 @@ def _read(world: World, what: str, number: int, p: int, key: str) -> str:
     def check() -> None:
         nonlocal passed
         other = world.progress[p]
+        own = f", where {world.doing.unlike}" if world.doing.unlike else ""
         if other.calls > number or (other.calls == number and other.label != world.doing.label):
             raise ProcessError(
                 f"{what}: {world.name(p)} is in {other.label} instead, as number {other.calls} of what all processes do "
-                f"together; here it is number {number}. Every process has to call the same steps in the same order, with "
+                f"together; here it is number {number}{own}. Every process has to call the same steps in the same order, with "
                 "arguments of the same shapes"
             )
         if other.left:
             passed += 0.5
             if passed > world.death_timeout:
-                raise ProcessError(f"{what}: the script of {world.name(p)} has ended, after {other.calls} calls")
+                raise ProcessError(f"{what}: the script of {world.name(p)} has ended, after {counted(other.calls)}")
 
     try:
         return world.read(key, check=check)
     except TimeoutError:
         raise ProcessError(
             f"{what}: {world.name(p)} did not come to it within stall_timeout={world.stall_timeout:g} s; every process has to "
-            "call the same steps in the same order"
+            f"call the same steps in the same order; {SLOW}"
         ) from None
 
 

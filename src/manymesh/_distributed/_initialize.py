@@ -40,6 +40,7 @@ HEARTBEAT_TIMEOUT = 100
 _INTERRUPTED = "its end, after Ctrl-C"  # what a process is busy with that nobody interrupts any more
 
 
+@_compat.boundary
 def initialize(
     coordinator_address: str | None = None,
     num_processes: int | None = None,

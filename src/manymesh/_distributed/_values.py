@@ -33,10 +33,17 @@ def fingerprint(x: Any) -> str | None:
         return None
     whole = np.asarray(_compat.key_words(x))
     flat = np.ravel(whole)
+    dtype = _dtype_in_a_step(x, whole)
     if flat.size <= SHOWN:
-        numbers = ", ".join(map(str, flat))
+        numbers = ", ".join(map(str, flat.astype(dtype, copy=False)))
         return f"[{numbers}]" if whole.ndim else numbers
-    if flat.nbytes > WHOLE:
-        count = WHOLE // flat.itemsize
+    if flat.size * dtype.itemsize > WHOLE:
+        count = WHOLE // dtype.itemsize
         flat = np.concatenate([flat[: count // 2], flat[count // 2 :: max(2 * flat.size // count, 1)]])
-    return hashlib.sha256(flat.tobytes()).hexdigest()[:16]
+    return hashlib.sha256(flat.astype(dtype, copy=False).tobytes()).hexdigest()[:16]
+
+
+def _dtype_in_a_step(x: Any, whole: np.ndarray) -> np.dtype:
+    """The dtype of the array that a step makes of an array of NumPy; of other values, that which they have there."""
+    wide = isinstance(x, (np.ndarray, np.generic)) and whole.dtype in _compat.WIDE
+    return np.dtype(jax.dtypes.canonicalize_dtype(whole.dtype)) if wide else whole.dtype

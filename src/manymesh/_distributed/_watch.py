@@ -16,11 +16,17 @@ import time
 from collections import defaultdict
 
 from ._wires import Message
-from ._world import Doing, World, flood_of
+from ._world import SLOW, Doing, World, flood_of
+from ._world import counted as _count
 
 PERIOD = 0.25  # seconds between two signs of life
 # The exit code of a process that ends because another one did: what went wrong is to be looked for there.
 ENDED_WITH_OTHERS = 75
+
+SAME_SHAPES = (
+    "Every process has to call a step with arguments of the same shapes and dtypes: drop the last batch where it is smaller, "
+    "or pad it"
+)
 
 
 class Watch(threading.Thread):
@@ -125,6 +131,22 @@ class Watch(threading.Thread):
                         f"to call the same steps in the same order ({_at(known.calls, known.label)})"
                     )
 
+    def _more(self) -> str:
+        """What is known besides of a process that is waited for in vain.
+
+        For which other arguments it compiles, and what to do, or what it did last before its script ended.
+        """
+        waiting = self.world.waiting
+        if waiting is None or waiting.finished():
+            return ""
+        for p in sorted(waiting.others):
+            known = self.world.progress[p]
+            if known.calls == waiting.number and known.unlike:
+                return f"; in process {p} {known.unlike}. {SAME_SHAPES}"
+            if known.calls < waiting.number and known.left and known.label:
+                return f"; the last thing that process {p} did is {known.label}"
+        return ""
+
     def takes_the_end(self) -> bool:
         """Whether nobody else in this process is ending it already."""
         return self._ending.acquire(blocking=False)
@@ -140,6 +162,9 @@ class Watch(threading.Thread):
         if not self.takes_the_end():
             return
         world = self.world
+        if told is None:
+            with contextlib.suppress(Exception):
+                why += self._more()
         world.wires.flood(told or flood_of("end", world, why=why))
         if world.doing.left:  # it waits for the others in `_leave`
             if world.doing.failed:  # and may have ended because of this, with an exception that says less
@@ -176,9 +201,6 @@ def _flush() -> None:
             stream.flush()
 
 
-def _count(calls: int) -> str:
-    return f"{calls} calls" if calls != 1 else "1 call"
-
-
 def _at(calls: int, label: str) -> str:
-    return f"it has done {_count(calls)}, the last was {label}" if label else "it has called none yet"
+    done = f"it has done {_count(calls)}, the last was {label}" if label else "it has called none yet"
+    return f"{done}; {SLOW}"

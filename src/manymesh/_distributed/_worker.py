@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import _compat
 from .._errors import ProcessError
 from ._initialize import PROCESS, initialize
 from ._launch import run_processes
@@ -18,6 +19,7 @@ from ._restarts import Restarts
 _START = "import sys; from manymesh._distributed._worker import main; main(sys.argv[1])"
 
 
+@_compat.boundary
 def launch(
     function: Callable[..., Any],
     processes: int,

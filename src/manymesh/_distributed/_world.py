@@ -27,6 +27,7 @@ class Doing(NamedTuple):
       left: whether its script has ended.
       failed: the number of the last of them that an exception ended here; 0 for none.
       why: that exception, in a line.
+      unlike: how the arguments that it compiles for differ from those that it has compiled for before, if it has.
     """
 
     calls: int = 0
@@ -35,6 +36,7 @@ class Doing(NamedTuple):
     left: bool = False
     failed: int = 0
     why: str = ""
+    unlike: str = ""
 
 
 @dataclass(eq=False)
@@ -108,9 +110,9 @@ class World:
         """The numbers of the other processes."""
         return frozenset(range(self.count)) - {self.process}
 
-    def begin(self, label: str, busy: str = "") -> int:
+    def begin(self, label: str, busy: str = "", unlike: str = "") -> int:
         """Counts something that all processes do together; gives its number, from 1."""
-        self.doing = self.doing._replace(calls=self.doing.calls + 1, label=label, busy=busy)
+        self.doing = self.doing._replace(calls=self.doing.calls + 1, label=label, busy=busy, unlike=unlike)
         return self.doing.calls
 
     def fails(self, number: int, why: str) -> None:
@@ -177,6 +179,9 @@ class World:
         raise TimeoutError(key)
 
 
+# What to do about a process that would come later, for messages.
+SLOW = "one that is only slow in between needs a larger stall_timeout= of manymesh.distributed.initialize"
+
 _worlds: list[World] = []
 
 
@@ -199,6 +204,11 @@ def several() -> World:
 def flood_of(kind: str, world: World, **more: Any) -> Message:
     """A message that goes on from process to process until all have it."""
     return {"kind": kind, "origin": world.process, **more}
+
+
+def counted(calls: int) -> str:
+    """How many things a process has begun that all do together, in words: steps are not the only ones."""
+    return f"{calls} calls, compilations and fetches" if calls != 1 else "1 call, compilation or fetch"
 
 
 def names(world: World, processes: Sequence[int]) -> str:

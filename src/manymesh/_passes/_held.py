@@ -33,5 +33,12 @@ class Held:
         content = Kept(const) if isinstance(const, jax.Array) else content_of(const)
         held = self._known.setdefault((v.aval, content), v)
         if held is v:
-            self.values[v] = const
+            self.values[v] = _here(const)
         return held
+
+
+def _here(const: object) -> object:
+    """The constant; of a copy in each of several processes, the one of this process."""
+    if not isinstance(const, jax.Array) or isinstance(const, jax.core.Tracer) or const.is_fully_addressable:
+        return const
+    return const.addressable_data(0) if const.is_fully_replicated and const.sharding.addressable_devices else const

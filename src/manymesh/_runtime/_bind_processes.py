@@ -53,7 +53,9 @@ class Results:
     literals: Mapping[int, jax.Array]
 
 
-def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: World, name: str) -> ProcessesExecutor:
+def bind_processes(
+    lowered: Lowered, owner: Ownership, results: Results, world: World, name: str, names: Callable[[], Sequence[str]]
+) -> ProcessesExecutor:
     """Makes a plan ready to run together with other processes.
 
     Args:
@@ -62,6 +64,7 @@ def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: 
       results: its results.
       world: the processes.
       name: what the step is called, for messages.
+      names: gives what its arguments are called, likewise.
 
     Returns:
       The executor of this process.
@@ -83,7 +86,7 @@ def bind_processes(lowered: Lowered, owner: Ownership, results: Results, world: 
             own = binder.positions[slot] if owner.owns(s) else None
             places.append(Place(i - len(program.consts), _compat.abstract(v.aval), lowered.sharding(v, s), own))
     first = len(plan.instructions)
-    arrivals = Arrivals(places, first, binder.relayouts, carries)
+    arrivals = Arrivals(places, first, binder.relayouts, carries, names)
     for n, p in enumerate(places):
         # As it comes when the results of one call are the arguments of the next.
         v = program.invars[len(program.consts) + p.position]

@@ -21,6 +21,7 @@ from ._ownership import not_joined
 from ._processes import committed_sharding
 
 
+@_compat.boundary
 def fetch(tree: PyTree, process: int | None = None) -> PyTree:
     """The values of a tree of arrays, in every process.
 

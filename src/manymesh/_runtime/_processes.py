@@ -110,8 +110,16 @@ class Arrivals:
     that were put somewhere are moved, by the same plan in every process.
     """
 
-    def __init__(self, places: Sequence[Place], first_number: int, relayouts: Relayouts, carrier: Carrier) -> None:
+    def __init__(
+        self,
+        places: Sequence[Place],
+        first_number: int,
+        relayouts: Relayouts,
+        carrier: Carrier,
+        names: Callable[[], Sequence[str]],
+    ) -> None:
         self.places, self.first, self.relayouts, self.carrier = places, first_number, relayouts, carrier
+        self._names = names
         self.accepted: list[Any] = [p.sharding for p in places]
         self.crossings: dict[tuple[int, Sharding], Crossing] = {}
         self.agreed: set[tuple[Any, ...]] = set()
@@ -149,7 +157,7 @@ class Arrivals:
         key = tuple(shardings)
         if key not in self.agreed:
             world = self.carrier.world
-            said = [f"argument {k}: {describe(s)}" for k, s in enumerate(shardings)]
+            said = [f"{argument}: {describe(s)}" for argument, s in zip(self._names(), shardings, strict=True)]
             number = world.begin(f"the arguments of {name}")
             agree(world, f"the arguments of {name}", number, {"arguments": "\n".join(said)}, lambda _: said)
             self.agreed.add(key)
