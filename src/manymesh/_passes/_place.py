@@ -494,7 +494,7 @@ class _Placer:
     def _input_homes(self, besides: Mapping[Var, int] = MappingProxyType({})) -> dict[Var, int]:
         """Homes of inputs: given, else where what reads them runs; of equals where its gradient is, or the first.
 
-        Of weights that several tasks share on equal terms, as the two directions of a pipeline do, each submesh gets as many.
+        Of weights that tasks of several submeshes read on equal terms, as the two directions of a pipeline do, each gets as many.
 
         Args:
           besides: those of inputs that have one.
@@ -514,9 +514,9 @@ class _Placer:
             ties = _most(votes)
             if len(ties) > 1:
                 ties = ties & self._gradient_of(v, following.get(v)) or ties
-            if len(ties) > 1 and v in following:
-                readers = frozenset(c for c in self.consumers.get(v, ()) if c in self.at and not c.backward)
-                shared[frozenset(ties), readers].append(v)
+            tasks = frozenset(c for c in self.consumers.get(v, ()) if c.task is not None and not c.backward)
+            if len(ties) > 1 and v in following and ties <= {self.at.get(c) for c in tasks}:
+                shared[frozenset(ties), tasks].append(v)
             elif ties:
                 home[v] = min(ties)
         held: dict[int, int] = defaultdict(int)
