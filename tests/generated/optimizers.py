@@ -35,7 +35,7 @@ def _shapes_at_once() -> optax.GradientTransformation:
         leaves, tree = jax.tree.flatten(updates)
         alike: dict[object, list[int]] = {}
         for k, leaf in enumerate(leaves):
-            if leaf.ndim == 2:
+            if leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1]:  # and not the biases of stacked layers
                 alike.setdefault((leaf.shape, leaf.dtype), []).append(k)
         for those in alike.values():
             stack = jnp.stack([leaves[k] for k in those])
