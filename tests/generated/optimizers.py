@@ -32,10 +32,11 @@ def _shapes_at_once() -> optax.GradientTransformation:
 
     def update(updates, state, params=None):
         del params
-        leaves, tree = jax.tree.flatten(updates)
+        named, tree = jax.tree_util.tree_flatten_with_path(updates)
+        leaves = [leaf for _, leaf in named]
         alike: dict[object, list[int]] = {}
-        for k, leaf in enumerate(leaves):
-            if leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1]:  # and not the biases of stacked layers
+        for k, (path, leaf) in enumerate(named):
+            if leaf.ndim == 2 and "bias" not in jax.tree_util.keystr(path):  # of stacked layers these are matrices, too
                 alike.setdefault((leaf.shape, leaf.dtype), []).append(k)
         for those in alike.values():
             stack = jnp.stack([leaves[k] for k in those])
