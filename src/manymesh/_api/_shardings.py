@@ -92,7 +92,11 @@ def note_renamed(
     meshes = {mesh: str(task.name) for task in tasks for mesh in (task.meshes or (task.mesh,)) if mesh is not None}
     of_devices = {mesh_devices(mesh): mesh for mesh in meshes}
     asked = {i: auto_mesh(s.mesh) for i, s in shardings.items() if isinstance(s.mesh, Mesh)}
-    renamed = {i: mesh for i, mesh in asked.items() if mesh not in meshes and mesh_devices(mesh) in of_devices}
+    renamed = {
+        i: mesh
+        for i, mesh in asked.items()
+        if mesh.size > 1 and mesh not in meshes and mesh_devices(mesh) in of_devices
+    }
     if not renamed:
         return
     i, mesh = next(iter(renamed.items()))
