@@ -86,9 +86,8 @@ class _Reach:
 
     def __init__(self, states: Iterable[Var]) -> None:
         self._whole: dict[Atom, frozenset[Var]] = {v: frozenset((v,)) for v in states}
-        self._layers: dict[
-            Atom, list[frozenset[Var]]
-        ] = {}  # value -> what has a part in each place of its first dimension
+        # Value -> what has a part in each place of its first dimension.
+        self._layers: dict[Atom, list[frozenset[Var]]] = {}
 
     def of(self, atom: Atom) -> frozenset[Var]:
         """The states that have a part in a value."""
@@ -120,12 +119,14 @@ class _Reach:
             return [given[eqn.outvars.index(v)]]
         if given is not None and name == "slice":
             return given[params["start_indices"][0] : params["limit_indices"][0]]
-        stacks = [self._layers[x] for x in eqn.invars if _compat.is_var(x) and x in self._layers]
-        alike = [layers for layers in stacks if len(layers) == _length(v)]
-        if not alike:
+        layers = [self._layers.get(x, []) if _compat.is_var(x) else [] for x in eqn.invars]
+        stacks = [each for each in layers if len(each) == _length(v)]
+        if not any(stacks):
             return None
-        others = frozenset().union(*(self.of(x) for x in eqn.invars if not _compat.is_var(x) or x not in self._layers))
-        return [others.union(*each) for each in zip(*alike, strict=True)]
+        others = frozenset[Var]().union(
+            *(self.of(x) for x, each in zip(eqn.invars, layers, strict=True) if len(each) != _length(v))
+        )
+        return [others.union(*each) for each in zip(*stacks, strict=True)]
 
 
 def _length(atom: Atom) -> int:
