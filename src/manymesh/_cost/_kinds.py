@@ -11,6 +11,7 @@ from .. import _compat
 from .._compat import Var
 from .._layout._layout import Layout
 from .._program import Program
+from .._program._updates import of_gradients
 
 Kind = Literal["parameters", "optimizer state", "arguments", "constants", "gradients", "activations", "results"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -88,25 +89,10 @@ def kinds_of(
 
 def _behind(program: Program, wanted: set[Var]) -> set[Var]:
     """Those values, and what unmarked fragments made them of before there were gradients."""
-    found, updated = set(wanted), _of_gradients(program)
+    found, updated = set(wanted), of_gradients(program)
     for f in reversed(program.fragments):
         if not f.tasks and f.loop is None and not found.isdisjoint(f.outvars):
             for eqn in reversed(_compat.open_jaxpr(f.jaxpr).eqns):
                 if not (found & {v for v in eqn.outvars if _compat.is_var(v)} <= updated):
                     found.update(v for v in eqn.invars if _compat.is_var(v))
-    return found
-
-
-def _of_gradients(program: Program) -> set[Var]:
-    """What a backward pass makes, and what is computed of that: in a step that trains twice, the parameters of the second time."""
-    back = {f.loop for f in program.fragments if f.kind != "F"}
-    found = {v for f in program.fragments if f.kind != "F" and f.loop is None for v in f.outvars}
-    for k, loop in enumerate(program.loops):
-        if k in back:
-            found.update(final for *_, final in loop.carries)
-            found.update(v for _, outer in loop.ys for v in outer if _compat.is_var(v))
-    for f in program.fragments:
-        for eqn in _compat.open_jaxpr(f.jaxpr).eqns if f.loop is None else ():
-            if not found.isdisjoint(v for v in eqn.invars if _compat.is_var(v)):
-                found.update(v for v in eqn.outvars if _compat.is_var(v))
     return found

@@ -17,6 +17,7 @@ from .._compat import Atom, Eqn, Jaxpr, Var
 from .._mark import MARK
 from .._program import Program
 from .._program._groups import Groups
+from .._program._updates import of_gradients
 
 _ELEMENTWISE = frozenset(
     (
@@ -60,10 +61,11 @@ def _join_lonely(program: Program, groups: Groups[Var], states: Sequence[Var]) -
     lonely = [v for v in states if count[groups.find(v)] == 1]
     reach = _Reach(lonely)
     parameters: set[Var] = set()
+    updated = of_gradients(program) if lonely else set()  # which a step that trains twice reads the second time
     for f in program.fragments if lonely else ():
         for eqn in _compat.open_jaxpr(f.jaxpr).eqns:
             if f.loop is not None or (_compat.is_jit(eqn) and MARK in eqn.params["name"]):
-                parameters |= reach.read(eqn)
+                parameters.update(*(reach.of(v) for v in eqn.invars if _compat.is_var(v) and v not in updated))
             else:
                 reach.follow(eqn)
     results: dict[Var, set[Var]] = {v: set() for v in lonely if v not in parameters}
