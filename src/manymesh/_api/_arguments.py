@@ -286,7 +286,6 @@ def check_donation(step: Step, given: Arguments) -> None:
 
 def check_values(step: Step, given: Arguments) -> None:
     """Refuses descriptions of arrays in a call, before anything is compiled for them."""
-    paths = jax.tree_util.tree_leaves_with_path((given.dyn_args, given.dyn_kwargs))
-    for path, x in paths:
+    for path, x in _compat.leaves_with_paths((given.dyn_args, given.dyn_kwargs)):
         if isinstance(x, jax.ShapeDtypeStruct):
             raise described(f"mm.jit({step.name}): argument{keystr(path)}", x)

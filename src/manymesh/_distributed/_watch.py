@@ -16,8 +16,7 @@ import time
 from collections import defaultdict
 
 from ._wires import Message
-from ._world import SLOW, Doing, World, flood_of
-from ._world import counted as _count
+from ._world import SLOW, Doing, World, counted, flood_of
 
 PERIOD = 0.25  # seconds between two signs of life
 # The exit code of a process that ends because another one did: what went wrong is to be looked for there.
@@ -119,7 +118,7 @@ class Watch(threading.Thread):
             elif known.left:
                 self._gone[p] += elapsed
                 if self._gone[p] > world.death_timeout:
-                    self.end(f"the script of {world.name(p)} has ended, after {_count(known.calls)}")
+                    self.end(f"the script of {world.name(p)} has ended, after {counted(known.calls)}")
             elif goes_on:  # what is heard of it is older than what this process has begun since
                 self._behind[p] = 0.0
             elif not known.busy:
@@ -202,5 +201,5 @@ def _flush() -> None:
 
 
 def _at(calls: int, label: str) -> str:
-    done = f"it has done {_count(calls)}, the last was {label}" if label else "it has called none yet"
+    done = f"it has done {counted(calls)}, the last was {label}" if label else "it has called none yet"
     return f"{done}; {SLOW}"

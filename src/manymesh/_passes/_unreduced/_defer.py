@@ -23,6 +23,7 @@ from ..._program._calls import is_rewritable
 from ..._program._flat import FlatProgram
 from ..._program._fragments import Reduction
 from ..._program._nodes import Carry, Node, nbytes
+from ...meta._rules import parts_of
 from ._dims import Analysis, Frame, Value, constraint_entries
 from ._linear import EITHER, TOGETHER, is_linear_in_first, is_zero, summed_dims
 from ._links import shape_of
@@ -159,8 +160,7 @@ class _Planner:
         if name in ("sharding_constraint", "manymesh_constraint"):
             mesh = self.placement.submeshes[s]
             for entry in constraint_entries(eqn, mesh):
-                axes = entry if isinstance(entry, tuple) else (entry,)
-                plan.blocked |= {a for a in axes if isinstance(a, str) and mesh.shape.get(a, 1) > 1}
+                plan.blocked |= {a for a in parts_of(entry) if mesh.shape.get(a, 1) > 1}
         slots = self._linear_in(plan, frame, i, v)
         plan.slots[frame, i].update(slots)
         pieces = [o for o in eqn.outvars if _compat.is_var(o)] if name == "split" else []  # all become parts, or none
@@ -175,7 +175,7 @@ class _Planner:
     def _has_its_own(eqn: Eqn, v: Var, axes: set[str]) -> bool:
         """Whether each device of some axes makes a part of its own of a ``shard_map``'s result: that of its experts."""
         spec = _compat.out_specs_of(eqn)[list(eqn.outvars).index(v)]
-        return axes <= {a for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))}
+        return axes <= {a for entry in spec for a in parts_of(entry)}
 
     def _linear_in(self, plan: Unreduced, frame: Frame, i: int, v: Var) -> list[int]:
         """The operands that an equation applies to part by part."""

@@ -22,6 +22,7 @@ from ..._program._calls import call_body
 from ..._program._flat import FlatProgram
 from ..._program._nodes import Loop
 from ..._task import names_as_axes
+from ...meta._rules import parts_of
 from ._links import links, shape_of
 
 Entry = Any  # what a spec says of one dimension: an axis, a tuple of axes, None or UNCONSTRAINED
@@ -156,7 +157,7 @@ class Analysis:
         """Counts what is said of dims on a submesh."""
         for d, entry, s in words:
             if entry is not PartitionSpec.UNCONSTRAINED:
-                d.root().axes.setdefault(s, Counter())[_axes(entry)] += 1
+                d.root().axes.setdefault(s, Counter())[parts_of(entry)] += 1
 
     def _given(self, flat: FlatProgram, loop: Loop) -> Iterator[tuple[Dim, Entry, int]]:
         """What the sharding of a batch says of its pieces, where tasks say nothing."""
@@ -304,9 +305,3 @@ def constraint_entries(eqn: Eqn, mesh: Mesh) -> tuple[Entry, ...]:
         left_open = eqn.params.get("unconstrained_dims", ())
     padded = (*spec, *(None,) * (rank - len(spec)))
     return tuple(free if d in left_open else entry for d, entry in enumerate(padded))
-
-
-def _axes(entry: Entry) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return tuple(entry) if isinstance(entry, tuple) else (entry,)
