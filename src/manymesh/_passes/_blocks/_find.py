@@ -118,9 +118,12 @@ class _Finder:
     def run(self) -> Found:
         for v, split in self._seeds():
             self._cut(v, split)
-        for v, o in self.flat.pins.states:  # what is put together of blocks, some of them as they were, say
-            if v in self.split:
-                self._cut(self.flat.outvars[o], self.split[v])
+        for v, o in self.flat.pins.states:
+            out = self.flat.outvars[o]
+            if v in self.split:  # its next value is put together of blocks, some of them as they were, say
+                self._cut(out, self.split[v])
+            elif _compat.is_var(out) and out in self.split:  # a state lies as its next value does
+                self._cut(v, self.split[out])
         return Found(self.split, tuple(self.uneven.values()), tuple(self.scattered.values()), tuple(self.conditionals))
 
     def _cut(self, v: Any, split: Split) -> None:
