@@ -201,6 +201,48 @@ def test_the_users_word_comes_first():
     assert (decision.rule, decision.spec) == ("out_shardings", P(None, "data"))
 
 
+def test_new_parameters_that_are_constrained_are_kept_so():
+    """Where a step constrains them in the end: its own word, for the state and its moments, not what readers would like."""
+    first, second = halves()
+    optimizer = optax.adam(1e-2)
+    p, s, batch = arguments(optimizer)
+    plain = training(mlp(first, second, annotate=(None, None)), optimizer, num_microbatches=2, schedule="1f1b")
+
+    def step(p, s, batch):
+        p, s, value = plain(p, s, batch)
+        return jax.tree.map(lambda w: mm.with_sharding_constraint(w, ("hidden", "batch")), p), s, value
+
+    compiled = mm.jit(step)
+    layout = compiled.lower(p, s, batch).layout
+    decision = leaves(layout, "args[0]['w2']")["args[0]['w2']"]
+    assert (decision.rule, decision.spec) == ("constraint in 'after_1'", P("model", "data"))
+    for moment in ("mu", "nu"):
+        assert leaves(layout, f"args[1][0].{moment}['w2']")[f"args[1][0].{moment}['w2']"].spec == P("model", "data")
+    assert leaves(layout, "args[0]['w1']")["args[0]['w1']"].spec == P(), "its task says otherwise"
+    assert_same(compiled(p, s, batch), reference(compiled, p, s, batch))
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["", "gradients are wanted whole"])
+def test_what_is_scaled_and_then_constrained_lies_so(wanted):
+    """A parameter, though a step computes with it before any task does, and its gradient is asked for otherwise."""
+    first, _ = halves()
+    task = mm.task(lambda w, x: x @ w, "task", mesh=first, logical_axes=RULES)
+
+    def rows(w, x):
+        return task(mm.with_sharding_constraint(w / 2, ("batch", "hidden")), x)
+
+    def step(w, x):
+        loop = mm.microbatch(rows, argnum=1, num_microbatches=2, reduce="concat")
+        g = jax.grad(lambda w: jnp.mean(loop(w, x) ** 2))(w)
+        return w - 0.1 * g, g
+
+    whole = NamedSharding(first, P())
+    step = mm.jit(step, out_shardings=(None, whole) if wanted else None)
+    w, x = arguments(optax.sgd(0.1))[0]["w1"], jnp.ones((8, WIDTH))
+    assert step.lower(w, x).compile().input_shardings[0][0].spec == P("data", "model")
+    assert_same(step(w, x), reference(step, w, x))
+
+
 BATCHES = {  # what the task says of its argument, the number of microbatches, how the pieces then lie
     "nothing is said": (lambda x: x, 4, P("data")),
     "the task wants it whole": (lambda x: mm.with_sharding_constraint(x, (None, None)), 4, P()),

@@ -1,4 +1,4 @@
-"""What a computation constrains the values that it reads to."""
+"""What a computation constrains the values that it reads and makes to."""
 
 from __future__ import annotations
 
@@ -28,6 +28,26 @@ class Constraints:
         if id(jaxpr) not in self._known:
             self._known[id(jaxpr)] = jaxpr, self._read(jaxpr)
         return self._known[id(jaxpr)][1]
+
+    def of_results(self, jaxpr: Jaxpr) -> Mapping[int, PartitionSpec]:
+        """Position of a result -> the spec that it is constrained to last, directly or before casts.
+
+        A constraint that leaves dimensions open is left out: of a result, more may be known than it says.
+        """
+        parts = _compat.open_jaxpr(jaxpr)
+        found: dict[int, PartitionSpec] = {}
+        if not any(eqn.primitive.name == "sharding_constraint" for eqn in parts.eqns):
+            return found
+        makers = {v: eqn for eqn in parts.eqns for v in eqn.outvars}
+        for k, v in enumerate(parts.outvars):
+            while _compat.is_var(v) and v in makers and makers[v].primitive.name in _KEEPS_DIMENSIONS:
+                v = makers[v].invars[makers[v].outvars.index(v)]
+            eqn = makers.get(v) if _compat.is_var(v) else None
+            if eqn is not None and eqn.primitive.name == "sharding_constraint":
+                spec = getattr(eqn.params["sharding"], "spec", None)
+                if spec is not None and PartitionSpec.UNCONSTRAINED not in spec:
+                    found[k] = _closed(spec)
+        return found
 
     def _read(self, jaxpr: Jaxpr) -> Mapping[int, PartitionSpec]:
         parts = _compat.open_jaxpr(jaxpr)

@@ -72,6 +72,7 @@ class _Solver:
         self.beside: dict[tuple[Var, int], list[tuple[Var, int]]] = {}  # a block -> all blocks of its value
         self.crossing = {(e.var, e.target): e.source for e in program.edges}
         self.propagated: dict[Any, Propagated] = {}
+        self._inputs = set(program.invars)
         for loop in program.loops:
             for inner, out, init, final in loop.carries:
                 for v in (out, init, final):
@@ -108,6 +109,7 @@ class _Solver:
         self._place_inputs(asked, "in_shardings")
         self._place_inputs(arriving, "as it arrives")
         self._constrain_inputs()
+        self._constrain_results()
         for f in self._order():
             self._propagate(f)
         return Layout(program.submeshes, self._table(), names=self.names, replaces=replaces)
@@ -176,6 +178,22 @@ class _Solver:
                     if self.groups.find(v) in roots and (v, f.submesh) not in self.crossing:
                         self._decide(v, f.submesh, self._constrained(f, k), f"constraint in {f.name!r}")
 
+    def _constrain_results(self) -> None:
+        """What is constrained where it is made lies so, also for those who read it and are propagated through before.
+
+        What is prepared for that, of inputs alone, follows it where it is sharded: a parameter that is scaled, then
+        constrained.
+        """
+        for f in self.program.fragments:
+            mesh = self.program.submeshes[f.submesh]
+            constrained = self.constraints.of_results(f.jaxpr) if mesh.size > 1 else {}
+            for k, spec in constrained.items():
+                v = f.outvars[k]
+                self._decide(v, f.submesh, _fitting(spec, _compat.shape(v), mesh), f"constraint in {f.name!r}")
+            if constrained and self._prepares(f) and (found := self._specs(f)) is not None:
+                sharded = [(v, spec) for v, spec in zip(f.invars, found.inputs, strict=True) if any(spec)]
+                self._decide_open(sharded, f.submesh, f"propagated through {f.name!r}")
+
     def _constrained(self, f: Fragment, k: int) -> PartitionSpec:
         """What a fragment constrains its k-th input to.
 
@@ -234,15 +252,13 @@ class _Solver:
         Otherwise the fragment that makes zeros for an accumulator, say, which knows nothing about shardings, would
         decide for the fragment that adds to it, which does.
         """
-        inputs = set(self.program.invars)
         ordered: list[Fragment] = []
         late: list[Fragment] = []
         last: list[Fragment] = []
         for item in self.program.order:
             if item >= 0:
                 f = self.program.fragments[item]
-                prepares = not f.tasks and bool(f.invars) and inputs.issuperset(f.invars)
-                (late if f.layout_follows_loop else last if prepares else ordered).append(f)
+                (late if f.layout_follows_loop else last if self._prepares(f) else ordered).append(f)
             else:
                 ordered += self.program.body(-1 - item)
                 loop = self.program.loops[-1 - item]
@@ -251,6 +267,10 @@ class _Solver:
                 ordered += [f for f in late if not fed.isdisjoint(f.outvars)]
                 late = [f for f in late if fed.isdisjoint(f.outvars)]
         return ordered + late + last
+
+    def _prepares(self, f: Fragment) -> bool:
+        """Whether a fragment makes something of inputs of the program, and of nothing else, for others to read."""
+        return not f.tasks and bool(f.invars) and self._inputs.issuperset(f.invars)
 
     def _propagate(self, f: Fragment) -> None:
         """Decides what is still open of the values that a fragment reads and makes."""
