@@ -207,6 +207,16 @@ def test_a_value_that_a_task_lets_out():
     assert "return the value from the task" in caught.value.__notes__[0]
 
 
+def test_a_spec_without_a_mesh_outside_of_tasks():
+    """JAX says to set a mesh, which helps nothing: a step has several."""
+    x, spec = jnp.ones((4, WIDTH)), P("data")
+    with jax.set_mesh(mesh()), pytest.raises(RuntimeError, match="non-empty mesh") as caught:
+        mm.jit(lambda w, x: jax.lax.with_sharding_constraint(front(w, x), spec))(jnp.eye(WIDTH), x)
+    assert (
+        "mm.jit(<lambda>)" in caught.value.__notes__[0] and "mm.with_sharding_constraint" in caught.value.__notes__[0]
+    )
+
+
 def test_a_function_with_its_own_derivative_that_closes_over_a_value_of_the_loop():
     """JAX cannot have that in a jit that is differentiated, and a loop over microbatches is one."""
     own = jax.custom_vjp(lambda run, x: run(x), nondiff_argnums=(0,))

@@ -295,6 +295,23 @@ def test_what_crosses_arrives_as_its_reader_wants_it_or_as_it_left():
         assert (decision.spec, decision.rule) == (spec, rule)
 
 
+@pytest.mark.parametrize("said, there", [(P(None, "model"), P(None, "model")), (None, P("model"))])
+def test_an_argument_that_two_submeshes_read_lies_as_at_its_home(said, there):
+    """Where it is sharded there, as a tied embedding; a whole one is left to those who read it elsewhere."""
+    first, second = halves()
+    front = mm.task(
+        lambda e, ids: (e if said is None else mm.with_sharding_constraint(e, said))[ids], "front", mesh=first
+    )
+    back = mm.task(lambda e, h: mm.with_sharding_constraint(h @ e.T, (None, "model")), "back", mesh=second)
+    step = mm.jit(lambda e, ids: back(e, front(e, ids)))
+    e, ids = jax.random.normal(jax.random.key(0), (8, 8)), jnp.arange(4)
+    lowered = step.lower(e, ids)
+    (v, _) = lowered.program.invars
+    assert lowered.program.home[v] == 0
+    assert [lowered.layout.decisions[v, s].spec for s in range(2)] == [said or P(), there]
+    assert_same(step(e, ids), reference(step, e, ids))
+
+
 def test_the_layout_is_known_without_devices():
     """Nothing is compiled for it, and no device has to be there."""
     devices = mm.planned_devices(8, "cpu")

@@ -22,6 +22,11 @@ from ._results import check_results
 from ._step import Step
 from ._traced import Traced
 
+NO_MESH = (
+    "mm.jit({}): outside of tasks there is no mesh in context, `jax.set_mesh` included, for the step runs on several; write "
+    "`mm.with_sharding_constraint(x, spec)`, which means the submesh where x ends up, or give a `NamedSharding` of a submesh"
+)
+
 
 def trace(step: Step, given: Arguments) -> Traced:
     """Traces a step for one call's arguments."""
@@ -53,6 +58,10 @@ def trace(step: Step, given: Arguments) -> Traced:
             closed, shapes = jax.make_jaxpr(flat_fun, return_shape=True)(*avals)
     except AxisError as error:
         raise with_parameter(error, given) from None
+    except RuntimeError as error:
+        if "non-empty mesh" in str(error):
+            error.add_note(NO_MESH.format(step.name))
+        raise
     if (leak := _compat.escaped(closed.consts)) is not None:
         leak.add_note(f"mm.jit({step.name}): return the value from the task that makes it, and use it from there")
         raise leak

@@ -5,7 +5,8 @@
 2. One value over time has one sharding: a state and its next value, an accumulator, the pieces of a batch, which lie like
    it where the fragments that read them say nothing.
 3. A state that elementwise arithmetic ties to a parameter is laid out like it.
-4. A value that crosses arrives as its readers constrain it, else as it left.
+4. A value that crosses arrives as its readers constrain it, else as it left; so does an argument that several
+   submeshes read, where it is sharded at its home.
 5. The rest is what XLA's partitioner would choose, found fragment by fragment by its propagation pass.
 6. What nothing says anything about is replicated.
 
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .. import _compat
 from .._compat import Jaxpr, Propagated, Var
@@ -227,12 +228,20 @@ class _Solver:
             for f in self._readers.get((v, s), ()):
                 if (k := f.invars.index(v)) in self.constraints.of(f.jaxpr):
                     return Decision(self._constrained(f, k), f"constraint in {f.name!r}")
-            source = self.found(v, self.crossing[v, s])
-            if source is not None:
-                return Decision(
-                    _trimmed(adapt_spec(source.spec, _compat.shape(v), mesh)), f"as on submesh {self.crossing[v, s]}"
-                )
+            return self._as_on(self.crossing[v, s], v, mesh)
+        if v in self._inputs and (home := self.program.home[v]) != s:
+            there = self._as_on(home, v, mesh)
+            return (
+                there if there is not None and any(there.spec) else None
+            )  # a whole one says nothing for its readers here
         return None
+
+    def _as_on(self, s: int, v: Var, mesh: Mesh) -> Decision | None:
+        """As a value lies on another submesh, if that is decided."""
+        source = self.found(v, s)
+        if source is None:
+            return None
+        return Decision(_trimmed(adapt_spec(source.spec, _compat.shape(v), mesh)), f"as on submesh {s}")
 
     @functools.cached_property
     def _readers(self) -> Mapping[tuple[Var, int], list[Fragment]]:
