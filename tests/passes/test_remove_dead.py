@@ -1,6 +1,11 @@
 """What nobody reads goes, also out of tasks and loops."""
 
+import jax
+import jax.numpy as jnp
+
+import manymesh as mm
 from flat import lines, program, run, text
+from stages import WIDTH, assert_same, parameters, reference, rows
 
 
 def test_dead_equations_results_of_tasks_and_carries_go():
@@ -106,3 +111,16 @@ def test_what_a_task_returns_twice_has_one_name():
     after = run("remove_dead", flat)
     front, back, backward = (n for n in after.nodes if n.task)
     assert front.outputs == back.inputs and set(backward.inputs) == {*front.outputs, *back.outputs}
+
+
+def test_a_task_is_not_given_what_it_does_not_read():
+    """Each of two tasks is handed all parameters, as with methods of a model: only the activation crosses."""
+    enc = mm.task(lambda p, x: jnp.tanh(x @ p["front"]), "enc", devices=[0])
+    dec = mm.task(lambda p, h: jax.jit(lambda p, h: h @ p["back"])(p, h), "dec", devices=[1])
+    predict = mm.jit(lambda p, x: dec(p, enc(p, x)))
+    p, x = parameters(), rows()
+    compiled = predict.lower(p, x).compile()
+    assert [(e.source, e.target, e.var.aval.shape) for e in compiled.program.edges] == [(0, 1, (8, WIDTH))]
+    homes = compiled.input_shardings[0][0]
+    assert [[d.id for d in homes[k].device_set] for k in ("front", "back")] == [[0], [1]]
+    assert_same(predict(p, x), reference(predict, p, x))

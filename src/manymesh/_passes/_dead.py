@@ -45,7 +45,7 @@ def _drop_nodes(flat: FlatProgram) -> FlatProgram:
         used = [_compat.is_var(v) and v in live for v in node.eqn.outvars]
         if not any(used) and not node.eqn.effects:
             continue
-        if (node.task is not None and not all(used)) or (node.primitive == "scan" and _reads_in_vain(node)):
+        if (node.task is not None and not all(used)) or _reads_in_vain(node):
             node = _trim(node, used)
         live.update(node.inputs)
         kept.append(node)
@@ -86,7 +86,12 @@ def _read_by_others(loop: Loop, body: Sequence[Node]) -> set[Var]:
 
 
 def _reads_in_vain(node: Node) -> bool:
-    """Whether no iteration of a scan reads one of its operands, as where it is handed all parameters of a model."""
+    """Whether a task, or each iteration of a scan, leaves one of its operands unread, as of all parameters of a model."""
+    if node.task is not None:
+        body = _compat.without_consts(node.eqn.params["jaxpr"])
+        return not all(_compat.dce(body, [True] * len(body.outvars))[1])
+    if node.primitive != "scan":
+        return False
     scan = _compat.scan_parts(node.eqn)
     inner = _compat.open_jaxpr(scan.jaxpr)
     read = {v for e in inner.eqns for v in e.invars if _compat.is_var(v)}.union(filter(_compat.is_var, inner.outvars))

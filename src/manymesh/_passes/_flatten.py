@@ -91,7 +91,7 @@ def flatten(closed: AbstractJaxpr, record: Recording) -> FlatProgram:
     return FlatProgram(
         invars=(*worker.held.values, *parts.invars),
         outvars=tuple(_lookup(env, v) for v in parts.outvars),
-        nodes=tuple(worker.nodes),
+        nodes=worker.as_read(),
         loops=tuple(worker.loops),
         tasks=worker.tasks,
         consts=worker.held.values,
@@ -133,6 +133,7 @@ class Flattener:
         self._marked: dict[int, bool] = {}
         self._bodies: dict[int, AbstractJaxpr] = {}
         self._keep: list[AbstractJaxpr] = []  # jaxprs whose ids are in _marked and _bodies
+        self._again: set[Node] = set()  # what makes something of a weight again, for backward passes
         self._views = Views()
         self._known = Known()
         self.selected: dict[Var, Eqn] = {}  # what is selected from branches -> the selection
@@ -256,7 +257,23 @@ class Flattener:
                 sub: Env = {start: actual[start]}
                 for e in chain:
                     self.nodes.append(Node(substitute(e, sub), None, True, loop, colocated_with=part))
+                    self._again.add(self.nodes[-1])
                 env[outer] = sub[result]
+
+    def as_read(self) -> tuple[Node, ...]:
+        """The nodes; what is made again of a weight is part of a forward pass where one reads it, as in rounds of a scan.
+
+        What a scan's rounds have in common, such as that, JAX takes out of it, though no gradient goes through some.
+        """
+        forward: set[Var] = set()
+        found: list[Node] = []
+        for node in reversed(self.nodes):
+            if node in self._again and not forward.isdisjoint(node.outputs):
+                node = replace(node, backward=False)
+            if not node.backward:
+                forward.update(node.inputs)
+            found.append(node)
+        return tuple(found[::-1])
 
     def _without_borders(self, jaxpr: AbstractJaxpr) -> AbstractJaxpr:
         """What a task computes, without the ends of tasks, which say nothing any more; one jaxpr for all that share it."""

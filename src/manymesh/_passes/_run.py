@@ -16,6 +16,7 @@ from ._again import compute_where_read
 from ._alike import compute_alike_once
 from ._apart import recompute_apart
 from ._blocks._spread_stacks import spread_stacks
+from ._call_once import call_once
 from ._casts import cast_once
 from ._constants import repeat_constants
 from ._copies import copy_results
@@ -81,6 +82,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("mark_scopes", mark_scopes, needs=_DEAD, makes_stale=ALL),
     Pass("advance_inner_gradients", advance_inner_gradients, makes_stale=_PLACED),
     Pass("recompute_apart", recompute_apart, makes_stale=ALL),
+    Pass("call_once", call_once, needs=_DEAD, makes_stale=ALL),
     Pass("repeat_constraints", repeat_constraints, needs=_DEAD, makes_stale=_PLACED, repeats=True),
     Pass("join_parts", join_parts, needs=_DEAD, makes_stale=ALL, repeats=True),
     Pass("see_through_stacks", see_through_stacks, needs=_DEAD, makes_stale=ALL),

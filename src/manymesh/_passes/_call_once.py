@@ -1,0 +1,148 @@
+"""Tasks that a step calls several times alike, as where a metric calls the model beside the loss: one call does for all.
+
+XLA would see that within a fragment; but each call of a task is one, and what it reads would cross for each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from .. import _compat
+from .._compat import Atom, Literal, Var
+from .._key import Keys, content_of
+from .._program._flat import FlatProgram
+from .._program._harmless import is_harmless
+from .._program._nodes import Node
+from .._program._rewrite import rename
+from .._task import Task
+
+
+def call_once(flat: FlatProgram) -> FlatProgram:
+    """Calls a task once where others call it in a forward pass with what is alike, and one call makes what all make.
+
+    That one is often the call that is differentiated, which makes more.
+    """
+    calls = Counter(_scope(flat, n) for n in flat.nodes if _is_call(n))
+    again = {scope for scope, times in calls.items() if times > 1}
+    if not again:
+        return flat
+    numbers = _Numbers()
+    groups: dict[Hashable, _Group] = {}
+    loops = {loop for _, loop in again}
+    for n in flat.nodes:
+        if n.task is None:
+            if n.loop in loops:
+                numbers.learn(n)
+        elif _is_call(n) and (scope := _scope(flat, n)) in again:
+            groups.setdefault((scope, numbers.of(n.eqn.invars)), _Group(numbers)).add(n)
+    alias: dict[Var, Atom] = {}
+    instead: dict[Node, Node | None] = {}
+    for group in groups.values():
+        group.join(alias, instead)
+    if not alias:
+        return flat
+    nodes = tuple(kept for n in flat.nodes if (kept := instead.get(n, n)) is not None)
+    return rename(replace(flat, nodes=nodes, placement=None), alias)
+
+
+def _is_call(n: Node) -> bool:
+    return n.task is not None and not (n.backward or n.guard or n.eqn.effects)
+
+
+def _scope(flat: FlatProgram, n: Node) -> tuple[Task, int | None]:
+    """The task that is called, and the loop in whose body it is."""
+    assert n.task is not None, "only tasks are called"
+    return flat.tasks[n.task], n.loop
+
+
+class _Numbers:
+    """Numbers of values: two that have the same one are computed alike."""
+
+    def __init__(self) -> None:
+        self.keys = Keys()
+        self._known: dict[Hashable, int] = {}
+        self._next = count()
+
+    def of(self, atoms: Sequence[Atom]) -> tuple[int, ...]:
+        """The numbers of values, new ones for those that nothing is known of."""
+        return tuple([self._one(a) for a in atoms])
+
+    def give(self, v: Var, number: int) -> None:
+        """Gives a value the number of another one."""
+        self._known[v] = number
+
+    def learn(self, n: Node) -> None:
+        """Gives what an unmarked equation makes the numbers of what an equal one before it made."""
+        eqn = n.eqn
+        apart = n.guard or n.mesh is not None or n.primitive in ("copy", "copy_p", "optimization_barrier")
+        if apart or not is_harmless(eqn) or _compat.jaxprs_in(eqn):
+            return
+        params = tuple(sorted((k, str(v)) for k, v in eqn.params.items()))
+        key = (n.primitive, n.loop, self.of(eqn.invars), params, _compat.eqn_context(eqn))
+        for k, v in enumerate(eqn.outvars):
+            if _compat.is_var(v):
+                self._known[v] = self._number((key, k))
+
+    def _one(self, a: Atom) -> int:
+        return self._number((str(a.aval), content_of(a.val)) if isinstance(a, Literal) else a)
+
+    def _number(self, key: Hashable) -> int:
+        if key not in self._known:
+            self._known[key] = next(self._next)
+        return self._known[key]
+
+
+@dataclass(eq=False)
+class _Group:
+    """Calls of a task with operands that are alike.
+
+    Attributes:
+      numbers: of the values of the program.
+      calls: the calls, in order.
+      made: what each of them makes: what it is -> its variable. Found once there is a second one.
+    """
+
+    numbers: _Numbers
+    calls: list[Node] = field(default_factory=list)
+    made: list[dict[Hashable, Var]] = field(default_factory=list)
+
+    def add(self, n: Node) -> None:
+        """Adds a call; what an earlier one makes too gets the same number."""
+        self.calls.append(n)
+        if len(self.calls) > 1:
+            self.made += [self._made(call) for call in self.calls[len(self.made) :]]
+            for what, v in self.made[-1].items():
+                first = next((made[what] for made in self.made if what in made), v)
+                self.numbers.give(v, self.numbers.of([first])[0])
+
+    def join(self, alias: dict[Var, Atom], instead: dict[Node, Node | None]) -> None:
+        """Leaves the call that makes most where the first one was, and drops those that make nothing besides."""
+        if len(self.calls) < 2:
+            return
+        best = max(range(len(self.calls)), key=lambda k: len(self.made[k]))
+        call, most = self.calls[best], self.made[best]
+        for k, other in enumerate(self.calls):
+            if k == best or not most.keys() >= self.made[k].keys():
+                continue
+            alias.update((v, most[what]) for what, v in self._each(other))
+            instead[other] = None
+            if k < best and call not in instead:  # it reads what is there by then
+                instead[other] = replace(call, eqn=call.eqn.replace(invars=list(other.eqn.invars)))
+                instead[call] = None
+
+    def _made(self, n: Node) -> dict[Hashable, Var]:
+        return {what: v for what, v in reversed(self._each(n))}
+
+    def _each(self, n: Node) -> list[tuple[Hashable, Var]]:
+        """What each result of a call is, with its variable: equal for results that are computed alike."""
+        body = _compat.without_consts(n.eqn.params["jaxpr"])
+        operands, found = self.numbers.of(n.eqn.invars), list[tuple[Hashable, Var]]()
+        for k, v in enumerate(n.eqn.outvars):
+            if _compat.is_var(v):
+                alone, used = _compat.dce(body, [k == j for j in range(len(body.outvars))])
+                reads = tuple([number for number, is_used in zip(operands, used, strict=True) if is_used])
+                found.append(((self.numbers.keys(alone), reads), v))
+        return found
