@@ -8,7 +8,7 @@ import manymesh as mm
 from flat import lines, text
 from manymesh._passes._flatten import flatten
 from manymesh._program._check import check
-from stages import assert_same, parameters, reference, rows
+from stages import assert_same, reference
 
 layer = mm.task(lambda w, x: x @ w, "layer", devices=[0])
 
@@ -95,22 +95,19 @@ def test_a_conditional_over_submeshes_becomes_a_selection():
 
 def test_what_rounds_of_a_scan_read_is_of_the_forward_pass():
     """JAX takes a weight's constraint out of a scan; for rounds without a gradient too, which are no backward pass."""
-    named = [
-        mm.task(lambda w, x: jnp.tanh(x @ mm.with_sharding_constraint(w, (None, None))), name, mesh=m)
-        for name, m in zip(
-            ("first", "second"), mm.submeshes(jax.make_mesh((2, 2), ("stage", "data")), "stage"), strict=True
-        )
-    ]
+    meshes = [jax.sharding.Mesh(jax.devices()[k : k + 1], ("data",)) for k in range(2)]
+    constrained = lambda w, x: jnp.tanh(x @ mm.with_sharding_constraint(w, (None, None)))  # noqa: E731
+    named = [mm.task(constrained, f"task_{k}", mesh=mesh) for k, mesh in enumerate(meshes)]
 
     def recycled(p, x):
-        def trunk(z, _=None):
-            return named[1](p["back"], named[0](p["front"], x + z)), None
+        def trunk(z):
+            return named[1](p["back"], named[0](p["front"], x + z))
 
-        z, _ = jax.lax.scan(trunk, jnp.zeros_like(x), None, length=2)
-        return jnp.mean(trunk(jax.lax.stop_gradient(z))[0] ** 2)
+        z, _ = jax.lax.scan(lambda z, _: (jax.lax.stop_gradient(trunk(z)), None), jnp.zeros_like(x), None, length=2)
+        return jnp.mean(trunk(z) ** 2)
 
     step = mm.jit(mm.microbatch(jax.value_and_grad(recycled), argnum=1, num_microbatches=4, reduce="mean"))
-    p, x = parameters(), rows()
+    p, x = {"front": jnp.eye(64), "back": jnp.eye(64)}, jnp.ones((8, 64))  # what is small is made anywhere
     (loop,) = step.lower(p, x).program.loops
     assert (loop.placement, loop.in_order) == ((0, 1, 0, 1, 0, 1), True)
     assert_same(step(p, x), reference(step, p, x))
