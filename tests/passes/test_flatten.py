@@ -2,13 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 import manymesh as mm
 from flat import lines, text
 from manymesh._passes._flatten import flatten
 from manymesh._program._check import check
-from stages import assert_same, reference
+from stages import assert_same, loss, parameters, reference, rows
 
 layer = mm.task(lambda w, x: x @ w, "layer", devices=[0])
 
@@ -111,3 +112,21 @@ def test_what_rounds_of_a_scan_read_is_of_the_forward_pass():
     (loop,) = step.lower(p, x).program.loops
     assert (loop.placement, loop.in_order) == ((0, 1, 0, 1, 0, 1), True)
     assert_same(step(p, x), reference(step, p, x))
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [jax.device_put, lax.optimization_barrier, jax.checkpoint(lambda grads: jax.tree.map(jnp.sin, grads))],
+    ids=["device_put", "optimization_barrier", "checkpoint"],
+)
+def test_what_is_done_leaf_by_leaf_is_done_where_each_leaf_is(operation):
+    """Gradients of two tasks in one equation, as a solver has them, do not come together for it."""
+
+    def step(p, x):
+        grads = operation(jax.grad(loss)(p, x))
+        return jax.tree.map(lambda p, g: p - g, p, grads)
+
+    p, x = parameters(), rows()
+    compiled = mm.jit(step).lower(p, x).compile()
+    assert [e.var.aval.shape for e in compiled.program.edges] == [x.shape, x.shape], "activations and their gradients"
+    assert_same(compiled(p, x), reference(jax.jit(step), p, x))

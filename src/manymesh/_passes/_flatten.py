@@ -22,7 +22,7 @@ from .._findings import Finding
 from .._implicit import Iteration, Matcher
 from .._mark import MARK, Recording, border_p
 from .._microbatch import LoopSpec
-from .._program._calls import call_body, is_transparent
+from .._program._calls import call_body, is_transparent, leaf_by_leaf
 from .._program._flat import FlatProgram, Result
 from .._program._nodes import Carry, Loop, Node, Pieces, shape_and_dtype
 from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
@@ -176,7 +176,8 @@ class Flattener:
                 if solver := _compat.solver(eqn):  # which is all that is left of it: derivatives are taken
                     self._solve(solver, eqn, env, inner_stack, loop)
                 else:
-                    self._plain(eqn, env, inner_stack, loop)
+                    for leaf in leaf_by_leaf(eqn):
+                        self._plain(leaf, env, inner_stack, loop)
             elif eqn.primitive.name == "scan":
                 if spec is not None:
                     self._loop(eqn, env, inner_stack, spec)

@@ -60,7 +60,22 @@ def call_body(eqn: Eqn) -> AbstractJaxpr | None:
 def is_transparent(eqn: Eqn) -> bool:
     """Whether an equation is a call that means no more than its body."""
     call = CALLS.get(eqn.primitive.name)
-    return call is not None and call.transparent
+    # Rematerialisation that nobody differentiated has nothing to compute again.
+    return call is not None and (call.transparent or eqn.params.get("differentiated") is False)
+
+
+def leaf_by_leaf(eqn: Eqn) -> list[Eqn]:
+    """What an equation does to each leaf of a tree alone, where it does no more; else the equation.
+
+    ``jax.device_put(grads)``, as solvers of ``jax.scipy`` have it too, would pull all of them to one submesh.
+    """
+    if eqn.primitive.name not in ("device_put", "optimization_barrier") or len(eqn.outvars) < 2:
+        return [eqn]
+    leaves = range(len(eqn.outvars))
+    params = [
+        {name: value[k : k + 1] for name, value in eqn.params.items()} for k in leaves
+    ]  # each has one for each leaf
+    return [eqn.replace(invars=[eqn.invars[k]], outvars=[eqn.outvars[k]], params=params[k]) for k in leaves]
 
 
 def is_rewritable(eqn: Eqn) -> bool:
