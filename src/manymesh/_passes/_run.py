@@ -39,6 +39,7 @@ from ._split import split_weights
 from ._spread import spread_control_flow
 from ._stacks import accumulate_each_layer
 from ._sums import regroup_sums
+from ._told import follow_gradients
 from ._unreduced._defer import leave_unreduced
 from ._vectors import leave_apart
 
@@ -81,6 +82,7 @@ PROVIDERS: Mapping[Fact, Pass] = {
 PASSES: tuple[Pass, ...] = (
     Pass("mark_scopes", mark_scopes, needs=_DEAD, makes_stale=ALL),
     Pass("advance_inner_gradients", advance_inner_gradients, makes_stale=_PLACED),
+    Pass("follow_gradients", follow_gradients, makes_stale=_PLACED),
     Pass("recompute_apart", recompute_apart, makes_stale=ALL),
     Pass("call_once", call_once, needs=_DEAD, makes_stale=ALL),
     Pass("repeat_constraints", repeat_constraints, needs=_DEAD, makes_stale=_PLACED, repeats=True),
