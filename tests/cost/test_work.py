@@ -58,6 +58,29 @@ def test_operations_are_those_that_xla_counts(name):
     assert counted(fun, *shapes).flops == pytest.approx(cost["flops"] + cost.get("transcendentals", 0), rel=0.03)
 
 
+N = 64
+FACTORED = {  # what textbooks say for a matrix of N x N
+    "cholesky": (lambda a: jax.lax.linalg.cholesky(a, symmetrize_input=False), N**3 / 3),
+    "triangular": (lambda a: jax.lax.linalg.triangular_solve(a, a, left_side=True), N**3),
+    "lu": (lambda a: jax.lax.linalg.lu(a)[0], 2 * N**3 / 3),
+    "qr": (lambda a: jax.lax.linalg.qr(a), 8 * N**3 / 3),
+    "eigh": (lambda a: jax.lax.linalg.eigh(a, symmetrize_input=False), 9 * N**3),
+    "singular values": (lambda a: jax.lax.linalg.svd(a, compute_uv=False), 8 * N**3 / 3),
+    "fft": (lambda a: jax.lax.fft(jax.lax.complex(a, a), "FFT", (N,)), 5 * N**2 * math.log2(N)),
+    "real fft": (lambda a: jax.lax.fft(a, "RFFT", (N,)), 2.5 * N**2 * math.log2(N)),
+    "solve": (lambda a: jnp.linalg.solve(a, a), 2 * N**3 / 3 + 2 * N**3),
+    "complex product": (lambda a: jax.lax.complex(a, a) @ jax.lax.complex(a, a), 8 * N**3),
+}
+
+
+@pytest.mark.parametrize("name", FACTORED)
+def test_factorizations_count_as_textbooks_do(name):
+    """Of each matrix of a batch; XLA says nothing of those that a library computes."""
+    fun, each = FACTORED[name]
+    assert counted(fun, (N, N)).flops == pytest.approx(each, rel=0.1)
+    assert counted(jax.vmap(fun), (3, N, N)).flops == pytest.approx(3 * each, rel=0.1)
+
+
 def test_memory_of_a_perceptron_is_what_xla_takes():
     """Bytes to and from memory, and the room inside: the product and what is made of it."""
     fun, shapes = MODELS["perceptron"]

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import manymesh as mm
-from flat import looped, program, run, switch_off
-from stages import assert_same, back, front, loss, reference, rows
+from flat import looped, run, switch_off
+from stages import assert_same, loss, reference, rows
 
 BODY = """
     tasks: one 0

@@ -143,9 +143,11 @@ def _open(found: Operations, jaxpr: AbstractJaxpr, arguments: Sequence[int]) -> 
 
     for eqn in parts.eqns:
         reads = tuple([number(v) for v in eqn.invars])
-        body = call_body(eqn)
+        body, solver = call_body(eqn), _compat.solver(eqn)
         if body is not None:
             made = _open(found, body, reads)
+        elif solver is not None:
+            made = _open(found, solver[0], [number(v) for v in solver[1]])
         else:
             made = [found.new(v) for v in eqn.outvars]
             found.operations.append(Operation(eqn, reads, tuple(made)))

@@ -1,6 +1,7 @@
 """What a fragment computes, reads, and needs room for on each of its devices: counted over its jaxpr.
 
-Products and convolutions count two operations a term, other arithmetic one for each element, changes of shape none.
+Products and convolutions count two operations a term (eight of complex numbers), factorizations and Fourier transforms what
+textbooks say, other arithmetic one for each element, changes of shape none.
 `_room` counts what goes through memory.
 """
 
@@ -11,10 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import jax.numpy as jnp
+
 from .. import _compat
 from .._compat import AbstractJaxpr, Eqn, Var
 from .._passes._unreduced._links import shape_of
 from ._collectives import exchange
+from ._factored import factored
 from ._operations import NOTHING, Operation, Operations, Split, flatten, spread
 from ._room import Inside, Room, traffic
 
@@ -170,6 +174,8 @@ class _Counter:
         elif op.name.startswith(("reduce_", "arg", "cum", "scatter")) and op.reads and op.reads[0] != NOTHING:
             k = op.reads[2] if op.name.startswith("scatter") and op.reads[2] != NOTHING else op.reads[0]
             self.other += math.prod(self.found.shapes[k]) / self.ways[k]
+        elif (flops := factored(op.eqn)) is not None:  # far from as fast as products, on any device
+            self.other += flops / max((self.ways[k] for k in op.makes), default=1)
         elif op.name not in _NO_FLOPS:
             self.other += sum(math.prod(self.found.shapes[k]) / self.ways[k] for k in op.makes[:1])
 
@@ -227,7 +233,8 @@ def _ranked(split: Split, v: Var) -> Split:
 def _dot(eqn: Eqn) -> float:
     (left, _), _ = eqn.params["dimension_numbers"]
     shape = shape_of(eqn.invars[0])
-    return float(2 * math.prod(shape_of(eqn.outvars[0])) * math.prod(shape[d] for d in left))
+    each = 8 if jnp.issubdtype(_compat.dtype(eqn.outvars[0]), jnp.complexfloating) else 2
+    return float(each * math.prod(shape_of(eqn.outvars[0])) * math.prod(shape[d] for d in left))
 
 
 def _conv(eqn: Eqn) -> float:
