@@ -322,6 +322,15 @@ def of_two(ws, a, b):
 
 of_two_once = jax.checkpoint(of_two)
 
+
+def mixed(a, b, x):
+    first = mm.task(lambda a, b, x: layer(a, x) - 0.5 * layer(b, x), "mixed_first", devices=[0])
+    second = mm.task(layer, "mixed_second", devices=[1])
+    return second(b, first(a, b, x))
+
+
+mixed_once = jax.checkpoint(mixed)
+
 SEVERAL = {
     "a metric, then a gradient of others": lambda ws, x: (
         jnp.mean(once(ws, x)), jax.grad(lambda ws: jnp.mean(once(ws, 2 * x)))(ws),
@@ -337,6 +346,9 @@ SEVERAL = {
     "operands that change places": lambda ws, x: (
         jnp.mean(of_two_once(ws, x, 2 * x)), jax.grad(lambda ws: jnp.mean(of_two_once(ws, 2 * x, x)))(ws),
     ),
+    "weights that change places in rounds of a scan": jax.grad(lambda ws, x: jnp.mean(
+        jax.lax.scan(lambda z, _: (mixed_once(ws[1], ws[0], mixed_once(ws[0], ws[1], z)), None), x, None, length=2)[0]
+    )),
     "whole numbers that change places": lambda ws, x: (
         jnp.mean(counted(ws, x, jnp.arange(8), jnp.arange(8)[::-1])),
         jax.grad(lambda ws: jnp.mean(counted(ws, x, jnp.arange(8)[::-1], jnp.arange(8))))(ws),
@@ -354,6 +366,22 @@ def counted(ws, x, i, j):
 @pytest.mark.parametrize("step", SEVERAL)
 def test_calls_of_one_function_are_told_apart(step):
     assert_agrees(SEVERAL[step], [0.5 * w for w in parameters()], batch(8))
+
+
+@pytest.mark.parametrize("rounds", ["in Python", "in a scan"])
+def test_rounds_that_are_checkpointed_are_a_pipeline(rounds):
+    """A rollout; of its weights, which all rounds read, JAX takes what it can out of the scan."""
+
+    def loss(ws, x):
+        once = jax.checkpoint(lambda x: chained(ws, x))
+        if rounds == "in Python":
+            return jnp.mean(once(once(x)) ** 2)
+        return jnp.mean(jax.lax.scan(lambda x, _: (once(x), None), x, None, length=2)[0] ** 2)
+
+    lowered = step(loss).lower(parameters(), batch())
+    assert lowered.program.loops[0].in_order
+    assert len(lowered.program.edges) == 14, "twice through four stages, and their gradients back"
+    assert_agrees(step(loss).fun, parameters(), batch())
 
 
 def test_an_encoder_called_twice_is_a_pipeline():

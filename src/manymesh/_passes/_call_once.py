@@ -18,6 +18,7 @@ from .._program._harmless import is_harmless
 from .._program._nodes import Node
 from .._program._rewrite import rename
 from .._task import Task
+from ._scopes import is_rematerialised
 
 
 def call_once(flat: FlatProgram) -> FlatProgram:
@@ -49,7 +50,8 @@ def call_once(flat: FlatProgram) -> FlatProgram:
 
 
 def _is_call(n: Node) -> bool:
-    return n.task is not None and not (n.backward or n.guard or n.eqn.effects)
+    again = n.backward or is_rematerialised(n.stack)  # on purpose
+    return n.task is not None and not (again or n.guard or n.eqn.effects)
 
 
 def _scope(flat: FlatProgram, n: Node) -> tuple[Task, int | None]:

@@ -27,7 +27,7 @@ from .._program._flat import FlatProgram, Result
 from .._program._nodes import Carry, Loop, Node, Pieces, shape_and_dtype
 from .._program._rewrite import reading, substitute, trace_nodes, with_atoms
 from .._task import Task
-from ._borders import results_of
+from ._borders import Entered, results_of
 from ._held import Held
 from ._known import Known
 from ._layers import NONE, Layers
@@ -133,6 +133,7 @@ class Flattener:
         self._marked: dict[int, bool] = {}
         self._bodies: dict[int, AbstractJaxpr] = {}
         self._keep: list[AbstractJaxpr] = []  # jaxprs whose ids are in _marked and _bodies
+        self._entered: Entered = {}
         self._again: set[Node] = set()  # what makes something of a weight again, for backward passes
         self._views = Views()
         self._known = Known()
@@ -240,7 +241,7 @@ class Flattener:
         inner = _compat.open_jaxpr(eqn.params["jaxpr"])
         new = substitute(eqn, env)
         self._append(Node(new, part, is_backward(stack), loop, stack=stack, guard=self.guard))
-        self.results.update(results_of(marked, new, (part, self._iterations)))
+        self.results.update(results_of(marked, new, (part, self._iterations), self._entered))
         actual: Env = dict(zip(inner.invars, new.invars, strict=True))
         producer = {v: e for e in inner.eqns for v in e.outvars}
         for outer, result in zip(eqn.outvars, inner.outvars, strict=True):
@@ -262,10 +263,7 @@ class Flattener:
                 env[outer] = sub[result]
 
     def as_read(self) -> tuple[Node, ...]:
-        """The nodes; what is made again of a weight is part of a forward pass where one reads it, as in rounds of a scan.
-
-        What a scan's rounds have in common, such as that, JAX takes out of it, though no gradient goes through some.
-        """
+        """The nodes; what is made again of a weight is part of a forward pass where one reads it, as rounds of a scan do."""
         forward: set[Var] = set()
         found: list[Node] = []
         for node in reversed(self.nodes):
