@@ -15,10 +15,12 @@ from rich.console import Console
 import manymesh as mm
 import manymesh.nnx
 from flax import nnx
+from manymesh._cost._clock import Durations
 from manymesh._cost._view import sums
 from manymesh._program import Reduction
 from manymesh._report import Report
 from manymesh.inspect import Hardware
+from manymesh.schedules import Costs
 from stages import WIDTH, back, loss, microbatched, parameters, rows
 
 pytestmark = pytest.mark.once
@@ -332,6 +334,17 @@ def test_measured_durations_make_a_prediction():
     p = parameters()
     compiled.durations(p, rows(), repeats=1)
     assert not any(x.is_deleted() for x in jax.tree.leaves(p))  # donated ones are copied
+
+
+def test_what_are_no_durations_of_this_step_is_refused():
+    """Costs of stages, which `measure` gives, above all."""
+    made = lowered()
+    compiled = made.compile()
+    for wrong in (Costs(forward=1.0), {"front": 1.0}, 1.0):
+        with pytest.raises(TypeError, match=rf"times has to be what compiled\.durations.*found {type(wrong).__name__}"):
+            compiled.report(times=wrong)
+    with pytest.raises(TypeError, match=f"times has 1 fragments and the step {len(made.program.fragments)}"):
+        made.report(times=Durations([1.0]))
 
 
 def test_lowered_answers_what_that_of_jax_does():
