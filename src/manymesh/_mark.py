@@ -32,9 +32,10 @@ from ._key import Keys
 from ._scope import Scope, carrying, current_scope, enter_scope
 from ._shown import name_of
 from ._stands_for import stands_for
-from ._task import Task, check_name
+from ._task import AxisRule, Task, check_name
 from ._types import PyTree
 from ._vmapped import resolve_vmapped
+from .meta._rules import as_rules, get_logical_axis_rules, rules_around, rules_in_task, rules_of_flax
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -259,10 +260,10 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
             f"task {described.name!r} is called inside jax.shard_map, where the axes {manual} are cut by hand already; a "
             "task runs on a whole submesh: call it outside, or call shard_map inside the task"
         )
-    scope = task_scope(record, described)
     outer = current_scope()
     if outer is not None:
-        return _call_nested(record, described, outer, scope, fun, args, kwargs)
+        return _call_nested(record, described, outer, fun, args, kwargs)
+    scope = task_scope(record, described)
     paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
     leaves = [leaf for _, leaf in paths]
     traced = [i for i, leaf in enumerate(leaves) if is_dynamic(leaf)]
@@ -360,14 +361,14 @@ def _call_nested(
     record: Recording,
     described: Task,
     outer: Scope,
-    scope: Scope,
     fun: Callable[..., Any],
     args: PyTree,
     kwargs: PyTree,
 ) -> PyTree:
     if outer.task is not None:
         check_nested(described, outer.task)
-    with enter_scope(scope if described.mesh is not None else outer):
+        described = described.within(outer.task)
+    with enter_scope(task_scope(record, described) if described.mesh is not None else outer), _flax_rules(described):
         return fun(*args, **kwargs)
 
 
@@ -428,9 +429,9 @@ def _refuse_other_mesh(error: Exception, described: Task) -> None:
 def task_scope(record: Recording, described: Task) -> Scope:
     """The scope that code inside the task sees."""
 
-    def resolve(names: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    def resolve(names: tuple[Any, ...], shape: tuple[int, ...], rules: tuple[AxisRule, ...]) -> PartitionSpec:
         names, shape = tuple(names), tuple(shape)
-        spec, unknown, left_out = resolve_vmapped(described, names, shape, _compat.vmapped())
+        spec, unknown, left_out = resolve_vmapped(described, names, shape, _compat.vmapped(), rules)
         for name, target in left_out:
             text = (
                 f"the constraint of axis {name!r} is dropped under jax.vmap, which has taken that axis from a value of "
@@ -438,8 +439,8 @@ def task_scope(record: Recording, described: Task) -> Scope:
             )
             record.findings[Finding(text, described.name)] = AxisError
         for name in unknown:
-            known = [a for a, _ in described.logical_axes or ()]
             axes = tuple(described.mesh.axis_names) if described.mesh is not None else ()
+            known = list(dict.fromkeys(a for a, _ in (*(described.logical_axes or ()), *rules) if a not in axes))
             near = difflib.get_close_matches(str(name), [*known, *axes], 1)
             first = f"did you mean {near[0]!r}? Otherwise add" if near else "correct the name, add"
             text = (
@@ -475,45 +476,32 @@ border_p = _compat.linear_identity(
 def _flax_rules(described: Task) -> contextlib.AbstractContextManager[Any]:
     """Makes Flax's own logical constraints and boxes, if Flax is loaded, read names as the task does.
 
-    The rules of the task come first, then those that Flax has, as far as the submesh has their axes, then the names of
-    its axes themselves.
+    The rules of the task come first, then those that Flax has around the task and those of `meta` for other names, then the
+    names of its axes themselves.
     """
     linen: Any = sys.modules.get("flax.linen")
     if linen is None or described.mesh is None:
         return contextlib.nullcontext()
     axes = tuple(described.mesh.axis_names) if described.has_named_axes else ()
-    own = described.logical_axes or ()
-    outer = [(name, _on_axes(target, axes)) for name, target in linen.get_logical_axis_rules() if name not in dict(own)]
-    rules: contextlib.AbstractContextManager[Any] = linen.logical_axis_rules(
-        (*own, *outer, *((axis, axis) for axis in axes))
-    )
-    return rules
-
-
-def _on_axes(target: Any, axes: tuple[str, ...]) -> Any:
-    """What a rule written for the whole mesh says on a submesh."""
-    if isinstance(target, (tuple, list)):
-        return tuple(axis for axis in target if axis in axes) or None
-    return target if target in axes else None
+    flaxs = as_rules(rules_of_flax()) or ()
+    others = (*flaxs, *(rule for rule in get_logical_axis_rules() if rule[0] not in dict(flaxs)))
+    rules = (*rules_in_task(described.logical_axes or (), others, axes), *((axis, axis) for axis in axes))
+    inside: contextlib.AbstractContextManager[Any] = linen.logical_axis_rules(rules)
+    return inside
 
 
 def _batch_names(params: dict[str, Any], dim: int, axes: tuple[str, ...]) -> dict[str, Any]:
     names = params["names"]
     padded = names + (None,) * (dim - len(names))
     new = (axes[0] if len(axes) == 1 else axes) if axes else PartitionSpec.UNCONSTRAINED
-    return {"names": (*padded[:dim], new, *padded[dim:])}
+    return {**params, "names": (*padded[:dim], new, *padded[dim:])}
 
 
-# The identity, carrying per-dimension names to wherever the value is placed.
+# The identity, carrying per-dimension names, and the rules around them, to wherever the value is placed.
 constraint_p = _compat.linear_identity("manymesh_constraint", lambda x, **_: x, _batch_names)
 
-
-def _batch_box(params: dict[str, Any], dim: int, axes: tuple[str, ...]) -> dict[str, Any]:
-    return {**params, **_batch_names(params, dim, axes)}
-
-
 # The identity, carrying what a box says about a value to the implicit task that it may turn out to be in.
-box_constraint_p = _compat.linear_identity("manymesh_box", lambda x, **_: x, _batch_box)
+box_constraint_p = _compat.linear_identity("manymesh_box", lambda x, **_: x, _batch_names)
 
 
 def carry_box_names(value: Any, names: tuple[Any, ...], rules: tuple[Any, ...], where: object) -> Any:
@@ -542,7 +530,8 @@ def with_sharding_constraint(x: Any, spec: Any) -> PyTree:
         `NamedSharding` (its spec is used), or None (no constraint).
 
     Returns:
-      ``x`` with the constraint, which the surrounding task resolves on its mesh. Outside any task the
+      ``x`` with the constraint, which the surrounding task resolves on its mesh: by its own ``logical_axes`` first, then
+      by the rules around the call (`meta.logical_axis_rules`, and Flax's), then as device axes. Outside any task the
       constraint travels with the value to wherever the value is placed, where its names are device axes.
       Outside ``mm.jit`` it does nothing. Under `jax.vmap` the names of axes that vmap took away count for nothing: the new
       axis lies as its ``spmd_axis_name``, a device axis, says.
@@ -608,7 +597,7 @@ def _constrain(caller: str, value: PyTree, spec: Any) -> PyTree:
     if scope is None or (scope.task is not None and scope.task.mesh is None):
         if len(names) > value.ndim:
             raise AxisError(f"{caller}: {len(names)} axis names {names} for a value of shape {value.shape}")
-        return constraint_p.bind(value, names=names)
+        return constraint_p.bind(value, names=names, rules=rules_around())
     if scope.mesh is None:
         return jax.lax.with_sharding_constraint(value, PartitionSpec())
-    return jax.lax.with_sharding_constraint(value, scope.resolve(names, value.shape))
+    return jax.lax.with_sharding_constraint(value, scope.resolve(names, value.shape, rules_around()))

@@ -25,14 +25,14 @@ class Scope:
       task_name: name of the task, for messages.
       mesh: the abstract mesh of the task's submesh; None where the task has no named axes,
         so that a constraint means replication.
-      resolve: maps per-dimension names (``tuple[str | tuple[str, ...] | None, ...]``) and the
-        shape of the value to the `PartitionSpec` that the task gives it.
+      resolve: maps per-dimension names (``tuple[str | tuple[str, ...] | None, ...]``), the shape of the value and the
+        rules for names that the task does not know to the `PartitionSpec` that the task gives it.
       task: the `Task` itself, for the machinery that made this scope.
     """
 
     task_name: str
     mesh: AbstractMesh | None
-    resolve: Callable[[tuple[object, ...], tuple[int, ...]], PartitionSpec]
+    resolve: Callable[[tuple[object, ...], tuple[int, ...], tuple[tuple[str, Any], ...]], PartitionSpec]
     task: Any = None
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from ._errors import ArgumentError, AxisError, MeshError, TaskError
 from ._shown import Shown, numbers
 from ._topology import auto_mesh, resolve_devices
-from .meta._rules import resolve
+from .meta._rules import resolve, rules_in_task
 
 AxisRule = tuple[str, str | tuple[str, ...] | None]
 
@@ -131,6 +131,13 @@ class Task(Shown):
         rules = tuple(dict.fromkeys(r for t in tasks for r in t.logical_axes or ()))
         return self._replaced(name=name, logical_axes=rules or None)
 
+    def within(self, outer: Task) -> Task:
+        """This task inside another one of its submesh, whose rules count for the names that it does not know."""
+        if self.mesh is None or not self.has_named_axes or not outer.logical_axes:
+            return self
+        rules = rules_in_task(self.logical_axes or (), outer.logical_axes, tuple(self.mesh.axis_names))
+        return self._replaced(logical_axes=rules)
+
     def at(self, index: int, length: int) -> Task:
         """This task in iteration ``index`` of ``length``: on the mesh of its list that the iteration falls to."""
         count = len(self.meshes)
@@ -145,12 +152,15 @@ class Task(Shown):
             object.__setattr__(new, field_.name, changes.get(field_.name, getattr(self, field_.name)))
         return new
 
-    def resolve(self, names: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[PartitionSpec, tuple[str, ...]]:
+    def resolve(
+        self, names: tuple[Any, ...], shape: tuple[int, ...], others: tuple[AxisRule, ...] = ()
+    ) -> tuple[PartitionSpec, tuple[str, ...]]:
         """What per-dimension names mean on this task's mesh.
 
         Args:
           names: a name, a tuple of names, None or ``PartitionSpec.UNCONSTRAINED`` for each leading dimension.
           shape: shape of the value.
+          others: rules for the names that the task does not know.
 
         Returns:
           The `PartitionSpec` in device axes, and the names that nothing knows (they mean replication).
@@ -165,7 +175,8 @@ class Task(Shown):
                 f"task {self.name!r}: {len(names)} axis names {names} for a value of shape {shape}, "
                 f"which has {len(shape)} dimensions"
             )
-        return resolve_names(f"task {self.name!r}", names, shape, self.logical_axes or (), self.mesh)
+        rules = rules_in_task(self.logical_axes or (), others, tuple(self.mesh.axis_names))
+        return resolve_names(f"task {self.name!r}", names, shape, rules, self.mesh)
 
 
 def check_name(caller: str, name: Any, *misplaced: Any) -> None:

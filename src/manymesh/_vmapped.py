@@ -10,14 +10,18 @@ from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from ._task import Task, check_divides
+from ._task import AxisRule, Task, check_divides
 from .meta._rules import parts_of
 
 LeftOut: TypeAlias = list[tuple[Any, Any]]
 
 
 def resolve_vmapped(
-    described: Task, names: tuple[Any, ...], shape: tuple[int, ...], vmapped: tuple[tuple[str, ...], ...]
+    described: Task,
+    names: tuple[Any, ...],
+    shape: tuple[int, ...],
+    vmapped: tuple[tuple[str, ...], ...],
+    others: tuple[AxisRule, ...] = (),
 ) -> tuple[PartitionSpec, tuple[str, ...], LeftOut]:
     """What per-dimension names mean on a task's mesh, but for those of axes that vmap took away.
 
@@ -25,7 +29,7 @@ def resolve_vmapped(
     have gone to the new axis. They keep their device axes from other names.
 
     Args:
-      described, names, shape: as for `Task.resolve`.
+      described, names, shape, others: as for `Task.resolve`.
       vmapped: of each vmap, the device axes that its ``spmd_axis_name`` gives to the new axis.
 
     Returns:
@@ -37,8 +41,8 @@ def resolve_vmapped(
     """
     surplus = max(0, len(names) - len(shape))
     if surplus > len(vmapped) or described.mesh is None or not described.has_named_axes:
-        return *described.resolve(names, shape), []
-    spec, unknown = described.resolve(names, (0,) * len(names))  # a length of zero divides over all axes
+        return *described.resolve(names, shape, others), []
+    spec, unknown = described.resolve(names, (0,) * len(names), others)  # a length of zero divides over all axes
     entries = [*spec, *(None,) * (len(names) - len(spec))]
     gone = {i: entries[i] for i in range(surplus) if names[i] is not None}
     for i, length in enumerate(shape[: len(names) - surplus], surplus):

@@ -47,6 +47,64 @@ def test_the_surrounding_axis_rules(rules):
     assert len(step._compiled) == 2
 
 
+CONSTRAINTS = {
+    "ours": mm.with_sharding_constraint,
+    "meta": meta.with_logical_constraint,
+    "flax": nn.with_logical_constraint,
+    "a box": lambda x, names: meta.unbox(meta.LogicallyPartitioned(x, names)),
+}
+
+
+@pytest.mark.parametrize("constrain", CONSTRAINTS.values(), ids=CONSTRAINTS)
+@pytest.mark.parametrize("rules", [meta.logical_axis_rules, nn.logical_axis_rules])
+def test_rules_around_count_for_every_name_in_a_task(rules, constrain):
+    """One meaning of names, whoever says them: the task's own first, then those around it, as far as its submesh has the axes.
+
+    So it is in a task inside another one, whose rules come before those around both.
+    """
+    stages = mm.submeshes(jax.make_mesh((2, 2, 2), ("stage", "data", "model")), "stage")
+    around = [("batch", ("stage", "data")), ("embed", "stage"), ("hidden", "model")]
+
+    def double(x):
+        return constrain(2 * x, ("batch", "hidden"))
+
+    whole = mm.task(double, "double", mesh=stages[1])
+    own = mm.task(double, "double", mesh=stages[1], logical_axes=[("hidden", None)])
+    other = mm.task(double, "double", mesh=stages[1], logical_axes=[("embed", "model")])
+    inside = mm.task(mm.task(double, mesh=stages[1]), "double", mesh=stages[1], logical_axes=[("hidden", None)])
+    x = jnp.ones((4, 8))
+    with rules(around):
+        found = [tuple(mm.jit(task)(x).sharding.spec) for task in (whole, own, other, inside)]
+    assert found == [("data", "model"), ("data",), ("data", "model"), ("data",)]
+
+
+@pytest.mark.parametrize("rules", [meta.logical_axis_rules, nn.logical_axis_rules])
+def test_rules_around_count_in_tasks_that_scopes_make(rules):
+    """And for a constraint outside every task: it knows them where it ends."""
+
+    def step(x):
+        with jax.named_scope("double"):
+            y = mm.with_sharding_constraint(2 * x, ("batch", "hidden"))
+        return y, mm.with_sharding_constraint(y.T, ("hidden", "batch"))
+
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    with mm.register_task("double", mesh=mesh), rules([("batch", "data"), ("hidden", "model")]):
+        inside, outside = mm.jit(step)(jnp.ones((4, 8)))
+    assert (tuple(inside.sharding.spec), tuple(outside.sharding.spec)) == (("data", "model"), ("model", "data"))
+
+
+def test_names_that_neither_a_task_nor_the_rules_around_it_know():
+    """What is known is said, device axes left out."""
+    task = mm.task(
+        lambda x: mm.with_sharding_constraint(2 * x, ("batch", "hiden")), "double", devices=[0], device_axes=["d"]
+    )
+    with (
+        meta.logical_axis_rules([("batch", None), ("hidden", "d")]),
+        pytest.warns(UserWarning, match=r"'hiden' .* \(the rules know \['batch', 'hidden'\]\).*did you mean 'hidden'"),
+    ):
+        mm.jit(task).lower(jnp.ones((4, 8)))
+
+
 def test_an_ambient_mesh_is_no_other_program():
     """It is hidden while a step is traced, so that calls inside and outside share one program."""
     step = mm.jit(noise)

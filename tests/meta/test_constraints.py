@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from manymesh import meta
 from manymesh._scope import Scope, enter_scope
 from manymesh.errors import AxisError, MetadataError
+from manymesh.meta._rules import resolve, rules_in_task
 
 RULES = [("batch", "data"), ("hidden", "model"), ("embed", None)]
 
@@ -271,26 +272,19 @@ def test_errors_of_constraints(wrap: Any) -> None:
 # --- in a task ------------------------------------------------------------------------------------
 
 
-class FakeTask:
-    """As much of a task as a scope has: the names it maps itself."""
-
-    def __init__(self, **logical_axes: Any) -> None:
-        self.logical_axes = tuple(logical_axes.items())
-
-
 def in_task(function: Any, mesh: Mesh | None = AUTO, **logical_axes: Any) -> tuple[Any, list[Any]]:
     """Runs a function in a scope whose names are device axes or given; also returns what it was asked to resolve."""
     asked = []
 
-    def resolve(names: tuple[Any, ...], shape: tuple[int, ...]) -> P:
+    def asked_for(names: tuple[Any, ...], shape: tuple[int, ...], rules: Any) -> P:
         asked.append((names, shape))
-        axes = () if mesh is None else mesh.axis_names
-        return P(*(logical_axes.get(n, n if n in axes or isinstance(n, tuple) else None) for n in names))
+        axes = () if mesh is None else tuple(mesh.axis_names)
+        return resolve(names, rules_in_task(tuple(logical_axes.items()), rules, axes), axes).spec
 
     abstract = None if mesh is None else mesh.abstract_mesh
 
     def body(x: Any) -> Any:
-        with enter_scope(Scope("t", abstract, resolve, FakeTask(**logical_axes))):
+        with enter_scope(Scope("t", abstract, asked_for)):
             return function(x)
 
     with jax.set_mesh(mesh or AUTO):
@@ -325,16 +319,19 @@ def test_names_of_a_task_come_before_rules() -> None:
         return meta.with_logical_constraint(x, ("batch", "hidden"), RULES)
 
     y, asked = in_task(function, batch=None)
-    assert spec_of(y) == (None, "model") and asked == [(("batch", "model"), (8, 16))]
+    assert spec_of(y) == (None, "model") and asked == [(("batch", "hidden"), (8, 16))]
 
 
 def test_rules_for_axes_that_a_submesh_lacks_mean_replication_there() -> None:
     small = Mesh(np.array(jax.devices()[:4]), ("model",))
-    y, asked = in_task(lambda x: meta.with_logical_constraint(x, ("batch", "hidden"), RULES), small)
-    assert asked == [((None, "model"), (8, 16))] and spec_of(y) == (None, "model")
+    y, _ = in_task(lambda x: meta.with_logical_constraint(x, ("batch", "hidden"), RULES), small)
+    assert spec_of(y) == (None, "model")
     rules = [("batch", ("data", "model"))]
-    _, asked = in_task(lambda x: meta.with_logical_constraint(x, ("batch", "other"), rules), small)
-    assert asked == [((("model",), "other"), (8, 16))]
+    y, _ = in_task(lambda x: meta.with_logical_constraint(x, ("batch", "other"), rules), small)
+    assert spec_of(y) == ("model", None)
+    rules = (("a", ("data", "stage")), ("a", "stage"), ("b", P.UNCONSTRAINED), ("c", "data"))
+    known = (("a", ("data",)), ("a", None), ("b", P.UNCONSTRAINED), ("c", "model"))
+    assert rules_in_task((("c", "model"),), rules, ("data", "model")) == (known[-1], *known[:-1])
 
 
 def test_a_box_with_a_mesh_of_its_own_follows_the_task() -> None:

@@ -23,6 +23,7 @@ from .._runtime._memories import host_kind
 from .._runtime._processes import committed_sharding
 from .._shown import name_of
 from .._types import PyTree
+from ..meta._rules import rules_of_flax
 from ._step import Step
 
 
@@ -83,9 +84,7 @@ def named(fun: Any, numbers: tuple[int, ...], names: tuple[str, ...]) -> tuple[t
 
 def surroundings() -> tuple[Any, ...]:
     """What is around a call and changes what a trace gives: settings of JAX, axis rules of ours and of Flax, if loaded."""
-    flax: Any = sys.modules.get("flax.core.spmd") or sys.modules.get("flax.linen")
-    rules = flax.get_logical_axis_rules() if hasattr(flax, "get_logical_axis_rules") else ()
-    return (_compat.trace_settings(), registered(), meta.get_logical_axis_rules(), _frozen(rules))
+    return (_compat.trace_settings(), registered(), meta.get_logical_axis_rules(), _frozen(rules_of_flax()))
 
 
 def _frozen(rules: Any) -> Any:

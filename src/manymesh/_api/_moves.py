@@ -96,7 +96,9 @@ def _rewritten(jaxpr: Any, tasks: set[str]) -> Any:
             changed = True
             for x, v, target in zip(eqn.invars, eqn.outvars, targets, strict=True):
                 names = tuple(target.spec) if target is not None else (PartitionSpec.UNCONSTRAINED,)
-                eqns.append(eqn.replace(primitive=constraint_p, params={"names": names}, invars=[x], outvars=[v]))
+                eqns.append(
+                    eqn.replace(primitive=constraint_p, params={"names": names, "rules": ()}, invars=[x], outvars=[v])
+                )
             continue
         if not (_compat.is_jit(eqn) and eqn.params["name"] in tasks):
             params = {k: _rewritten_param(v, tasks) for k, v in eqn.params.items() if _holds_jaxprs(v)}

@@ -288,27 +288,9 @@ def _unconstrained() -> Iterator[None]:
 
 
 def _task_rules(described: Task) -> Any:
-    """Makes ``nn.with_logical_constraint`` and ``nn.LogicallyPartitioned`` read names as the task does.
-
-    The rules of the task come first, then those that Flax has, cut to the axes of the submesh, then the names
-    of its axes themselves.
-    """
-    if described.mesh is None:
-        return contextlib.nullcontext()
-    if not described.has_named_axes:
-        return nn.logical_axis_rules(())
-    axes = described.mesh.axis_names
-    own = described.logical_axes or ()
-    known = {name for name, _ in own}
-    outer = [(name, _keep(target, axes)) for name, target in nn.get_logical_axis_rules() if name not in known]
-    return nn.logical_axis_rules((*own, *outer, *((axis, axis) for axis in axes)))
-
-
-def _keep(target: Any, axes: tuple[str, ...]) -> Any:
-    """What a rule written for the whole mesh says on a submesh."""
-    if isinstance(target, tuple):
-        return tuple(axis for axis in target if axis in axes) or None
-    return target if target in axes else None
+    """Leaves names without a meaning in a task without named axes; in others they have that of the task (`_mark`)."""
+    unnamed = described.mesh is not None and not described.has_named_axes
+    return nn.logical_axis_rules(()) if unnamed else contextlib.nullcontext()
 
 
 class _PlainNames(nn.Module):

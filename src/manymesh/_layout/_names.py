@@ -22,7 +22,7 @@ from .._mark import box_constraint_p, constraint_p
 from .._program import Fragment, Program
 from .._program._rewrite import trace_eqns
 from .._task import AxisRule, check_divides
-from ..meta._rules import parts_of, resolve
+from ..meta._rules import parts_of, resolve, rules_in_task
 
 _FREE = PartitionSpec.UNCONSTRAINED
 _NAMING = frozenset({constraint_p, box_constraint_p})
@@ -82,7 +82,7 @@ class _Resolver:
     def _equation(self, eqn: Eqn, mesh: Mesh, rules: tuple[AxisRule, ...]) -> Eqn:
         if eqn.primitive in _NAMING:
             names, context = eqn.params["names"], eqn.params.get("where", "with_sharding_constraint")
-            rules = (*rules, *_on_submesh(eqn.params.get("rules", ()), mesh))  # those of a box, if it is one's
+            rules = rules_in_task(rules, eqn.params["rules"], tuple(mesh.axis_names))
             spec = self.spec(f"{context} outside every task", names, _compat.shape(eqn.invars[0]), mesh, rules)
             return constraint_eqn(eqn, mesh, spec)
         if not any(map(self._has_names, _compat.jaxprs_in(eqn))):
@@ -114,15 +114,6 @@ class _Resolver:
             self.findings[Finding(text)] = None
         check_divides(context, names, entries, tuple(shape), dict(mesh.shape))
         return PartitionSpec(*entries)
-
-
-def _on_submesh(rules: Sequence[tuple[str, Any]], mesh: Mesh) -> list[AxisRule]:
-    """Rules that were written for the whole mesh: an axis that the submesh lacks means replication there."""
-    fitting: list[AxisRule] = []
-    for name, target in rules:
-        axes = tuple(axis for axis in parts_of(target) if axis in mesh.axis_names)
-        fitting.append((name, axes if isinstance(target, tuple) and axes else axes[0] if axes else None))
-    return fitting
 
 
 def constraint_eqn(eqn: Eqn, mesh: Mesh, spec: PartitionSpec) -> Eqn:

@@ -14,15 +14,13 @@ from typing import Any, TypeAlias, TypeVar
 
 import flax.nnx as nnx
 import jax
-from flax.linen import get_logical_axis_rules
 
-from .. import meta
 from .._errors import AxisError
 from .._shown import name_of
 from .._types import PyTree
 from ..meta._axes import Axes
 from ..meta._named import axes_of_variable
-from ..meta._rules import Rules, as_rules
+from ..meta._rules import Rules, rules_around
 
 R = TypeVar("R")
 
@@ -115,7 +113,7 @@ def constrained(tree: PyTree, constrain: Callable[[Any, Axes, Rules], Any]) -> A
         axes = axes_of_variable(x)
         if not axes.names:
             return x
-        rules = (axes.rules or ()) + (as_rules(get_logical_axis_rules()) or meta.get_logical_axis_rules())
+        rules = (axes.rules or ()) + rules_around()
         value = x.get_value()
         if not hasattr(value, "ndim"):  # a state of Optax has no array for what `optax.masked` leaves out
             return x

@@ -60,7 +60,7 @@ class _Resolver:
     def _users(self, x: Any, params: dict[str, Any]) -> Any:
         if self.scope.mesh is None:
             return jax.lax.with_sharding_constraint(x, PartitionSpec())
-        return jax.lax.with_sharding_constraint(x, self.scope.resolve(params["names"], x.shape))
+        return jax.lax.with_sharding_constraint(x, self.scope.resolve(params["names"], x.shape, params["rules"]))
 
     def _boxs(self, x: Any, params: dict[str, Any]) -> Any:
         with enter_scope(self.scope):

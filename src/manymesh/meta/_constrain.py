@@ -90,29 +90,7 @@ def _in_task(value: jax.Array, names: Names, scope: Scope, where: object, rules:
         return value
     if len(names) - value.ndim > len(_compat.vmapped()):  # vmap may have taken the axis that the first name is for
         check_rank(value, names, where)
-    if rules:
-        known = {rule[0] for rule in getattr(scope.task, "logical_axes", None) or ()}
-        names = _translate(names, rules, known, tuple(scope.mesh.axis_names))
-    return jax.lax.with_sharding_constraint(value, scope.resolve(names, tuple(value.shape)))
-
-
-def _translate(names: Names, rules: Rules, known: set[str], axes: tuple[str, ...]) -> Names:
-    """Resolves by rules the names that the task does not know itself.
-
-    The rules were written for the whole mesh: an axis that the task's submesh lacks means replication there.
-    """
-    resolution = resolve(names, rules)
-    result = []
-    for name, entry, rule in zip(names, resolution.axes, resolution.rules, strict=True):
-        if rule is None or name in known:
-            result.append(name)
-        elif isinstance(entry, str):
-            result.append(entry if entry in axes else None)
-        elif isinstance(entry, tuple):
-            result.append(tuple(part for part in entry if part in axes) or None)
-        else:
-            result.append(entry)
-    return tuple(result)
+    return jax.lax.with_sharding_constraint(value, scope.resolve(names, tuple(value.shape), rules))
 
 
 def _on_mesh(value: jax.Array, axes: Names, mesh: AnyMesh | None, ambient: AbstractMesh, where: object) -> Any:

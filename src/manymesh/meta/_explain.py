@@ -17,7 +17,7 @@ from ._fit import fit_names
 from ._named import choose_rules, leaves_of, parts_in, resolve_axes
 from ._paths import describe, nearest
 from ._report import Dimension, Explanation, Finding, FindingKind, LeafReport, format_bytes
-from ._rules import Resolution, Rules, RulesLike, as_rules, get_logical_axis_rules, parts_of
+from ._rules import Resolution, Rules, RulesLike, as_rules, get_logical_axis_rules, parts_of, rules_around
 from ._tasks import Tasks, TasksLike
 
 _METADATA_KINDS = {"too-many-names", "repeated-name"}
@@ -70,7 +70,7 @@ def explain(
       params['w']: no rule knows the name 'hiden' of dimension 1, so it stays replicated; did you mean 'hidden'?
     """
     given, surrounding = as_rules(rules), get_logical_axis_rules()
-    placing = Tasks(tasks, mesh, "explain")
+    placing, in_tasks = Tasks(tasks, mesh, "explain"), rules_around()
     leaves, _ = leaves_of(tree)
     parts = [part for path, node in leaves for part in parts_in(path, node)]
     reports: list[LeafReport] = []
@@ -81,7 +81,7 @@ def explain(
         if part.shape is None and not part.axes.names:
             continue
         chosen = choose_rules(part.axes, given, surrounding) if part.axes.logical else ()
-        place = placing.place((*part.path, *part.inside), part.axes, chosen)
+        place = placing.place((*part.path, *part.inside), part.axes, choose_rules(part.axes, given, in_tasks))
         read_by = chosen if place.rules is None else place.rules
         report, found = _explain_leaf(
             part.place, place.axes, names, part.shape, part.value, read_by, place.mesh, large_bytes

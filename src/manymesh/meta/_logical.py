@@ -22,7 +22,16 @@ from ._explain import explain
 from ._named import axes_of, spec_of
 from ._partitioned import Partitioned
 from ._paths import format_path, nearest
-from ._rules import Rules, RulesFallback, RulesLike, as_fallback, as_rules, get_logical_axis_rules, resolve
+from ._rules import (
+    Rules,
+    RulesFallback,
+    RulesLike,
+    as_fallback,
+    as_rules,
+    get_logical_axis_rules,
+    resolve,
+    rules_around,
+)
 from ._specs import shard_tree
 from ._walk import walk
 
@@ -77,7 +86,7 @@ class LogicallyPartitioned(Partitioned[A]):
 
     def _constrained(self) -> Any:
         axes = self._axes
-        rules = get_logical_axis_rules() if axes.rules is None else axes.rules
+        rules = _surrounding() if axes.rules is None else axes.rules
         if not rules and not names_may_be_known():
             return self._value
         return constrain(self._value, axes.names, axes.mesh, self, rules)
@@ -171,7 +180,7 @@ def with_logical_constraint(
       >>> y.sharding.spec
       P('data', None)
     """
-    found = get_logical_axis_rules() if rules is None else as_rules(rules) or ()
+    found = _surrounding() if rules is None else as_rules(rules) or ()
     fallback = as_fallback(fallback)
     if logical_axis_resources is None or (not found and not names_may_be_known()):
         return x
@@ -202,6 +211,10 @@ def _constrain_names(x: Any, names: Any, rules: Rules, mesh: AnyMesh | None, fal
             why = f"no rule knows it{nearest(names[position], [rule[0] for rule in rules])}"
         raise AxisError(f"{where}: name {names[position]!r} of {names} got no device axis, {why}")
     return constrain_to_axes(x, resolution.axes, mesh, where)
+
+
+def _surrounding() -> Rules:
+    return rules_around() if names_may_be_known() else get_logical_axis_rules()
 
 
 def _is_logical_spec(spec: Any) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -201,7 +202,42 @@ def logical_axis_rules(rules: RulesLike) -> Iterator[None]:
         blocks.pop().__exit__(None, None, None)
 
 
+def rules_of_flax() -> Any:
+    """The rules that Flax has around a call, as it has them; none where Flax is not loaded."""
+    flax: Any = sys.modules.get("flax.core.spmd") or sys.modules.get("flax.linen")
+    return flax.get_logical_axis_rules() if hasattr(flax, "get_logical_axis_rules") else ()
+
+
+def rules_around() -> Rules:
+    """The rules of the surroundings for names in a task, or where one may come: ours, and those of Flax for other names."""
+    ours = get_logical_axis_rules()
+    known = {name for name, _ in ours}
+    return (*ours, *(rule for rule in as_rules(rules_of_flax()) or () if rule[0] not in known))
+
+
 # --- resolution -----------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def rules_in_task(own: Rules, others: Rules, device_axes: tuple[str, ...]) -> Rules:
+    """The rules by which a task reads names.
+
+    Args:
+      own: those of the task, which come first.
+      others: for names that the task does not know: those around it, or of a box. They were written for the whole mesh: an axis
+        that the submesh lacks means replication there.
+      device_axes: the axes of the submesh.
+    """
+    known = {name for name, _ in own}
+    return (*own, *((name, _cut(target, device_axes)) for name, target in others if name not in known))
+
+
+def _cut(target: Any, device_axes: tuple[str, ...]) -> Any:
+    if isinstance(target, str):
+        return target if target in device_axes else None
+    if isinstance(target, tuple):
+        return tuple(axis for axis in target if axis in device_axes) or None
+    return target
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ._named import (
     shape_of,
     spec_of,
 )
-from ._rules import Rules, RulesLike, as_rules, get_logical_axis_rules, resolve
+from ._rules import Rules, RulesLike, as_rules, get_logical_axis_rules, resolve, rules_around
 from ._tasks import Tasks, TasksLike
 from ._walk import KINDS, LEAF, walk
 
@@ -149,7 +149,7 @@ def get_sharding(
 
 def _shard_in_tasks(tree: PyTree, placing: Tasks, rules: Rules | None) -> PyTree:
     """`get_sharding` where leaves are on the submeshes of their tasks."""
-    surrounding = get_logical_axis_rules()
+    surrounding, in_tasks = get_logical_axis_rules(), rules_around()
     leaves, structure = leaves_of(tree)
     parts = [parts_in(path, node) for path, node in leaves]
     fitted = iter(fit_names([part.named for each in parts for part in each]))
@@ -160,8 +160,7 @@ def _shard_in_tasks(tree: PyTree, placing: Tasks, rules: Rules | None) -> PyTree
             if part.shape is None and not is_named_node(node):
                 converted.append(None)
                 continue
-            chosen = choose_rules(part.axes, rules, surrounding) if part.axes.logical else ()
-            place = placing.place((*part.path, *part.inside), part.axes, chosen)
+            place = placing.place((*part.path, *part.inside), part.axes, choose_rules(part.axes, rules, in_tasks))
             known = place.axes.names if names is None else names
             spec = (
                 resolve(known, place.rules).spec

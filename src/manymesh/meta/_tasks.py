@@ -18,7 +18,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from .._errors import ArgumentError
 from ._axes import AnyMesh, Axes, make_axes
 from ._paths import format_path
-from ._rules import Rules, parts_of
+from ._rules import Rules, rules_in_task
 
 
 class TaskLike(Protocol):
@@ -115,16 +115,9 @@ def _in_task(task: TaskLike, mesh: Mesh, axes: Axes, others: Rules) -> tuple[Axe
     names = make_axes(axes.names, None, None, logical=True)
     if not task.has_named_axes:
         return names, tuple((name, None) for name in axes.names if isinstance(name, str))
-    own: Rules = tuple(task.logical_axes or ())
-    known = {name for name, _ in own}
-    outer = [(name, _cut(target, mesh)) for name, target in others if name not in known] if axes.logical else []
-    return names, (*own, *outer, *((axis, axis) for axis in mesh.axis_names))
-
-
-def _cut(target: Any, mesh: Mesh) -> Any:
-    """What a rule that was written for the whole mesh says on a submesh."""
-    kept = tuple(part for part in parts_of(target) if part in mesh.axis_names)
-    return (kept[0] if isinstance(target, str) else kept) if kept else None
+    device_axes = tuple(mesh.axis_names)
+    rules = rules_in_task(tuple(task.logical_axes or ()), others if axes.logical else (), device_axes)
+    return names, (*rules, *((axis, axis) for axis in device_axes))
 
 
 def _word(key: Any) -> str:

@@ -278,7 +278,7 @@ class _Rewriter:
             rest = constraint_entries(eqn, over.mesh)
             fun = lambda x: over.constrained(x, *rest)  # noqa: E731
         elif eqn.primitive.name == "manymesh_constraint":
-            fun = lambda x: constraint_p.bind(x, names=(over.axes, *eqn.params["names"]))  # noqa: E731
+            fun = lambda x: constraint_p.bind(x, **{**eqn.params, "names": (over.axes, *eqn.params["names"])})  # noqa: E731
         return self.traced(("linear", over.key, tuple(axes), tuple(whole), _key(eqn)), fun, operands)
 
     def _is_parts(self, frame: Frame, v: Atom) -> bool:
