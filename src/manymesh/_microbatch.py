@@ -55,6 +55,7 @@ class LoopSpec:
       custom_schedule: rows of task names for the custom schedule.
       dim: the dimension along which the batch was cut.
       accumulates: whether a result goes from one microbatch to the next, so that their order counts.
+      of_losses: whether all results are sums and means of numbers, and there is no state.
     """
 
     name: str
@@ -65,6 +66,7 @@ class LoopSpec:
     custom_schedule: Any = None
     dim: int = 0
     accumulates: bool = True
+    of_losses: bool = False
 
 
 @dataclass(frozen=True)
@@ -426,7 +428,10 @@ class _Call:
         loop.__name__ = loop.__qualname__ = mark
         leaves = jax.jit(loop)(*dynamic)
         words = out_tree[-1][1]
-        record.loops[mark] = replace(spec, accumulates=any(w in ACCUMULATE for w in words))
+        numbers = all(w in ("sum", "mean", "weighted") and not np.shape(x) for w, x in zip(words, leaves, strict=False))
+        record.loops[mark] = replace(
+            spec, accumulates=any(w in ACCUMULATE for w in words), of_losses=numbers and self.state_argnum is None
+        )
         return jax.tree.unflatten(out_tree[-1][0], leaves)
 
     def _scan(

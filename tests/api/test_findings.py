@@ -66,6 +66,11 @@ FINDINGS = {
         microbatched(grad, reduce="sum"), errors.MicrobatchError,
         "reduce='sum' adds up 4 losses each of which is a mean, .* 4 times those of the whole batch; write reduce='mean'",
     ),
+    "a gradient around the loop": (
+        jax.value_and_grad(microbatched(loss)), errors.ScheduleError,
+        r"microbatch\(loss\) is differentiated from outside, so that all 4 forward passes come before the backward passes, against the "
+        r"schedule '1f1b', .* 6144 bytes together, .* write mm.microbatch\(jax.value_and_grad\(loss\), ...\)",
+    ),
 }  # fmt: skip
 
 
@@ -73,7 +78,7 @@ FINDINGS = {
 def test_a_finding(name):
     """One warning at the user's line, once; under strict the error of its kind."""
     fun, kind, text = FINDINGS[name]
-    batch = jnp.ones((WIDTH, WIDTH)) if name.startswith("the parameters cut") else rows()
+    batch = jnp.ones((WIDTH, WIDTH)) if name.startswith("the parameters cut") else rows(64 if "around" in name else 8)
     step = mm.jit(fun)
     with pytest.warns(UserWarning, match=text) as caught:
         step.lower(parameters(), batch)
@@ -83,6 +88,44 @@ def test_a_finding(name):
         step.lower(parameters(), batch)
     with pytest.raises(kind, match=f"strict=True.*{text}"):
         mm.jit(fun, strict=True).lower(parameters(), batch)
+
+
+def two(p, x):
+    return loss(p, x), jnp.float32(len(x))
+
+
+def stateful(p, x, s):
+    return loss(p, x) + jnp.sum(s * p["back"]), s + 1
+
+
+IN_ORDER = {
+    "it says so": jax.grad(microbatched(loss, schedule="gpipe")),
+    "the gradient inside": microbatched(),
+    "rows": jax.grad(lambda p, x: jnp.sum(microbatched(lambda p, x: back(p["back"], x), reduce="concat")(p, x))),
+    "a second derivative": jax.grad(lambda p, x: jnp.sum(microbatched(jax.grad(loss))(p, x)["front"])),
+    "the batch": jax.grad(microbatched(loss), argnums=1),
+    "each computed again": jax.grad(microbatched(jax.checkpoint(loss))),
+    "a loop in a loop": microbatched(jax.value_and_grad(microbatched(loss, num_microbatches=2))),
+    "forward only": microbatched(loss),
+    "a state": jax.grad(lambda p, x: microbatched(stateful, state_argnum=2)(p, x, jnp.zeros(()))[0]),
+}
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_no_finding_where_a_gradient_cannot_be_inside_or_is(name):
+    """Of a loop of losses only, and where it says nothing else."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        low = mm.jit(IN_ORDER[name], strict=True).lower(parameters(), rows(64))
+    assert not low.findings
+
+
+def test_a_gradient_around_a_loop_of_weighted_losses():
+    """Also where the loss is one of several, and in the report."""
+    step = mm.jit(jax.value_and_grad(microbatched(two, reduce=mm.WeightedMean(1)), has_aux=True))
+    with pytest.warns(UserWarning, match=r"microbatch\(two\) is differentiated from outside"):
+        low = step.lower(parameters(), rows(64))
+    assert "microbatch(two) is differentiated from outside" in str(low.report())
 
 
 @pytest.mark.parametrize("name", ["no task", "dropped"])

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 from .. import _compat
 from .._compat import Var
-from .._errors import PlacementError
+from .._errors import PlacementError, ScheduleError
 from .._findings import Finding
 from .._mark import MARK, Recording
-from .._program import Program
+from .._program import Program, nbytes
 from ..schedules._placements import described
+
+LITTLE = 1 << 10  # bytes that may be kept without a word
 
 
 def note_pipeline(record: Recording, program: Program | None) -> None:
@@ -38,6 +40,32 @@ def note_pipeline(record: Recording, program: Program | None) -> None:
                 "and forth by nature, as with a gradient in the loss, is right as it is, but no pipeline"
             )
             record.findings[Finding(text)] = PlacementError
+
+
+def note_outside(record: Recording, program: Program) -> None:
+    """Adds a finding for each loop whose gradient is taken around it, so that its backward passes are a loop after it.
+
+    Told by what the first one, of forward passes alone, leaves of each microbatch for the other one, of backward passes alone.
+    So it is neither where a microbatch is computed again, nor in a second derivative, nor where rows are what is differentiated.
+    """
+    phases = [{f.kind == "F" for f in program.body(k)} for k in range(len(program.loops))]
+    for plan, phase in zip(program.loops, phases, strict=True):
+        name = getattr(plan.schedule, "name", plan.schedule)
+        if phase != {True} or not plan.of_losses or name == "gpipe":
+            continue
+        later = [
+            x for x, p in zip(program.loops, phases, strict=True) if p == {False} and x.name == plan.name and not x.ys
+        ]
+        read = {v for other in later for _, outer in other.xs for v in outer if _compat.is_var(v)}
+        kept = sum(nbytes(inner.aval) * len(outer) for inner, outer in plan.ys if not read.isdisjoint(outer))
+        if kept > LITTLE:
+            text = (
+                f"microbatch({plan.name}) is differentiated from outside, so that all {plan.num_microbatches} forward passes come "
+                f"before the backward passes, against the schedule {name!r}, and what each of them keeps, {kept} bytes together, is "
+                f"there at once; write mm.microbatch(jax.value_and_grad({plan.name}), ...), whose loop has both, or "
+                'schedule="gpipe", which keeps as much, if that is what you want'
+            )
+            record.findings[Finding(text)] = ScheduleError
 
 
 def note_accumulation(record: Recording, program: Program) -> None:

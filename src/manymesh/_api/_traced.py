@@ -28,7 +28,7 @@ from .._shown import Shown, joined
 from .._topology import auto_mesh
 from ._arguments import Arguments, donated_leaves
 from ._boxes import with_parameter
-from ._findings import note_accumulation, note_dropped, note_opened, note_pipeline
+from ._findings import note_accumulation, note_dropped, note_opened, note_outside, note_pipeline
 from ._hosted import Whole, lower_parts
 from ._lowered import Lowered
 from ._names import names_of_arguments, names_of_results, paths_of_arguments, paths_of_results, users_keys
@@ -119,6 +119,7 @@ class Traced(Shown):
         note_pipeline(self._record, program)
         if program is not None:
             note_accumulation(self._record, program)
+            note_outside(self._record, program)
         if self._pairs is None:  # of a step in parts another one may run the task
             fragments = program.fragments if program is not None else ()
             note_dropped(self._record, {name for f in fragments for name in f.tasks}, self.jaxpr)

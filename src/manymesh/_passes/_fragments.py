@@ -127,6 +127,7 @@ class _Builder:
             tuple((p.inner, p.outer) for p in loop.ys),
             fit.against is None,
             "" if fit.against is None else self._told(loop, *fit.against),
+            loop.spec.of_losses,
         )
 
     def _called_in_rows(self, order: list[Cluster]) -> dict[Cluster, Called]:

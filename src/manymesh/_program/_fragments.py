@@ -95,6 +95,7 @@ class LoopPlan:
       ys: (variable of the body, its copy for each microbatch).
       in_order: whether fragments follow the stage order, so that the schedule applies.
       against: if not, the first value that goes against it, and between what.
+      of_losses: whether all results of what `microbatch` wrapped are sums and means of numbers, and there is no state.
     """
 
     name: str
@@ -106,6 +107,7 @@ class LoopPlan:
     ys: tuple[tuple[Any, tuple[Any, ...]], ...]
     in_order: bool = True
     against: str = ""
+    of_losses: bool = False
 
 
 @dataclass(frozen=True)
