@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,9 +35,11 @@ from ._runtime._ownership import ownership
 from ._runtime._stacks import Stacks
 from ._runtime._transport import LocalTransport
 from ._runtime._watch import observer_of
-from ._shown import Shown
+from ._shown import Shown, joined
 from ._types import PyTree
 from .schedules import Costs
+
+MOST_NAMES = 4  # arguments by which the structure of a call differs
 
 
 class Compiled(Shown):
@@ -113,6 +115,21 @@ class Compiled(Shown):
         return f"Compiled({self.name}: {outline(self.program, self._lowered.plan)}; {made} compiled, {reused} reused)"
 
     @property
+    def in_tree(self) -> Any:
+        """The structure of ``(args, kwargs)``; static arguments are None in it."""
+        return self._in_tree
+
+    @property
+    def out_tree(self) -> Any:
+        """The structure of the result."""
+        return self._out_tree
+
+    @property
+    def in_avals(self) -> Any:
+        """Shape and dtype of each argument, as a `jax.core.ShapedArray`, in the structure ``(args, kwargs)``."""
+        return jax.tree.unflatten(self._in_tree, self._avals)
+
+    @property
     def input_shardings(self) -> Any:
         """`NamedSharding` of each argument at its home, in the structure ``(args, kwargs)``."""
         return jax.tree.unflatten(self._in_tree, self.homes)
@@ -130,10 +147,7 @@ class Compiled(Shown):
         """The leaves of arguments that are what the step was compiled for."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self._in_tree:
-            raise ArgumentError(
-                f"{self.name}: compiled for arguments of structure {self._in_tree}, called with {tree}; "
-                "static arguments are left out of the call as None"
-            )
+            raise ArgumentError(f"{self.name}: {self._how_structures_differ((args, kwargs))}")
         for i, (x, aval) in enumerate(zip(leaves, self._avals, strict=True)):
             given = jax.typeof(x)
             if given.shape != aval.shape or given.dtype != aval.dtype:
@@ -142,6 +156,23 @@ class Compiled(Shown):
                     f"{given.str_short()}; call the function that mm.jit returned, which compiles for each shape and dtype"
                 )
         return leaves
+
+    def _how_structures_differ(self, given: PyTree) -> str:
+        """Which arguments of a call are not there, or were not there when the step was compiled, and what to do."""
+        ours = dict.fromkeys(self._path(i) for i in range(len(self._avals)))
+        theirs = dict.fromkeys(_name_of_leaf(path) for path, _ in _compat.leaves_with_paths(given))
+        missing, surplus = [x for x in ours if x not in theirs], [x for x in theirs if x not in ours]
+        parts = [
+            *([f"compiled with {joined(missing, MOST_NAMES)}, which the call does not have"] if missing else []),
+            *([f"called with {joined(surplus, MOST_NAMES)}, which it was not compiled with"] if surplus else []),
+        ] or [
+            f"compiled with {name} of structure {ours}, called with {theirs}"
+            for name, ours, theirs in _differing(self._in_tree, jax.tree.structure(given))
+        ]
+        return (
+            f"{'; '.join(parts)}; static arguments are left out of the call as None, and the function that mm.jit returned "
+            "compiles for each structure"
+        )
 
     def call_flat(self, leaves: list[Any], observer: Observer | None = None) -> PyTree:
         """Runs the step on the flat list of its arguments' leaves; an observer is told what is done."""
@@ -227,8 +258,7 @@ class Compiled(Shown):
 
     def _path(self, i: int) -> str:
         """``args[0]['w']`` of the i-th leaf."""
-        which, *rest = _compat.key_paths(self._in_tree)[i]
-        return f"{'kwargs' if which.idx else 'args'}{jax.tree_util.keystr(tuple(rest))}"
+        return _name_of_leaf(_compat.key_paths(self._in_tree)[i])
 
     @property
     def arguments(self) -> PyTree:
@@ -322,6 +352,21 @@ class Compiled(Shown):
             for f, executable in zip(self.program.fragments, self._lowered.executables, strict=True)
             if executable is not None
         )
+
+
+def _differing(ours: Any, theirs: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The arguments whose structures are not the same, of two structures of ``(args, kwargs)`` with leaves of the same names."""
+    for which, a, b in zip(("args", "kwargs"), ours.children(), theirs.children(), strict=True):
+        keys = a.node_data()[1] or range(len(a.children()))
+        for key, one, other in zip(keys, a.children(), b.children(), strict=False):
+            if one != other:
+                yield f"{which}[{key!r}]", one, other
+
+
+def _name_of_leaf(path: Sequence[Any]) -> str:
+    """``args[0]['w']``, of the path in ``(args, kwargs)``."""
+    which, *rest = path
+    return f"{'kwargs' if which.idx else 'args'}{jax.tree_util.keystr(tuple(rest))}"
 
 
 def outline(program: Program, plan: Plan) -> str:

@@ -179,21 +179,7 @@ def make_report(
       times: measured durations, to predict from instead.
     """
     program, plan = found.program, found.plan
-    if not isinstance(hardware, Hardware | None):
-        raise ArgumentError(
-            f"report: hardware has to be a manymesh.inspect.Hardware, found {type(hardware).__name__} {hardware!r}; "
-            f"{', '.join(f'Hardware.{name}()' for name in Hardware.ready())} are ready, and Hardware.measure() is this machine"
-        )
-    if not isinstance(times, Durations | None):
-        raise ArgumentError(
-            f"report: times has to be what compiled.durations(*args) gives, the seconds of every fragment and transfer, found "
-            f"{type(times).__name__} {times!r:.80}; compiled.measure(*args) gives costs of stages, for mm.schedules.simulate"
-        )
-    if times is not None and len(times.runs) != len(program.fragments):
-        raise ArgumentError(
-            f"report: times has {len(times.runs)} fragments and the step {len(program.fragments)}, so that they are of another "
-            "step; take those of this one, compiled.durations(*args)"
-        )
+    _check_asked(program, hardware, times)
     if hardware is None:
         devices = [d for mesh in program.submeshes for d in mesh.devices.flat[:1]]
         hardware = next((h for d in devices if (h := Hardware.of(d)) is not None), None)
@@ -252,6 +238,25 @@ def make_report(
         off, found.findings, hardware, idle_axes(program, found.layout), shared,
         functools.partial(rows, program, found.layout, plan, course.starts, course.ends, course.arguments),
     )  # fmt: skip
+
+
+def _check_asked(program: Program, hardware: object, times: object) -> None:
+    """Refuses hardware that is none, and durations that are none of this program."""
+    if not isinstance(hardware, Hardware | None):
+        raise ArgumentError(
+            f"report: hardware has to be a manymesh.inspect.Hardware, found {type(hardware).__name__} {hardware!r}; "
+            f"{', '.join(f'Hardware.{name}()' for name in Hardware.ready())} are ready, and Hardware.measure() is this machine"
+        )
+    if not isinstance(times, Durations | None):
+        raise ArgumentError(
+            f"report: times has to be what compiled.durations(*args) gives, the seconds of every fragment and transfer, found "
+            f"{type(times).__name__} {times!r:.80}; compiled.measure(*args) gives costs of stages, for mm.schedules.simulate"
+        )
+    if times is not None and len(times.runs) != len(program.fragments):
+        raise ArgumentError(
+            f"report: times has {len(times.runs)} fragments and the step {len(program.fragments)}, so that they are of another "
+            "step; take those of this one, compiled.durations(*args)"
+        )
 
 
 def _number(executable: Any, index: int, numbers: dict[int, int]) -> int:

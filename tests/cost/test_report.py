@@ -21,7 +21,7 @@ from manymesh._program import Reduction
 from manymesh._report import Report
 from manymesh.inspect import Hardware
 from manymesh.schedules import Costs
-from stages import WIDTH, back, loss, microbatched, parameters, rows
+from stages import WIDTH, assert_same, back, loss, microbatched, parameters, rows
 
 pytestmark = pytest.mark.once
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
@@ -356,9 +356,35 @@ def test_lowered_answers_what_that_of_jax_does():
     assert made.out_tree == jax.tree.structure(value)
     for info, x in zip(jax.tree.leaves(made.out_info), jax.tree.leaves(value), strict=True):
         assert (info.shape, info.dtype, info.sharding) == (x.shape, x.dtype, x.sharding)
+    compiled = made.compile(compiler_options={"xla_embed_ir_in_executable": True})
+    assert (compiled.in_tree, compiled.out_tree) == (made.in_tree, made.out_tree)
+    assert compiled.in_avals == jax.tree.map(lambda x: jax.core.ShapedArray(x.shape, x.dtype), (args, {}))
+    assert_same(compiled(parameters(), rows()), value)
+    with pytest.raises(Exception, match="no_such_option"):
+        made.compile({"no_such_option": True})
     costs = made.cost_analysis()
     assert set(costs) == {f.name for f in made.program.fragments}
     assert costs["front"]["flops"] >= 2 * 2 * WIDTH * WIDTH
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "text"),
+    [
+        (({"front": 1.0}, [2.0, 3.0]), {}, r"compiled with args\[0\]\['back'\], which the call does not have; static"),
+        (({"front": 1.0, "back": 1.0}, [2.0]), {"k": 1.0}, r"with args\[1\]\[1\], .*; called with kwargs\['k'\], which it was not"),
+        (({"front": 1.0, "back": 1.0}, (2.0, 3.0)), {}, r"with args\[1\] of structure PyTreeDef\(\[\*, \*\]\), called with .*\(\*, \*\)"),
+    ],
+)  # fmt: skip
+def test_a_call_of_another_structure_names_the_arguments(args, kwargs, text):
+    """Those that differ, not the others."""
+    compiled = (
+        mm.jit(lambda p, xs: p["front"] * xs[0] + p["back"] * xs[1])
+        .lower({"front": 1.0, "back": 1.0}, [2.0, 3.0])
+        .compile()
+    )
+    with pytest.raises(TypeError, match=text) as error:
+        compiled(*args, **kwargs)
+    assert "'front'" not in str(error.value)
 
 
 def test_out_info_of_what_is_stacked_is_whole():

@@ -375,9 +375,9 @@ class LoweredParts(_InParts, Lowered):
         return f"LoweredParts({self._title}: {', '.join(self.parts)}; the host runs its loops; compile() makes it ready to run)"
 
     @_compat.boundary
-    def compile(self) -> Compiled:
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compiles every part."""
-        compiled = {p.name: p.lowered.compile() for p in _programs(self._items)}
+        compiled = {p.name: p.lowered.compile(compiler_options) for p in _programs(self._items)}
         return CompiledParts(self, compiled)
 
 

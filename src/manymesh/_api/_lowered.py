@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -186,8 +186,11 @@ class Lowered(Shown):
         return f"Lowered({self._step.name}: {outline(self.program, self.plan)}; compile() makes it ready to run)"
 
     @_compat.boundary
-    def compile(self) -> Compiled:
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Compiled:
         """Compiles every fragment.
+
+        Args:
+          compiler_options: handed to XLA for every fragment, after those of ``mm.jit``.
 
         Raises:
           MeshError: a submesh has `planned_devices`.
@@ -195,7 +198,9 @@ class Lowered(Shown):
         """
         step = self._step
         require_devices(step.name, self.program.submeshes)
-        executables = step.executables.setdefault(_compat.trace_settings(), Executables())
+        options = {**(step.compiler_options or {}), **(compiler_options or {})}
+        setting = _compat.trace_settings(), tuple(sorted(options.items()))
+        executables = step.executables.setdefault(setting, Executables())
         before = (executables.compiled, executables.reused)
         layout = self.layout
         owner, processes = ownership(self.program.submeshes, jax.process_index()), world()
@@ -206,7 +211,7 @@ class Lowered(Shown):
         with compiling(step.name, len(self.program.fragments)) as progress:
             lowered = lower(
                 self.program, self.plan, layout, executables,
-                owner=owner, compiler_options=step.compiler_options, progress=progress,
+                owner=owner, compiler_options=options or None, progress=progress,
             )  # fmt: skip
         literals = {
             o: put(_host_value(v), self._wanted.get(o) or self._literal_sharding(v, s))
