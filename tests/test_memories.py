@@ -4,10 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import manymesh as mm
 from manymesh import _compat
+from manymesh._plan._instructions import Run
+from manymesh._runtime._observe import Observer
 from manymesh._runtime._relayout import Relayouts
 from stages import assert_same, reference
 
@@ -233,3 +236,53 @@ def test_what_is_put_together_says_in_which_memory_it_is(kind):
     x = jax.device_put(jnp.ones((WIDTH, WIDTH)), lying(0, kind))
     aval = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     assert _compat.assemble(aval, _compat.pieces(x)).aval.memory_space == x.aval.memory_space
+
+
+def offloaded(num_microbatches):
+    """A pipeline whose tasks put what they keep for their backward passes into the memory of the host."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst=HOST
+    )
+
+    def layer(w, x):
+        return jnp.sin(checkpoint_name(jnp.tanh(x @ w), "h")) @ w
+
+    tasks = [mm.task(jax.checkpoint(layer, policy=policy), f"t{k}", mesh=mesh) for k, mesh in enumerate(MESHES)]
+
+    def loss(params, x):
+        for task, w in zip(tasks, params, strict=True):
+            x = task(w, x)
+        return jnp.mean(x**2)
+
+    return mm.microbatch(
+        jax.value_and_grad(loss), argnum=1, num_microbatches=num_microbatches, schedule="gpipe", reduce="mean"
+    )
+
+
+@pytest.mark.parametrize("num_microbatches", [4, 1])  # with one, a gradient has the shape of what is kept
+def test_what_a_policy_offloads_lies_in_the_memory_of_the_host_between_tasks(num_microbatches):
+    """There alone: no fragment brings it back, no result takes over its buffer, and no device is said to hold it."""
+    params, _, x = arguments("device")
+    fun = offloaded(num_microbatches)
+    compiled = mm.jit(fun).lower(params, x).compile()
+    made = {}
+
+    class Watch(Observer):
+        def end(self, position, instruction, outputs):
+            if isinstance(instruction, Run):
+                made[instruction.fragment] = [x.sharding.memory_kind for x in outputs]
+
+    result = compiled.call_flat(jax.tree.leaves((params, x)), Watch())
+    assert_same(result, reference(jax.jit(fun), params, x))
+    fragments = compiled.program.fragments
+    kept = {f.name: [_compat.is_in_host_memory(v.aval) for v in f.outvars] for f in fragments}
+    assert {name: sum(host) for name, host in kept.items() if any(host)} == {"t0": 1, "t1": 1}
+    for f in fragments:
+        assert made[f.index] == [HOST if host else "device" for host in kept[f.name]]
+        pairs = compiled._lowered.layout.donation.get(f.index, ())
+        assert not any(_compat.is_in_host_memory(f.invars[i].aval) for i, _ in pairs)
+    here = compiled.report().memory[jax.devices()[0]]
+    assert not any("t0" in line.name and line.kind == "activations" for line in here.holds)
+    assert compiled.memory_analysis()[jax.devices()[0]] == here
+    if num_microbatches > 1:
+        assert compiled.measure(params, x).activation[0] == 2 * WIDTH * 4 / 2  # its piece of the batch

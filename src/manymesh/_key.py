@@ -100,7 +100,7 @@ class Keys:
 
 
 def _aval(aval: Any) -> Any:
-    return (aval.shape, aval.dtype, getattr(aval, "weak_type", False))
+    return (aval.shape, aval.dtype, getattr(aval, "weak_type", False), _compat.is_in_host_memory(aval))
 
 
 def content_of(value: Any) -> Any:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from . import _compat
 from ._cost._clock import Crossing, Durations
 from ._plan._instructions import Instruction, Run, Send, Tag
 from ._program import Program, nbytes
@@ -167,4 +168,7 @@ def _activations(program: Program, loop: int, placement: tuple[int, ...]) -> lis
         else:
             read[f.stage or 0].update(f.invars)
     sizes = [program.submeshes[s].size for s in placement]
-    return [float(np.ceil(sum(nbytes(v.aval) for v in read[s] & forward) / size)) for s, size in enumerate(sizes)]
+    return [
+        float(np.ceil(sum(nbytes(v.aval) for v in read[s] & forward if not _compat.is_in_host_memory(v.aval)) / size))
+        for s, size in enumerate(sizes)
+    ]

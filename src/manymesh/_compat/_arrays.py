@@ -59,6 +59,11 @@ def on_devices(aval: Any) -> Any:
     return aval.update(memory_space=jax.memory.Space.Device)
 
 
+def is_in_host_memory(aval: Any) -> bool:
+    """Whether an abstract value lies in the memory of the host, as what a policy of `jax.checkpoint` offloads does."""
+    return bool(getattr(aval, "memory_space", None) == jax.memory.Space.Host)
+
+
 def key_words(x: Any) -> Any:
     """The plain array of words that a typed random key consists of, without a computation; other arrays as they are."""
     return getattr(x, "_base_array", x)

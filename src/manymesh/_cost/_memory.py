@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import _compat
 from .._compat import Var
 from .._layout._layout import Layout
 from .._plan._instructions import Plan, Receive, Run
@@ -137,9 +138,10 @@ class _Slots:
         self.instructions = [np.flatnonzero(self.submesh == s) for s in range(len(program.submeshes))]
 
     def bytes(self, number: int, s: int) -> int:
-        """Bytes a device of a variable on a submesh."""
+        """Bytes a device of a variable on a submesh; none of what is put into the memory of the host."""
         if (number, s) not in self.known:
-            self.known[number, s] = shard_bytes(self.variables[number], self.layout, s)
+            v = self.variables[number]
+            self.known[number, s] = 0 if _compat.is_in_host_memory(v.aval) else shard_bytes(v, self.layout, s)
         return self.known[number, s]
 
     def _follow(self) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:

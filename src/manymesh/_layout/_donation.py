@@ -91,11 +91,12 @@ def _these(inputs: Mapping[Any, int], outputs: Sequence[Any], pairs: Iterable[tu
 
 
 def _shape(layout: Layout, v: Var, submesh: int) -> Any:
-    """Shape and dtype of what a device holds of a value."""
-    return layout.sharding(v, submesh).shard_shape(_compat.shape(v)), _compat.dtype(v)
+    """Shape, dtype and kind of memory of what a device holds of a value."""
+    sharding = layout.sharding(v, submesh)
+    return sharding.shard_shape(_compat.shape(v)), _compat.dtype(v), sharding.memory_kind
 
 
 def _count(layout: Layout, v: Var, submesh: int) -> Any:
-    """Elements and dtype of what a device holds of a value."""
-    piece, dtype = _shape(layout, v, submesh)
-    return math.prod(piece), dtype
+    """Elements, dtype and kind of memory of what a device holds of a value."""
+    piece, dtype, kind = _shape(layout, v, submesh)
+    return math.prod(piece), dtype, kind

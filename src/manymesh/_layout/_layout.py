@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .. import _compat
 from .._compat import Var
 from .._shown import Shown, shortened
+
+HOST = "pinned_host"  # the kind of the host's memory from which devices read
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,9 @@ class Layout(Shown):
     replaces: Mapping[Var, Var] = field(default_factory=dict)
 
     def sharding(self, v: Var, submesh: int) -> NamedSharding:
-        """The sharding of a value on a submesh, on devices."""
-        return _sharding(self.submeshes[submesh], self.decisions[v, submesh].spec)
+        """The sharding of a value on a submesh: on its devices, or in their part of the host's memory if it was put there."""
+        kind = HOST if _compat.is_in_host_memory(v.aval) else None
+        return _sharding(self.submeshes[submesh], self.decisions[v, submesh].spec, kind)
 
     def spec(self, v: Var, submesh: int) -> PartitionSpec:
         """The device axes of each dimension of a value on a submesh."""
@@ -88,9 +92,9 @@ class Layout(Shown):
 
 
 @functools.lru_cache(maxsize=4096)
-def _sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+def _sharding(mesh: Mesh, spec: PartitionSpec, kind: str | None) -> NamedSharding:
     """One object for all equal shardings, which are then told to be equal at once."""
-    return NamedSharding(mesh, spec)
+    return NamedSharding(mesh, spec, memory_kind=kind)
 
 
 def _spec_text(spec: PartitionSpec) -> str:

@@ -9,8 +9,9 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from .. import _compat
+from .._layout._layout import HOST as HOST
 
-DEVICE, HOST = "device", "pinned_host"
+DEVICE = "device"
 
 
 def host_kind(sharding: Any) -> str | None:
