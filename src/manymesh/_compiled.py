@@ -190,8 +190,10 @@ class Compiled(Shown):
             if not hasattr(results[o], "sharding"):
                 continue  # the gradient of an integer (float0) has no buffer, and other processes' results are not here
             results[o] = copied(results[o])
-        for o in self._handover.taken:
-            results[o] = _take_over(results[o])
+        if self._handover.taken:
+            with _compat.without_mesh():
+                for o in self._handover.taken:
+                    results[o] = _take_over(results[o])
         for o, sharding in self._moved:
             results[o] = self._executor.bring(results[o], sharding)
         self._executor.finish(results)
@@ -294,10 +296,14 @@ class Compiled(Shown):
         leaves = self._flatten(args, kwargs)
 
         def arguments() -> list[Any]:
-            given = [jnp.copy(x) if i in self._donated else x for i, x in enumerate(leaves)]
-            return self._stacks.cut(given)
+            return self._stacks.cut(self._spared(leaves))
 
         return measured_durations(self._lowered, self._executor, arguments, repeats)
+
+    def _spared(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of a call, of those that it would delete copies."""
+        with _compat.without_mesh():
+            return [jnp.copy(x) if i in self._donated else x for i, x in enumerate(leaves)]
 
     def memory_analysis(self) -> dict[Any, Memory]:
         """Live bytes at the peak of a call, for each device: `report().memory`."""
@@ -340,9 +346,7 @@ class Compiled(Shown):
             )
         if world() is not None:
             raise ProcessError(f"{self.name}: measure() runs in one process; start the script without others")
-        leaves = self._flatten(args, kwargs)
-        for i in self._donated:
-            leaves[i] = jnp.copy(leaves[i])
+        leaves = self._spared(self._flatten(args, kwargs))
         return loop_costs(self._lowered, measure(self._executor, self._stacks.cut(leaves)), loop)
 
     def as_text(self) -> str:

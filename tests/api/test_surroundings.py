@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from manymesh import meta
-from stages import WIDTH, assert_same, back, front, loss, parameters, reference, rows
+from stages import WIDTH, assert_same, back, front, loss, microbatched, parameters, reference, rows
 
 
 def noise(x, key):
@@ -112,6 +112,53 @@ def test_an_ambient_mesh_is_no_other_program():
     with jax.set_mesh(Mesh(np.array(jax.devices()[:2]), ("data",))):
         step(rows(), jax.random.key(0))
     assert len(step._compiled) == 1
+
+
+def trained(p, x, count=None):
+    """A gradient through collectives by hand, once or as often as a loop says that the host runs."""
+
+    def centred(w, x):
+        def by_hand(w, x):
+            return jnp.tanh(x @ w) - jax.lax.pmean(x.mean(), "data")
+
+        return jax.shard_map(by_hand, in_specs=(P(), P("data")), out_specs=P("data"))(w, x)
+
+    devices = np.array(jax.devices())
+    one, two = (mm.task(centred, n, mesh=Mesh(devices[i : i + 2], ("data",))) for n, i in (("one", 0), ("two", 2)))
+    grad = jax.grad(lambda p: jnp.mean(two(p["back"], one(p["front"], x)) ** 2))
+    return grad(p) if count is None else jax.lax.fori_loop(0, count, lambda _, p: grad(p), p)
+
+
+@pytest.mark.parametrize("count", [(), (2,)], ids=["once", "looped"])
+def test_an_ambient_mesh_of_another_size_has_no_say_after_the_trace(count):
+    """Where it was set first when the step was split, reported or compiled, too; all of which run rules of JAX's own."""
+    expected = mm.jit(trained)(parameters(), rows(), *count)
+    traced = mm.jit(trained).trace(parameters(), rows(), *count)
+    lowered = mm.jit(trained).lower(parameters(), rows(), *count)
+    step = mm.jit(trained)
+    step(parameters(), rows(16), *count)
+    with jax.set_mesh(Mesh(np.array(jax.devices()).reshape(2, 4), ("stage", "data"))):
+        results = [step(parameters(), rows(), *count)]
+        jax.tree.leaves((traced.lower().arguments, lowered.arguments, lowered.out_info))
+        results += [
+            lowered.compile()(parameters(), rows(), *count),
+            traced.lower().compile()(parameters(), rows(), *count),
+        ]
+    for result in results:
+        assert_same(result, expected)
+
+
+def test_an_ambient_mesh_of_another_size_has_no_say_in_a_call():
+    """In which a donated argument is handed through; and where fragments are timed."""
+    mesh = Mesh(np.array(jax.devices()), ("all",))
+    update = microbatched(lambda p, x: front(p["front"], x), reduce="concat")
+    with jax.set_mesh(mesh):
+        compiled = mm.jit(lambda p, x: (p, update(p, x)), donate_argnums=0).lower(parameters(), rows()).compile()
+        given = parameters()
+        assert compiled.durations(given, rows()) and compiled.measure(given, rows()).forward
+        kept, result = compiled(given, rows())
+    assert given["front"].is_deleted()
+    assert_same((kept, result), (parameters(), jnp.tanh(rows() @ parameters()["front"])))
 
 
 def test_a_step_without_tasks_is_where_its_arguments_are():

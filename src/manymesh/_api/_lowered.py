@@ -107,7 +107,8 @@ class Lowered(Shown):
         given, _ = self._in_tree.children()
         leaves = given.children()[0].num_leaves if given.num_leaves else 0
         first = range(at[leaves - 1].stop if leaves else 0)
-        return estimate(self.program, self.plan, self.layout, self._states, self.findings, late, first)
+        with _compat.without_mesh():
+            return estimate(self.program, self.plan, self.layout, self._states, self.findings, late, first)
 
     def report(self, hardware: Hardware | None = None, *, times: Durations | None = None) -> Report:
         """What the step will cost, without compiling and without devices: FLOPs, bytes, what crosses, memory, time.
@@ -150,12 +151,13 @@ class Lowered(Shown):
         Found without compiling, also for `planned_devices`; it is what the arrays then have.
         """
         program = self.program
-        layout = solve(
-            program, asked=self._asked, arriving=self._arriving, wanted=self._made_in_place(), states=self._states,
-            constant=self._constant, names=names_of_values(program, self._in_tree, self._out_tree),
-            look=None if self._is_planned() else functools.partial(compile_and_look, program),
-        )  # fmt: skip
-        return replace(layout, donation=donation_pairs(program, layout, self.plan.donatable))
+        with _compat.without_mesh():
+            layout = solve(
+                program, asked=self._asked, arriving=self._arriving, wanted=self._made_in_place(), states=self._states,
+                constant=self._constant, names=names_of_values(program, self._in_tree, self._out_tree),
+                look=None if self._is_planned() else functools.partial(compile_and_look, program),
+            )  # fmt: skip
+            return replace(layout, donation=donation_pairs(program, layout, self.plan.donatable))
 
     @functools.cached_property
     def arguments(self) -> PyTree:

@@ -30,6 +30,11 @@ NO_MESH = (
 
 def trace(step: Step, given: Arguments) -> Traced:
     """Traces a step for one call's arguments."""
+    with _compat.without_mesh():
+        return _trace(step, given)
+
+
+def _trace(step: Step, given: Arguments) -> Traced:
     statics = dict(given.static)
     record = Recording(implicit=Matcher(registered()))
     paths = _compat.leaves_with_paths((given.dyn_args, given.dyn_kwargs))
@@ -54,7 +59,7 @@ def trace(step: Step, given: Arguments) -> Traced:
     flat_fun.__name__ = flat_fun.__qualname__ = step.name
     stands_for(flat_fun, step.fun, [path for path, _ in paths])
     try:
-        with recording(record), _compat.without_mesh(), jax.disable_jit(False), collector_paused():
+        with recording(record), jax.disable_jit(False), collector_paused():
             closed, shapes = jax.make_jaxpr(flat_fun, return_shape=True)(*avals)
     except AxisError as error:
         raise with_parameter(error, given) from None

@@ -82,6 +82,10 @@ class Traced(Shown):
                 f"lower: found {', '.join(sorted(options))}, but takes no options; jax.export writes one program for one "
                 "mesh, and a step has several: export jax.jit of the same function, in which tasks are plain functions"
             )
+        with _compat.without_mesh():
+            return self._lower()
+
+    def _lower(self) -> Lowered:
         step, given = self._step, self._given
         wanted_in, asked_out = self._asked()
         wanted_out = {**self._moved, **asked_out}
@@ -115,7 +119,7 @@ class Traced(Shown):
                 step, given, self._record, self.jaxpr, self._shapes, self._out_tree, self._moved, wanted_in, pairs, given_away,
                 memory_in, memory_out,
             )  # fmt: skip
-            return lower_parts(whole, parts, lambda *of_part: Traced(*of_part).lower())
+            return lower_parts(whole, parts, lambda *of_part: Traced(*of_part)._lower())
         note_pipeline(self._record, program)
         if program is not None:
             note_accumulation(self._record, program)

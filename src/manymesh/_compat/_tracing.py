@@ -66,7 +66,7 @@ def differentiated(fun: Any) -> tuple[int, ...] | None:
 
 @contextlib.contextmanager
 def without_mesh() -> Iterator[None]:
-    """Hides an ambient mesh (``jax.set_mesh``) while a program is traced or a fragment compiled."""
+    """Hides an ambient mesh (``jax.set_mesh``) while a program is traced, split or laid out, or a fragment compiled."""
     empty = mesh_lib.empty_concrete_mesh
     with sharding_impls._internal_use_concrete_mesh(empty), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         yield
