@@ -335,7 +335,7 @@ def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, oper
 
 
 _NO_MESH = "write mm.with_sharding_constraint(x, spec) without a mesh, or move the value outside the task"
-_NO_MESH_BY_HAND = "leave mesh= out of jax.shard_map, which then takes the submesh of the task it is in"
+_NO_MESH_BY_HAND = "write jax.shard_map without mesh=, which then takes the submesh of the task it is in"
 
 
 def _check_constraints(described: Task, body: Any) -> None:
@@ -420,8 +420,9 @@ def _note(error: Exception, described: Task) -> None:
 def _refuse_other_mesh(error: Exception, described: Task) -> None:
     """Raises our error in place of JAX's for a `jax.shard_map` in a task that names a mesh with other axes."""
     if described.mesh is not None and "should match the mesh passed to shard_map" in str(error):
+        what = "jax.pmap makes" if _compat.PMAP_AXIS in str(error) else "jax.shard_map is given"
         raise TaskError(
-            f"task {described.name!r} on devices {sorted(d.id for d in described.mesh.devices.flat)}: jax.shard_map is given "
+            f"task {described.name!r} on devices {sorted(d.id for d in described.mesh.devices.flat)}: {what} "
             f"another mesh than the submesh of the task; {_NO_MESH_BY_HAND}"
         ) from error
 

@@ -243,11 +243,15 @@ CASES = {
         ValueError, "task 'inner' on devices [0]", "test_mistakes.py", "on devices [0, 1, 2, 3]", "without a mesh",
     ),
     "the whole mesh for shard_map in a task": (
-        in_a_task(cut_by_hand(WHOLE), mesh=LAST), ValueError, "task 'inner' on devices [2, 3]", "another mesh", "leave mesh= out",
+        in_a_task(cut_by_hand(WHOLE), mesh=LAST), ValueError, "task 'inner' on devices [2, 3]", "another mesh", "without mesh=",
+    ),
+    "pmap in a task": (
+        in_a_task(jax.pmap(lambda row: 2 * row), mesh=FIRST), ValueError, "task 'inner' on devices [0, 1]", "jax.pmap makes",
+        "another mesh", "without mesh=",
     ),
     "another submesh for shard_map in a task": (
         in_a_task(cut_by_hand(LAST), mesh=FIRST), ValueError,
-        "task 'inner' on devices [0, 1]", "jax.shard_map at ", "test_mistakes.py", "on devices [2, 3]", "leave mesh= out",
+        "task 'inner' on devices [0, 1]", "jax.shard_map at ", "test_mistakes.py", "on devices [2, 3]", "without mesh=",
     ),
     "a move inside a task": (
         in_a_task(lambda x: jax.device_put(x, jax.devices()[3]) + 1), ValueError, "on devices [3]", "outside the task",

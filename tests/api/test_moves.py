@@ -83,3 +83,51 @@ def test_what_was_put_on_a_mesh_is_read_by_a_task_on_a_mesh_of_another_size(say,
     plain = jax.jit(step(scanned, lambda x: x))
     with mm.register_task("between", mesh=alone) if patterns else contextlib.nullcontext():
         assert_same(placed(parameters(), rows()), plain(parameters(), rows()))
+
+
+def centred(x, mesh):
+    """What is left of rows without their mean, over the devices of a mesh, by hand."""
+    return jax.shard_map(
+        lambda x: x - jax.lax.pmean(x.mean(), "data"), mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )(x)
+
+
+@pytest.mark.parametrize("mesh", [FIRST, SECOND])
+@pytest.mark.parametrize("around", [lambda fun: fun, jax.checkpoint, jax.jit])
+def test_collectives_by_hand_between_tasks_are_on_the_submesh_that_they_name(mesh, around):
+    """Forward and backward, in a loop too; on gradients as well."""
+
+    def loss(p, x):
+        return jnp.mean(second(p["back"], around(lambda h: centred(h, mesh))(first(p["front"], x))) ** 2)
+
+    def step(p, x):
+        value, grads = microbatched(jax.value_and_grad(loss), num_microbatches=2)(p, x)
+        return value, jax.tree.map(lambda g: centred(g, mesh), grads)
+
+    lowered = mm.jit(step).lower(parameters(), rows())
+    found = [(lowered.program.submeshes[s], why) for name, s, why, _ in lowered.program.unmarked if name == "shard_map"]
+    assert set(found) == {(mesh, "its submesh")}
+    with mm.ignore_transforms():
+        expected = jax.jit(step)(parameters(), rows())
+    assert_same(lowered.compile()(parameters(), rows()), expected)
+
+
+def test_collectives_by_hand_over_several_submeshes():
+    """Between tasks they are told at once, with the user's line; as a task of their own they run."""
+    both = Mesh(np.array(jax.devices()[:4]), ("data",))
+    by_hand = mm.task(lambda x: centred(x, both), "by hand", mesh=both)
+
+    def step(say):
+        return lambda p, x: jax.grad(lambda p: jnp.sum(second(p["back"], say(first(p["front"], x)))))(p)
+
+    for say, words in (
+        (lambda x: centred(x, both), "jax.shard_map at "),
+        (lambda x: jax.pmap(lambda row: 2 * row)(x), "jax.pmap, which makes a mesh of its own, at "),
+        (lambda x: jax.pmap(lambda row: 2 * row, "rows")(x), "jax.pmap, which makes a mesh of its own, at "),
+    ):
+        with pytest.raises(mm.errors.PlacementError) as caught:
+            mm.jit(step(say)).lower(parameters(), rows(4))
+        assert f"{words}{__file__}" in str(caught.value) and "is on devices [0, 1, 2, 3]" in str(caught.value)
+    assert_same(
+        mm.jit(step(by_hand))(parameters(), rows()), jax.jit(step(lambda x: x - x.mean()))(parameters(), rows())
+    )

@@ -23,6 +23,7 @@ from ._frames import boundary as boundary
 from ._frames import users_frame as users_frame
 from ._frames import users_level as users_level
 from ._given_back import before_calls as before_calls
+from ._jaxprs import PMAP_AXIS as PMAP_AXIS
 from ._jaxprs import AbstractJaxpr as AbstractJaxpr
 from ._jaxprs import AbstractValue as AbstractValue
 from ._jaxprs import Atom as Atom
@@ -48,10 +49,13 @@ from ._jaxprs import dtype as dtype
 from ._jaxprs import eqn_context as eqn_context
 from ._jaxprs import is_jaxpr as is_jaxpr
 from ._jaxprs import is_jit as is_jit
+from ._jaxprs import is_pmap as is_pmap
 from ._jaxprs import is_var as is_var
 from ._jaxprs import jaxprs_in as jaxprs_in
 from ._jaxprs import keeps_order as keeps_order
+from ._jaxprs import line_within as line_within
 from ._jaxprs import manual_axes_of as manual_axes_of
+from ._jaxprs import meshes_by_hand as meshes_by_hand
 from ._jaxprs import name_stack as name_stack
 from ._jaxprs import new_jaxpr as new_jaxpr
 from ._jaxprs import new_var as new_var

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import jax
 from jax._src import core, effects, source_info_util
+from jax._src import pmap as pmap_lib
 from jax.interpreters import partial_eval as pe
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -27,6 +28,8 @@ DropVar = core.DropVar
 Atom = Var | Literal  # what an equation reads
 AbstractJaxpr = Jaxpr | ClosedJaxpr  # 0.12 has one class for both
 AbstractValue = jax.core.AbstractValue
+
+PMAP_AXIS = "_internal_pmap_axis_name"  # of the mesh that `jax.pmap` makes where the user gives the axis no name
 
 _debug_info: list[Any] = []
 
@@ -323,6 +326,24 @@ def constrained_devices(eqn: Eqn) -> list[tuple[Any, ...]]:
     return [tuple(mesh.devices.flat) for mesh in meshes] + [(t,) for t in targets if isinstance(t, jax.Device)]
 
 
+def meshes_by_hand(eqn: Eqn) -> Iterator[tuple[Eqn, Mesh]]:
+    """Each ``jax.shard_map`` on a mesh of devices in an equation, itself included, and that mesh."""
+    if eqn.primitive.name == "shard_map" and isinstance(eqn.params["mesh"], Mesh):
+        yield eqn, eqn.params["mesh"]
+        return
+    for jaxpr in jaxprs_in(eqn):
+        for inner in open_jaxpr(jaxpr).eqns:
+            yield from meshes_by_hand(inner)
+
+
+def is_pmap(eqn: Eqn) -> bool:
+    """Whether a ``shard_map`` equation is what ``jax.pmap`` leaves, which splits and joins what its function gets and makes."""
+    inner: list[Any] = [e.source_info.traceback for e in open_jaxpr(eqn.params["jaxpr"]).eqns]
+    return any(
+        f.file_name == pmap_lib.__file__ for traceback in inner if traceback is not None for f in traceback.frames
+    )
+
+
 def on_abstract_mesh(jaxpr: Any, mesh: Mesh) -> Any:
     """The jaxpr with ``mesh`` left out of all that names it, so that it is the same on any devices: only axes are left."""
 
@@ -430,6 +451,12 @@ def source_line(eqn: Eqn) -> str:
         return str(source_info_util.summarize(eqn.source_info))
     except Exception:  # a traceback that JAX cannot summarise must not hide the error we report
         return ""
+
+
+def line_within(eqn: Eqn) -> str:
+    """As `source_line`, of the first equation in it that has one where it has none itself, as what a library made of a function."""
+    line = source_line(eqn)
+    return line or next((found for j in jaxprs_in(eqn) for e in open_jaxpr(j).eqns if (found := line_within(e))), "")
 
 
 def eqn_context(eqn: Eqn) -> tuple[Any, ...]:

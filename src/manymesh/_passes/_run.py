@@ -16,6 +16,7 @@ from ._again import compute_where_read
 from ._alike import compute_alike_once
 from ._apart import recompute_apart
 from ._blocks._spread_stacks import spread_stacks
+from ._by_hand import place_by_hand
 from ._call_once import call_once
 from ._casts import cast_once
 from ._constants import repeat_constants
@@ -81,6 +82,7 @@ PROVIDERS: Mapping[Fact, Pass] = {
 
 PASSES: tuple[Pass, ...] = (
     Pass("mark_scopes", mark_scopes, needs=_DEAD, makes_stale=ALL),
+    Pass("place_by_hand", place_by_hand, needs=_DEAD, makes_stale=_PLACED),
     Pass("advance_inner_gradients", advance_inner_gradients, makes_stale=_PLACED),
     Pass("follow_gradients", follow_gradients, makes_stale=_PLACED),
     Pass("recompute_apart", recompute_apart, makes_stale=ALL),

@@ -116,7 +116,8 @@ class FlatProgram:
     def submesh_of(self, node: Node) -> Mesh | None:
         """The submesh that a node's task, or the node itself, asks for; None where placement is free."""
         mark = node.task or node.colocated_with
-        return self.tasks[mark].mesh if mark is not None else node.mesh
+        mesh = self.tasks[mark].mesh if mark is not None else None
+        return node.mesh if mesh is None else mesh
 
     def __str__(self) -> str:
         return text(self.invars, self.outvars, self.nodes, self.loops, self.tasks)

@@ -34,7 +34,7 @@ class Node:
       colocated_with: mark of the task on whose submesh it runs, though it is no part of it.
       stack: its name stack: the scopes it was traced in. Empty for equations that a pass made.
       weight: whether it is the half of a backward task that only makes weight gradients.
-      mesh: the submesh of an unmarked equation that names axes of it; None where placement is free.
+      mesh: the submesh of an equation that names axes of it, where no task says one; None where placement is free.
       guard: the branch it is in: pairs (index of a conditional, number of the branch), outermost first. Its results mean
         something only where every index is that number.
       inputs: the variables that it reads, those of its guard included if it runs in its branch alone; literals are left
