@@ -339,7 +339,7 @@ _NO_MESH_BY_HAND = "write jax.shard_map without mesh=, which then takes the subm
 
 
 def _check_constraints(described: Task, body: Any) -> None:
-    """Refuses a constraint, a move, or a `jax.shard_map` on devices that are not those of the task it is in."""
+    """Refuses what names devices that are not those of the task it is in: a constraint, a move, a `jax.shard_map`, a `jax.jit`."""
     own = {d.id for d in described.mesh.devices.flat} if described.mesh is not None else None
     pending = [body]
     while pending and own is not None:
@@ -347,10 +347,12 @@ def _check_constraints(described: Task, body: Any) -> None:
             pending += _compat.jaxprs_in(eqn)
             for devices in _compat.constrained_devices(eqn):
                 if {d.id for d in devices} != own:
-                    where = _compat.source_line(eqn)
+                    where = _compat.line_within(eqn)
                     what, remedy = "constraint", _NO_MESH
                     if eqn.primitive.name == "shard_map":
                         what, remedy = "jax.shard_map", _NO_MESH_BY_HAND
+                    elif _compat.is_jit(eqn):
+                        what = "sharding of jax.jit"
                     raise TaskError(
                         f"task {described.name!r} on devices {sorted(own)}: {f'{what} at {where}' if where else what} "
                         f"is on devices {sorted(d.id for d in devices)}, but inside a task all is on its own submesh; {remedy}"

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.once
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data"))
 WHOLE = jax.make_mesh((2, 2), ("stage", "data"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
 FIRST, LAST = mm.submeshes(WHOLE, "stage")
+ALONE = jax.sharding.SingleDeviceSharding(jax.devices()[3])
 EXPLICIT = jax.device_put(np.ones(4), NamedSharding(jax.make_mesh((4,), ("data",), (AxisType.Explicit,)), P()))
 PACKAGE = str(Path(mm.__file__).parent)
 
@@ -255,6 +256,21 @@ CASES = {
     ),
     "a move inside a task": (
         in_a_task(lambda x: jax.device_put(x, jax.devices()[3]) + 1), ValueError, "on devices [3]", "outside the task",
+    ),
+    "a move to the sharding of one device": (
+        in_a_task(lambda x: jax.device_put(x, ALONE) + 1), ValueError, "constraint at ", "on devices [3]", "outside the task",
+    ),
+    "a constraint to one device": (
+        in_a_task(lambda x: jax.lax.with_sharding_constraint(x + 1, ALONE), mesh=FIRST), ValueError,
+        "task 'inner' on devices [0, 1]", "test_mistakes.py", "on devices [3]", "outside the task",
+    ),
+    "shardings of a jit in a task": (
+        in_a_task(jax.jit(lambda x: x + 1, in_shardings=NamedSharding(LAST, P("data"))), mesh=FIRST), ValueError,
+        "task 'inner' on devices [0, 1]", "sharding of jax.jit at ", "test_mistakes.py", "on devices [2, 3]", "without a mesh",
+    ),
+    "one device for the results of a jit in a task": (
+        in_a_task(lambda x: jax.checkpoint(jax.jit(lambda x: x + 1, out_shardings=ALONE))(x), mesh=FIRST), ValueError,
+        "sharding of jax.jit at ", "on devices [3]",
     ),
     "a spec that is one word": (
         in_a_task(lambda x: mm.with_sharding_constraint(x, "batch")), TypeError, "the string 'batch'", "('batch', None)",

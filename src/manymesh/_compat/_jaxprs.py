@@ -10,7 +10,7 @@ import jax
 from jax._src import core, effects, source_info_util
 from jax._src import pmap as pmap_lib
 from jax.interpreters import partial_eval as pe
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ._arrays import abstract
 from ._tracing import without_mesh
@@ -313,17 +313,32 @@ def with_jaxprs(eqn: Eqn, change: Callable[[Any], Any]) -> Eqn:
 
 
 def constrained_devices(eqn: Eqn) -> list[tuple[Any, ...]]:
-    """The devices that a constraint of the user's, ``jax.device_put`` or ``jax.shard_map`` names; none for one without."""
+    """The devices that a constraint of the user's, ``jax.device_put``, ``jax.shard_map`` or the shardings of a ``jax.jit`` name.
+
+    None for one without devices.
+    """
     if eqn.primitive.name == "sharding_constraint":
         targets = [eqn.params["sharding"]]
     elif eqn.primitive.name == "device_put":
         targets = list(eqn.params["devices"])
     elif eqn.primitive.name == "shard_map":
         targets = [eqn.params["mesh"]]
+    elif is_jit(eqn):
+        targets = [*eqn.params["in_shardings"], *eqn.params["out_shardings"]]
     else:
         return []
-    meshes = [mesh for t in targets if isinstance(mesh := getattr(t, "mesh", t), Mesh)]
-    return [tuple(mesh.devices.flat) for mesh in meshes] + [(t,) for t in targets if isinstance(t, jax.Device)]
+    found: list[tuple[Any, ...]] = []
+    for target in targets:
+        mesh = getattr(target, "mesh", target)
+        if isinstance(mesh, Mesh):
+            found.append(tuple(mesh.devices.flat))
+        elif isinstance(target, jax.Device):
+            found.append((target,))
+        elif isinstance(target, Sharding) and not isinstance(
+            target, NamedSharding
+        ):  # of which the mesh may be one of no devices
+            found.append(tuple(target.device_set))
+    return found
 
 
 def meshes_by_hand(eqn: Eqn) -> Iterator[tuple[Eqn, Mesh]]:
