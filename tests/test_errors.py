@@ -207,14 +207,40 @@ def test_a_value_that_a_task_lets_out():
     assert "return the value from the task" in caught.value.__notes__[0]
 
 
-def test_a_spec_without_a_mesh_outside_of_tasks():
+SAYING = {
+    "constraint": lambda x: jax.lax.with_sharding_constraint(x, P("data")),
+    "put": lambda x: jax.device_put(x, P("data")),
+    "jit": jax.jit(lambda x: x + 1, in_shardings=P("data")),
+    "by hand": lambda x: jax.shard_map(lambda x: x + 1, in_specs=P("data"), out_specs=P("data"))(x),
+}
+
+
+@pytest.mark.parametrize("say", SAYING)
+def test_a_spec_without_a_mesh_outside_of_tasks(say):
     """JAX says to set a mesh, which helps nothing: a step has several."""
-    x, spec = jnp.ones((4, WIDTH)), P("data")
-    with jax.set_mesh(mesh()), pytest.raises(RuntimeError, match="non-empty mesh") as caught:
-        mm.jit(lambda w, x: jax.lax.with_sharding_constraint(front(w, x), spec))(jnp.eye(WIDTH), x)
-    assert (
-        "mm.jit(<lambda>)" in caught.value.__notes__[0] and "mm.with_sharding_constraint" in caught.value.__notes__[0]
-    )
+    with jax.set_mesh(mesh()), pytest.raises((RuntimeError, ValueError), match="mesh") as caught:
+        mm.jit(lambda w, x: SAYING[say](front(w, x)))(jnp.eye(WIDTH), jnp.ones((4, WIDTH)))
+    note = caught.value.__notes__[0]
+    for words in ("mm.jit(<lambda>): outside of tasks", "mm.with_sharding_constraint", "NamedSharding", "mesh="):
+        assert words in note
+
+
+@pytest.mark.parametrize(
+    ("say", "given", "words"),
+    [
+        ("put", mesh, "in place of `jax.device_put(x, spec)`"),
+        ("jit", mesh, "shardings of `jax.jit`"),
+        ("constraint", lambda: None, "task 'inner' says no mesh"),
+        ("by hand", lambda: None, "give the task `mesh=`"),
+    ],
+)
+def test_a_spec_without_a_mesh_in_a_task(say, given, words):
+    """Where the task has a mesh a constraint knows it; nothing is said of what is outside of tasks."""
+    inner = mm.task(SAYING[say], "inner", mesh=given())
+    with jax.set_mesh(mesh()), pytest.raises((RuntimeError, ValueError), match="mesh") as caught:
+        mm.jit(inner)(jnp.ones((4, WIDTH)))
+    notes = "\n".join(caught.value.__notes__)
+    assert "in task 'inner'" in notes and words in notes and "outside of tasks" not in notes
 
 
 def test_a_function_with_its_own_derivative_that_closes_over_a_value_of_the_loop():

@@ -292,6 +292,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         outs = _call_equal(record, described, mark, jax.jit(body), operands)
     except Exception as error:
         _note(error, described)
+        _note_no_mesh(error, described)
         _refuse_other_mesh(error, described)
         raise
     tree, leaves = out_tree[-1]
@@ -417,6 +418,23 @@ def _note(error: Exception, described: Task) -> None:
         )
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
+
+
+def wants_mesh(error: Exception) -> bool:
+    """Whether an error of JAX says to set a mesh in context, which in a step helps nothing."""
+    words = ("requires a non-empty mesh", "Please set a mesh via", "The context mesh cannot be empty")
+    return any(each in str(error) for each in words)
+
+
+def _note_no_mesh(error: Exception, described: Task) -> None:
+    """Says what to write in a task where JAX says to set a mesh."""
+    if wants_mesh(error):
+        error.add_note(
+            f"task {described.name!r} says no mesh, and `jax.set_mesh` says nothing in a step: give the task `mesh=`"
+            if described.mesh is None
+            else "write `jax.lax.with_sharding_constraint(x, spec)` in place of `jax.device_put(x, spec)` and of shardings of "
+            "`jax.jit`: in a task it means the submesh, and `jax.set_mesh` says nothing in a step"
+        )
 
 
 def _refuse_other_mesh(error: Exception, described: Task) -> None:

@@ -10,7 +10,7 @@ from .. import _compat
 from .._collector import collector_paused
 from .._errors import ArgumentError, AxisError
 from .._implicit import Matcher, registered
-from .._mark import Recording, recording
+from .._mark import Recording, recording, wants_mesh
 from .._stands_for import stands_for
 from .._types import PyTree
 from ._arguments import REFERENCE, Arguments, abstract
@@ -24,7 +24,8 @@ from ._traced import Traced
 
 NO_MESH = (
     "mm.jit({}): outside of tasks there is no mesh in context, `jax.set_mesh` included, for the step runs on several; write "
-    "`mm.with_sharding_constraint(x, spec)`, which means the submesh where x ends up, or give a `NamedSharding` of a submesh"
+    "`mm.with_sharding_constraint(x, spec)`, which means the submesh where x ends up, or name a submesh: a `NamedSharding` on it "
+    "for `jax.device_put`, `mesh=` for `jax.shard_map`; or do it in a task"
 )
 
 
@@ -63,8 +64,8 @@ def _trace(step: Step, given: Arguments) -> Traced:
             closed, shapes = jax.make_jaxpr(flat_fun, return_shape=True)(*avals)
     except AxisError as error:
         raise with_parameter(error, given) from None
-    except RuntimeError as error:
-        if "non-empty mesh" in str(error):
+    except (RuntimeError, ValueError) as error:
+        if wants_mesh(error) and not any(note.startswith("in task ") for note in getattr(error, "__notes__", ())):
             error.add_note(NO_MESH.format(step.name))
         raise
     if (leak := _compat.escaped(closed.consts)) is not None:
