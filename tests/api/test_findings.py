@@ -284,6 +284,26 @@ def test_gradients_of_a_batch_that_are_put_together_again_are_meant():
     step(jnp.eye(WIDTH), rows())
 
 
+def test_a_loop_of_a_library():
+    """The line of the user's that called the library, also where an attribute is asked for that parts have."""
+
+    def newton(p, x):
+        gradient = jax.grad(loss)(p, x)
+        twice = functools.partial(jax.tree.map, lambda v: 2 * v)
+
+        def product(v):
+            return jax.tree.map(jnp.add, jax.jvp(lambda p: jax.grad(loss)(p, x), (p,), (v,))[1], twice(v))
+
+        return jax.scipy.sparse.linalg.cg(product, gradient, maxiter=2)[0]
+
+    number = newton.__code__.co_firstlineno + 7
+    line = rf"\({__file__}:{number}(:\d+)? \(.*newton\)\)"
+    with pytest.warns(UserWarning, match=f"several submeshes in it {line}, whose length"):
+        lowered = mm.jit(microbatched(newton, num_microbatches=2)).lower(parameters(), rows())
+    with pytest.raises(AttributeError, match=f"over several submeshes {line}, which"):
+        lowered.program  # noqa: B018
+
+
 def test_an_error_that_follows_from_a_forgotten_argnum():
     """Parameters that were cut seldom fit; the error then says what may have gone wrong."""
     step = mm.jit(mm.microbatch(grad, num_microbatches=2))

@@ -265,8 +265,13 @@ def test_nan_checks_name_the_task_and_the_line():
     x = -jnp.ones((2, WIDTH))
     steps = {
         "task 'logs', at": lambda x: back(jnp.eye(WIDTH), logs(front(jnp.eye(WIDTH), x))),
-        "front_bwd.*stages.py.*dense": jax.grad(lambda x: roots(front(jnp.eye(WIDTH), 0 * x)).sum()),
-        "test_surroundings.py": lambda x: front(jnp.eye(WIDTH), jnp.log(x)),
+        "the backward pass of task 'front', at .*stages.py.*dense": jax.grad(
+            lambda x: roots(front(jnp.eye(WIDTH), 0 * x)).sum()
+        ),
+        "task 'front', at .*test_surroundings.py": lambda x: front(jnp.eye(WIDTH), jnp.log(x)),
+        r"what is outside of tasks on submesh \d, at .*test_surroundings.py": lambda x: jax.tree.map(
+            lambda g: jnp.log(-1 - g**2), microbatched(jax.grad(loss), num_microbatches=2)(parameters(), x)
+        ),
     }
     with jax.debug_nans(True):
         for words, fun in steps.items():

@@ -158,9 +158,9 @@ def note_opened(record: Recording, opened: Mapping[str, str]) -> None:
       opened: their marks, each with the line of the loop of unknown length in it.
     """
     for mark, line in opened.items():
-        loop = record.loops[mark]
+        loop, at = record.loops[mark], f" ({line})" if line else ""
         text = (
-            f"microbatch({loop.name}) has a lax.while_loop over several submeshes in it ({line}), whose length the data says, so "
+            f"microbatch({loop.name}) has a lax.while_loop over several submeshes in it{at}, whose length the data says, so "
             f"that the host runs both, and its {loop.num_microbatches} microbatches one after the other; for a pipeline give "
             "that loop a fixed length (lax.scan, a Python loop), put all its tasks on one submesh, or take it out of there"
         )

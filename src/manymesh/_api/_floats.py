@@ -9,10 +9,13 @@ import jax
 
 from .. import _compat
 from .._mark import ignore_transforms
+from .._program import Program
 from ._arguments import gathered
 
 
-def explain_float(name: str, plain: Callable[..., Any], error: Any, leaves: Sequence[Any]) -> FloatingPointError:
+def explain_float(
+    name: str, plain: Callable[..., Any], program: Program, error: Any, leaves: Sequence[Any]
+) -> FloatingPointError:
     """The public error for a fragment whose result is no number.
 
     As `jax.jit` does, the step is run once more, in reference mode and operation by operation, to find the line.
@@ -20,12 +23,13 @@ def explain_float(name: str, plain: Callable[..., Any], error: Any, leaves: Sequ
     Args:
       name: name of the step.
       plain: the step as a function of its leaves.
+      program: that of the step, or of its part.
       error: what the fragment's executable raised: its name, and ``nan`` or ``inf``.
       leaves: the arguments.
     """
     fragment, kind = error.args[0].removeprefix("jit(").removesuffix(")"), error.args[1]
     what = {"nan": "NaN", "inf": "an infinity"}.get(kind, kind)
-    place, where = f"fragment {fragment!r}", ""
+    place, where = next((f.called() for f in program.fragments if f.name == fragment), f"fragment {fragment!r}"), ""
     try:
         with ignore_transforms(), jax.disable_jit():
             plain(*gathered(list(leaves)))

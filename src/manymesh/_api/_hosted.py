@@ -325,8 +325,9 @@ class _InParts:
         if name.startswith("__") or not (name.startswith("_") or name in ("program", "plan", "estimate")):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; it has the parts of a step, .parts")
         step, parts, lines = (self.__dict__.get(k, "") for k in ("_title", "parts", "_lines"))
+        at = f" ({lines})" if lines else ""
         raise AttributeError(
-            f"mm.jit({step}) has a lax.while_loop over several submeshes ({lines}), which the host runs, so that it is not one "
+            f"mm.jit({step}) has a lax.while_loop over several submeshes{at}, which the host runs, so that it is not one "
             f"program but several: ask one of its parts ({', '.join(map(repr, parts))}), as in .parts['while1'].report()"
         )
 

@@ -230,7 +230,7 @@ class Lowered(Shown):
         )  # fmt: skip
         if processes is not None:
             processes.is_ready()
-        compiled.explain = functools.partial(explain_float, step.name, self._plain)
+        compiled.explain = functools.partial(explain_float, step.name, self._plain, self.program)
         compiled.estimate = lambda: self._estimate
         return compiled
 

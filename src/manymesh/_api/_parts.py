@@ -171,6 +171,7 @@ class _Splitter:
             if loop is None:
                 self.eqns.append(substitute(eqn, env))
                 continue
+            eqn = _compat.with_line(eqn, outer)
             if (mark := str(eqn.params.get("name"))) in self.shared.loops:
                 self.shared.opened[mark] = _compat.source_line(loop)
             operands = [_lookup(env, v) for v in eqn.invars]
@@ -204,7 +205,7 @@ class _Splitter:
         bodies = [solver[0]] if solver is not None else _compat.jaxprs_in(eqn) if opened else []
         in_scan = in_scan or eqn.primitive.name == "scan"
         held = (self._held(_compat.within(e, eqn), in_scan) for body in bodies for e in _compat.open_jaxpr(body).eqns)
-        return next((loop for loop in held if loop is not None), None)
+        return next((_compat.with_line(loop, eqn) for loop in held if loop is not None), None)
 
     def _opened(self, jaxpr: AbstractJaxpr | None, operands: Sequence[Atom], outer: Eqn) -> list[Atom]:
         """Adds what a jaxpr computes of operands; what holds its results."""

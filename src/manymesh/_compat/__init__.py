@@ -72,6 +72,7 @@ from ._jaxprs import while_parts as while_parts
 from ._jaxprs import with_body as with_body
 from ._jaxprs import with_eqns as with_eqns
 from ._jaxprs import with_jaxprs as with_jaxprs
+from ._jaxprs import with_line as with_line
 from ._jaxprs import within as within
 from ._jaxprs import without_consts as without_consts
 from ._jaxprs import without_high as without_high

@@ -468,6 +468,14 @@ def source_line(eqn: Eqn) -> str:
         return ""
 
 
+def with_line(eqn: Eqn, outer: Eqn | None) -> Eqn:
+    """An equation of a library's, with the line of the user's from which the one that holds it is; another one as it is."""
+    if outer is None or source_line(eqn):
+        return eqn
+    new: Eqn = eqn.replace(source_info=eqn.source_info.replace(traceback=outer.source_info.traceback))
+    return new
+
+
 def line_within(eqn: Eqn) -> str:
     """As `source_line`, of the first equation in it that has one where it has none itself, as what a library made of a function."""
     line = source_line(eqn)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .. import _compat
 from .._compat import Atom, Var
 from .._program._flat import FlatProgram
-from .._program._fragments import Edge, Fragment, Kind, LoopPlan, Program
+from .._program._fragments import Edge, Fragment, Kind, LoopPlan, Program, called
 from .._program._nodes import Loop, nbytes
 from .._program._text import short
 from ._beside import of_literals
@@ -151,10 +151,7 @@ class _Builder:
 
     def _called(self, c: Cluster) -> str:
         names = dict.fromkeys(self.flat.tasks[n.task].name or "task" for n in c.nodes if n.task is not None)
-        phase = ("", "the backward pass of ", "the weight-gradient pass of ")[c.phase]
-        return phase + (
-            f"task {', '.join(map(repr, names))}" if names else f"what is outside of tasks on submesh {c.submesh}"
-        )
+        return called(names, c.phase, c.submesh)
 
     def _carried(self, loop: Loop) -> list[tuple[Cluster, Cluster]]:
         """(What leaves a carry, what reads it in the next microbatch), for each carry of a loop."""

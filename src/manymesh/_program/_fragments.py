@@ -7,7 +7,7 @@ flat jaxpr; inside a loop one variable stands for as many values as there are mi
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +18,13 @@ from .._task import Task
 from ._stacked import Stacked
 
 Kind = Literal["F", "B", "W"]
+
+
+def called(tasks: Iterable[str], phase: int, submesh: int | None) -> str:
+    """What users know of a part of a program: its tasks, by name, and which pass of them it is, 0 the forward one."""
+    names = ", ".join(map(repr, tasks))
+    which = ("", "the backward pass of ", "the weight-gradient pass of ")[phase]
+    return which + (f"task {names}" if names else f"what is outside of tasks on submesh {submesh}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +63,10 @@ class Fragment:
     def outvars(self) -> list[Any]:
         """Variables it makes that somebody else reads."""
         return list(self.jaxpr.outvars)
+
+    def called(self) -> str:
+        """What users know of it."""
+        return called(self.tasks, "FBW".index(self.kind) if self.tasks or self.loop is not None else 0, self.submesh)
 
     def __repr__(self) -> str:
         loop = "" if self.loop is None else f" loop {self.loop} stage {self.stage}"
