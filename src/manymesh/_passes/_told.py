@@ -7,6 +7,7 @@ from dataclasses import replace
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes, nodes_where
 from ._hoist import SMALL
+from ._roles import shrinks
 
 
 def follow_gradients(flat: FlatProgram) -> FlatProgram:
@@ -15,16 +16,19 @@ def follow_gradients(flat: FlatProgram) -> FlatProgram:
     The user computes it after the gradient, outside of it, so that JAX does not say so. As a part of a forward pass it would
     go on to the last stage, and each microbatch would wait for the first one's gradient there.
     """
-    after: set[Node] = set()  # what reads gradients, unmarked
+    after: dict[
+        Node, bool
+    ] = {}  # what reads gradients, unmarked -> whether it reads no more than what was made less of
     for n in flat.nodes:
         if n.task is None and n.loop is not None and not n.backward and not n.eqn.effects:
             made = [flat.index.producer[v] for v in n.inputs if v in flat.index.producer]
-            if any(p.loop == n.loop and (p.backward or p in after) for p in made):
-                after.add(n)
+            of = [after.get(p, False) for p in made if p.loop == n.loop and (p.backward or p in after)]
+            if of:
+                after[n] = all(of) or shrinks(n)
     carried = {c.out for loop in flat.loops for c in loop.carries}
     told: dict[Node, list[Node]] = {}
     for n in reversed(flat.nodes):
-        if n in after and carried.isdisjoint(n.outputs) and sum(nbytes(v.aval) for v in n.outputs) <= SMALL:
+        if after.get(n) and carried.isdisjoint(n.outputs) and sum(nbytes(v.aval) for v in n.outputs) <= SMALL:
             readers = [r for v in n.outputs for r in flat.index.readers.get(v, ())]
             if all(r in told or (r in after and not carried.isdisjoint(r.outputs)) for r in readers):
                 told[n] = [replace(n, backward=True)]
