@@ -118,3 +118,24 @@ def test_the_model_is_called_once(monkeypatch, step, looped):
     assert forward() == (2, 1)
     switch_off(monkeypatch, "call_once")
     assert forward() == (4, 2)
+
+
+def test_two_calls_that_are_differentiated_stay_two_in_a_loop():
+    """A backward pass for both would wait for the later one."""
+    flat = program("""
+        tasks: front 0
+        inputs: w f32[4,4], x f32[4,4]
+        loop 0: 2 microbatches, gpipe
+        xs b f32[2,4] = p, q
+        carry a f32[2,4] = p, then t, at last total
+        p = x[0:2]
+        q = x[2:4]
+        0: c = front: lax.tanh(b @ w)
+        0: d = front: lax.tanh(b @ w)
+        0: e = front_bwd: lax.exp(d)
+        0: f = front_bwd: lax.exp(c)
+        0: g = lax.add(e, f)
+        0: t = a + g
+        results: total
+    """)
+    assert run("call_once", flat) is flat

@@ -24,7 +24,8 @@ from ._scopes import is_rematerialised
 def call_once(flat: FlatProgram) -> FlatProgram:
     """Calls a task once where others call it in a forward pass with what is alike, and one call makes what all make.
 
-    That one is often the call that is differentiated, which makes more.
+    That one is often the call that is differentiated, which makes more. In a loop two that are differentiated stay two: one
+    backward pass for both would wait for the later one, and the stages could be in no order.
     """
     calls = Counter(_scope(flat, n) for n in flat.nodes if _is_call(n))
     again = {scope for scope, times in calls.items() if times > 1}
@@ -39,10 +40,11 @@ def call_once(flat: FlatProgram) -> FlatProgram:
                 numbers.learn(n)
         elif _is_call(n) and (scope := _scope(flat, n)) in again:
             groups.setdefault((scope, numbers.of(n.eqn.invars)), _Group(numbers)).add(n)
+    kept = {v for n in flat.nodes if n.backward and n.loop is not None for v in n.inputs}
     alias: dict[Var, Atom] = {}
     instead: dict[Node, Node | None] = {}
     for group in groups.values():
-        group.join(alias, instead)
+        group.join(kept, alias, instead)
     if not alias:
         return flat
     nodes = tuple(kept for n in flat.nodes if (kept := instead.get(n, n)) is not None)
@@ -120,14 +122,17 @@ class _Group:
                 first = next((made[what] for made in self.made if what in made), v)
                 self.numbers.give(v, self.numbers.of([first])[0])
 
-    def join(self, alias: dict[Var, Atom], instead: dict[Node, Node | None]) -> None:
-        """Leaves the call that makes most where the first one was, and drops those that make nothing besides."""
+    def join(self, kept: set[Var], alias: dict[Var, Atom], instead: dict[Node, Node | None]) -> None:
+        """Leaves the call that makes most where the first one was, and drops those that make nothing besides.
+
+        Nor anything that is ``kept`` for backward passes.
+        """
         if len(self.calls) < 2:
             return
         best = max(range(len(self.calls)), key=lambda k: len(self.made[k]))
         call, most = self.calls[best], self.made[best]
         for k, other in enumerate(self.calls):
-            if k == best or not most.keys() >= self.made[k].keys():
+            if k == best or not most.keys() >= self.made[k].keys() or not kept.isdisjoint(other.outputs):
                 continue
             alias.update((v, most[what]) for what, v in self._each(other))
             instead[other] = None
