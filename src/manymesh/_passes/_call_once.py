@@ -47,7 +47,7 @@ def call_once(flat: FlatProgram) -> FlatProgram:
         group.join(kept, alias, instead)
     if not alias:
         return flat
-    nodes = tuple(kept for n in flat.nodes if (kept := instead.get(n, n)) is not None)
+    nodes = tuple(call for n in flat.nodes if (call := instead.get(n, n)) is not None)
     return rename(replace(flat, nodes=nodes, placement=None), alias)
 
 
