@@ -368,14 +368,11 @@ def test_calls_of_one_function_are_told_apart(step):
     assert_agrees(SEVERAL[step], [0.5 * w for w in parameters()], batch(8))
 
 
-@pytest.mark.parametrize("rounds", ["in Python", "in a scan"])
-def test_rounds_that_are_checkpointed_are_a_pipeline(rounds):
+def test_rounds_of_a_scan_that_are_checkpointed_are_a_pipeline():
     """A rollout; of its weights, which all rounds read, JAX takes what it can out of the scan."""
 
     def loss(ws, x):
         once = jax.checkpoint(lambda x: chained(ws, x))
-        if rounds == "in Python":
-            return jnp.mean(once(once(x)) ** 2)
         return jnp.mean(jax.lax.scan(lambda x, _: (once(x), None), x, None, length=2)[0] ** 2)
 
     lowered = step(loss).lower(parameters(), batch())
