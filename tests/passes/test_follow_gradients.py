@@ -60,11 +60,11 @@ METRICS = {
 @pytest.mark.parametrize("metric", METRICS)
 def test_a_norm_of_each_microbatch_leaves_the_pipeline(monkeypatch, metric):
     def one(p, x):
-        value, grads = jax.value_and_grad(loss)(p, x)
+        value, grads = jax.value_and_grad(lambda p, x: loss(p, x) * p["scale"][0])(p, x)
         return value, grads, METRICS[metric](grads)
 
     step = mm.microbatch(one, argnum=1, num_microbatches=4, schedule="1f1b", reduce="mean")
-    p, x = {"front": jnp.eye(4), "back": jnp.eye(4)}, rows()
+    p, x = {"front": jnp.eye(4), "back": jnp.eye(4), "scale": jnp.full(1, 0.5)}, rows()
 
     def in_order():
         compiled = mm.jit(step).lower(p, x).compile()

@@ -5,7 +5,7 @@ XLA would see that within a fragment; but each call of a task is one, and what i
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -27,24 +27,24 @@ def call_once(flat: FlatProgram) -> FlatProgram:
     That one is often the call that is differentiated, which makes more. In a loop two that are differentiated stay two: one
     backward pass for both would wait for the later one, and the stages could be in no order.
     """
-    calls = Counter(_scope(flat, n) for n in flat.nodes if _is_call(n))
-    again = {scope for scope, times in calls.items() if times > 1}
+    times = Counter(_scope(flat, n) for n in flat.nodes if _is_call(n))
+    again = [scope for scope in times if times[scope] > 1]
     if not again:
         return flat
     numbers = _Numbers()
-    groups: dict[Hashable, _Group] = {}
+    calls_of = {scope: _Calls(numbers) for scope in again}
     loops = {loop for _, loop in again}
     for n in flat.nodes:
         if n.task is None:
             if n.loop in loops:
                 numbers.learn(n)
         elif _is_call(n) and (scope := _scope(flat, n)) in again:
-            groups.setdefault((scope, numbers.of(n.eqn.invars)), _Group(numbers)).add(n)
+            calls_of[scope].add(n)
     kept = {v for n in flat.nodes if n.backward and n.loop is not None for v in n.inputs}
     alias: dict[Var, Atom] = {}
     instead: dict[Node, Node | None] = {}
-    for group in groups.values():
-        group.join(kept, alias, instead)
+    for calls in calls_of.values():
+        calls.join(flat, kept, alias, instead)
     if not alias:
         return flat
     nodes = tuple(call for n in flat.nodes if (call := instead.get(n, n)) is not None)
@@ -100,48 +100,62 @@ class _Numbers:
 
 
 @dataclass(eq=False)
-class _Group:
-    """Calls of a task with operands that are alike.
+class _Calls:
+    """The calls of a task in one place: in a loop, or outside of all.
 
     Attributes:
       numbers: of the values of the program.
-      calls: the calls, in order.
-      made: what each of them makes: what it is -> its variable. Found once there is a second one.
+      calls: the calls, in order, with what each of them makes: what it is -> its variable.
+      first: what is made -> the variable of the first call that makes it.
     """
 
     numbers: _Numbers
-    calls: list[Node] = field(default_factory=list)
-    made: list[dict[Hashable, Var]] = field(default_factory=list)
+    calls: list[tuple[Node, dict[Hashable, Var]]] = field(default_factory=list)
+    first: dict[Hashable, Var] = field(default_factory=dict)
 
     def add(self, n: Node) -> None:
         """Adds a call; what an earlier one makes too gets the same number."""
-        self.calls.append(n)
-        if len(self.calls) > 1:
-            self.made += [self._made(call) for call in self.calls[len(self.made) :]]
-            for what, v in self.made[-1].items():
-                first = next((made[what] for made in self.made if what in made), v)
-                self.numbers.give(v, self.numbers.of([first])[0])
+        made = dict(reversed(self._each(n)))
+        self.calls.append((n, made))
+        for what, v in made.items():
+            self.numbers.give(v, self.numbers.of([self.first.setdefault(what, v)])[0])
 
-    def join(self, kept: set[Var], alias: dict[Var, Atom], instead: dict[Node, Node | None]) -> None:
-        """Leaves the call that makes most where the first one was, and drops those that make nothing besides.
+    def join(self, flat: FlatProgram, kept: set[Var], alias: dict[Var, Atom], instead: dict[Node, Node | None]) -> None:
+        """Drops calls that make nothing besides what another one makes, which takes the place of the first of them.
 
         Nor anything that is ``kept`` for backward passes.
         """
-        if len(self.calls) < 2:
-            return
-        best = max(range(len(self.calls)), key=lambda k: len(self.made[k]))
-        call, most = self.calls[best], self.made[best]
-        for k, other in enumerate(self.calls):
-            if k == best or not most.keys() >= self.made[k].keys() or not kept.isdisjoint(other.outputs):
+        position = flat.index.position
+        making: dict[Hashable, list[int]] = defaultdict(list)
+        for k, (_, made) in enumerate(self.calls):
+            for what in made:
+                making[what].append(k)
+        for k, (n, made) in enumerate(self.calls):
+            of = making[next(iter(made))] if made and n not in instead and kept.isdisjoint(n.outputs) else []
+            others = [j for j in of if j != k and self.calls[j][0] not in instead]
+            others = [j for j in others if self.calls[j][1].keys() >= made.keys()]
+            if not others:
                 continue
-            alias.update((v, most[what]) for what, v in self._each(other))
-            instead[other] = None
-            if k < best and call not in instead:  # it reads what is there by then
-                instead[other] = replace(call, eqn=call.eqn.replace(invars=list(other.eqn.invars)))
+            call, most = self.calls[max(others, key=lambda j: len(self.calls[j][1]))]
+            earlier = self._at(flat, call, n) if position[call] > position[n] else None
+            if earlier is not None:
                 instead[call] = None
+            elif position[call] > position[n]:
+                continue
+            instead[n] = earlier
+            alias.update((v, most[what]) for what, v in self._each(n))
 
-    def _made(self, n: Node) -> dict[Hashable, Var]:
-        return {what: v for what, v in reversed(self._each(n))}
+    def _at(self, flat: FlatProgram, call: Node, before: Node) -> Node | None:
+        """A call where an earlier one is, of operands that are there by then; None where one is not."""
+        there = dict(zip(self.numbers.of(before.eqn.invars), before.eqn.invars, strict=True))
+        invars: list[Atom] = []
+        for x, number in zip(call.eqn.invars, self.numbers.of(call.eqn.invars), strict=True):
+            x = there.get(number, x)
+            made = flat.index.producer.get(x) if _compat.is_var(x) else None
+            if made is not None and flat.index.position[made] > flat.index.position[before]:
+                return None
+            invars.append(x)
+        return replace(call, eqn=call.eqn.replace(invars=invars))
 
     def _each(self, n: Node) -> list[tuple[Hashable, Var]]:
         """What each result of a call is, with its variable: equal for results that are computed alike."""

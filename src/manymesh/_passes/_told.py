@@ -7,7 +7,7 @@ from dataclasses import replace
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes, nodes_where
 from ._hoist import SMALL
-from ._roles import shrinks
+from ._roles import is_number, shrinks
 
 
 def follow_gradients(flat: FlatProgram) -> FlatProgram:
@@ -16,15 +16,13 @@ def follow_gradients(flat: FlatProgram) -> FlatProgram:
     The user computes it after the gradient, outside of it, so that JAX does not say so. As a part of a forward pass it would
     go on to the last stage, and each microbatch would wait for the first one's gradient there.
     """
-    after: dict[
-        Node, bool
-    ] = {}  # what reads gradients, unmarked -> whether it reads no more than what was made less of
+    after: dict[Node, bool] = {}  # what reads gradients, unmarked -> whether there is less of it
     for n in flat.nodes:
         if n.task is None and n.loop is not None and not n.backward and not n.eqn.effects:
             made = [flat.index.producer[v] for v in n.inputs if v in flat.index.producer]
             of = [after.get(p, False) for p in made if p.loop == n.loop and (p.backward or p in after)]
             if of:
-                after[n] = all(of) or shrinks(n)
+                after[n] = all(of) or shrinks(n) or is_number(n)
     carried = {c.out for loop in flat.loops for c in loop.carries}
     told: dict[Node, list[Node]] = {}
     for n in reversed(flat.nodes):
