@@ -28,6 +28,8 @@ def test_laws_hold_on_generated_programs(part, shared, request):
             raise
 
 
+# CI has them on the second pair with XLA compiling as for users, and need not have them there twice.
+@pytest.mark.once
 @pytest.mark.parametrize("path", sorted((Path(__file__).parent / "regressions").glob("*.json")), ids=lambda p: p.stem)
 def test_what_once_broke_a_law(path):
     """Programs that `make fuzz` found and kept."""
