@@ -466,6 +466,7 @@ def test_deep_equilibrium_with_microbatches(weighted):
     same(step, parameters(), rows(), jax.random.key(3), jnp.float32(0), donate_argnums=(0, 3))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("micro", [False, True])
 def test_an_optimizer_with_a_line_search(micro):
     """L-BFGS: its zoom is a while_loop with gradients of the model in it."""

@@ -414,6 +414,7 @@ def in_scopes(ws, x):
     return jnp.mean(x**2)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("policy", ["nothing", "dots"])
 def test_a_checkpoint_around_scopes_is_a_pipeline(policy):
     with mm.register_task(r"layer(\d)", callback=lambda match, backward: mm.Task(devices=[int(match[1]) // 2])):
