@@ -5,29 +5,30 @@ import jax.numpy as jnp
 import pytest
 
 import manymesh as mm
-from flat import lines, program, run, switch_off, text
+from flat import lines, looped, program, run, switch_off, text
 from stages import WIDTH, assert_same, back, front, parameters, reference, rows
+
+BODY = """
+    tasks: front 0, back 1
+    inputs: w f32[4,4], x f32[4,4]
+    loop 0: 2 microbatches, gpipe
+    xs b f32[2,4] = p, q
+    carry a f32[2,4] = p, then t, at last total
+    p = x[0:2]
+    q = x[2:4]
+    {}
+    results: total
+"""
 
 
 def test_equal_calls_are_one():
     """Of the same task, in a loop as well, and of tasks that read what equal calls and equal equations make."""
-    flat = program("""
-        tasks: front 0, back 1
-        inputs: w f32[4,4], x f32[4,4]
-        loop 0: 2 microbatches, gpipe
-        xs b f32[2,4] = p, q
-        carry a f32[2,4] = p, then t, at last total
-        p = x[0:2]
-        q = x[2:4]
-        0: c = front: lax.tanh(b @ w)
-        0: d = lax.neg(c)
-        0: e = back: lax.exp(d @ w)
-        0: f = front: lax.tanh(b @ w)
-        0: g = lax.neg(f)
-        0: h = back: lax.exp(g @ w)
-        0: t = a + e * h
-        results: total
-    """)
+    flat = looped(
+        BODY,
+        "c = front: lax.tanh(b @ w)", "d = lax.neg(c)", "e = back: lax.exp(d @ w)",
+        "f = front: lax.tanh(b @ w)", "g = lax.neg(f)", "h = back: lax.exp(g @ w)",
+        "t = a + e * h",
+    )  # fmt: skip
     assert lines(run("remove_dead", run("call_once", flat))) == text("""
         inputs: a f32[4,4], b f32[4,4]
         loop 0 step: 2 microbatches
@@ -122,20 +123,31 @@ def test_the_model_is_called_once(monkeypatch, step, looped):
 
 def test_two_calls_that_are_differentiated_stay_two_in_a_loop():
     """A backward pass for both would wait for the later one."""
-    flat = program("""
-        tasks: front 0
-        inputs: w f32[4,4], x f32[4,4]
-        loop 0: 2 microbatches, gpipe
-        xs b f32[2,4] = p, q
-        carry a f32[2,4] = p, then t, at last total
-        p = x[0:2]
-        q = x[2:4]
-        0: c = front: lax.tanh(b @ w)
-        0: d = front: lax.tanh(b @ w)
-        0: e = front_bwd: lax.exp(d)
-        0: f = front_bwd: lax.exp(c)
-        0: g = lax.add(e, f)
-        0: t = a + g
-        results: total
-    """)
+    flat = looped(
+        BODY,
+        "c = front: lax.tanh(b @ w)", "d = front: lax.tanh(b @ w)", "e = front_bwd: lax.exp(d)", "f = front_bwd: lax.exp(c)",
+        "t = a + e + f",
+    )  # fmt: skip
     assert run("call_once", flat) is flat
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_one_of_two_heads(first):
+    """A metric of one result of a task, which reads less, and of a function with a derivative of its own."""
+
+    def heads(p, h):
+        return jax.nn.relu(h @ p["back"]), h @ p["value"]
+
+    trunk, both = mm.task(lambda w, x: jax.nn.relu(x @ w), "trunk", devices=[0]), mm.task(heads, "heads", devices=[1])
+    run_ = lambda p, x: both(p, trunk(p["front"], x))  # noqa: E731
+
+    def step(p, x):
+        metric = lambda: jnp.mean(run_(p, x)[0] > 0.5)  # noqa: E731
+        before = metric() if first else None
+        grads = jax.grad(lambda p: sum(jnp.mean(y**2) for y in run_(p, x)))(p)
+        return grads, before if first else metric()
+
+    p = parameters() | {"value": jnp.ones((WIDTH, 1))}
+    compiled = mm.jit(step).lower(p, rows()).compile()
+    assert_same(compiled(p, rows()), reference(jax.jit(step), p, rows()))
+    assert [f.name for f in compiled.program.fragments if f.tasks and "bwd" not in f.name] == ["trunk", "heads"]

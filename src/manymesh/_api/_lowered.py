@@ -201,8 +201,7 @@ class Lowered(Shown):
         step = self._step
         require_devices(step.name, self.program.submeshes)
         options = {**(step.compiler_options or {}), **(compiler_options or {})}
-        setting = _compat.trace_settings(), tuple(sorted(options.items()))
-        executables = step.executables.setdefault(setting, Executables())
+        executables = step.executables.setdefault(_compat.trace_settings(), Executables())
         before = (executables.compiled, executables.reused)
         layout = self.layout
         owner, processes = ownership(self.program.submeshes, jax.process_index()), world()

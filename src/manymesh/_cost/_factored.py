@@ -32,6 +32,10 @@ def _of_matrices(count: Callable[[float, float, Eqn], float]) -> Callable[[Eqn],
     return of_batch
 
 
+def _reflections(m: float, n: float, eqn: Eqn) -> float:
+    return 2 * m * n**2 - 2 * n**3 / 3
+
+
 def _svd(m: float, n: float, eqn: Eqn) -> float:
     if not eqn.params.get("compute_uv", True):
         return 4 * m * n**2 - 4 * n**3 / 3
@@ -59,10 +63,10 @@ def _is_complex(v: Atom) -> bool:
 _COUNTS: Mapping[str, Callable[[Eqn], float]] = {
     "cholesky": _of_matrices(lambda m, n, eqn: n**3 / 3),
     "lu": _of_matrices(lambda m, n, eqn: m * n**2 - n**3 / 3),
-    "geqrf": _of_matrices(lambda m, n, eqn: 2 * m * n**2 - 2 * n**3 / 3),
-    "geqp3": _of_matrices(lambda m, n, eqn: 2 * m * n**2 - 2 * n**3 / 3),
-    "householder_product": _of_matrices(lambda m, n, eqn: 2 * m * n**2 - 2 * n**3 / 3),
-    "qr": _of_matrices(lambda m, n, eqn: 4 * m * n**2 - 4 * n**3 / 3),  # both factors
+    "geqrf": _of_matrices(_reflections),
+    "geqp3": _of_matrices(_reflections),
+    "householder_product": _of_matrices(_reflections),
+    "qr": _of_matrices(lambda m, n, eqn: 2 * _reflections(m, n, eqn)),  # both factors
     "eigh": _of_matrices(lambda m, n, eqn: 9 * n**3),
     "eig": _of_matrices(lambda m, n, eqn: 25 * n**3),
     "schur": _of_matrices(lambda m, n, eqn: 25 * n**3),

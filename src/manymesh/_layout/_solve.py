@@ -231,9 +231,8 @@ class _Solver:
             return self._as_on(self.crossing[v, s], v, mesh)
         if v in self._inputs and (home := self.program.home[v]) != s:
             there = self._as_on(home, v, mesh)
-            return (
-                there if there is not None and any(there.spec) else None
-            )  # a whole one says nothing for its readers here
+            if there is not None and any(there.spec):  # a whole one says nothing for its readers here
+                return there
         return None
 
     def _as_on(self, s: int, v: Var, mesh: Mesh) -> Decision | None:

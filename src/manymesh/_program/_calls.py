@@ -72,9 +72,8 @@ def leaf_by_leaf(eqn: Eqn) -> list[Eqn]:
     if eqn.primitive.name not in ("device_put", "optimization_barrier") or len(eqn.outvars) < 2:
         return [eqn]
     leaves = range(len(eqn.outvars))
-    params = [
-        {name: value[k : k + 1] for name, value in eqn.params.items()} for k in leaves
-    ]  # each has one for each leaf
+    # Each parameter has an entry for each leaf.
+    params = [{name: value[k : k + 1] for name, value in eqn.params.items()} for k in leaves]
     return [eqn.replace(invars=[eqn.invars[k]], outvars=[eqn.outvars[k]], params=params[k]) for k in leaves]
 
 
