@@ -11,6 +11,7 @@ from .._compat import Eqn
 from .._errors import PlacementError
 from .._program._flat import FlatProgram
 from .._program._nodes import Node
+from .._shown import joined, numbers
 from .._task import mesh_devices
 from .._topology import auto_mesh
 
@@ -55,7 +56,7 @@ def _placed(flat: FlatProgram, node: Node, submeshes: dict[frozenset[object], st
             )
         if devices not in submeshes:
             raise PlacementError(
-                f"{_found(eqn, mesh)}, outside of tasks, where it has to be on a submesh of the step: {' or '.join(submeshes.values())}. "
+                f"{_found(eqn, mesh)}, outside of tasks, where it has to be on a submesh of the step: {joined(list(submeshes.values()))}. "
                 "Write jax.shard_map on one of these, or in a task on the mesh that it needs, mm.task(fun, name, mesh=mesh): "
                 "submeshes may share devices, and one may have all of them. jax.vmap needs no mesh"
             )
@@ -71,4 +72,4 @@ def _found(eqn: Eqn, mesh: Mesh) -> str:
 
 
 def _described(mesh: Mesh) -> str:
-    return f"devices {[d.id for d in mesh_devices(mesh)]} with axes {dict(mesh.shape)}"
+    return f"devices {numbers(d.id for d in mesh_devices(mesh))} with axes {dict(mesh.shape)}"
