@@ -96,15 +96,24 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_LAZY})
 
 
-def _nnx_scopes() -> _contextlib.AbstractContextManager[None]:
+def _nnx_scopes(scopes_mean_tasks: bool) -> _contextlib.AbstractContextManager[None]:
     """Modules of NNX open scopes with their paths, where the program may have such modules."""
-    if "flax.nnx" not in _sys.modules:
+    if not scopes_mean_tasks or "flax.nnx" not in _sys.modules:
         return _contextlib.nullcontext()
     naming: _contextlib.AbstractContextManager[None] = _importlib.import_module(f"{__name__}._nnx._names").naming()
     return naming
 
 
-_mark.scope_makers.append(_nnx_scopes)
+def _flax_constraints(scopes_mean_tasks: bool) -> _contextlib.AbstractContextManager[None]:
+    """Constraints of Linen outside of tasks travel with their values, where the program may have such constraints."""
+    if "flax.linen" not in _sys.modules:
+        return _contextlib.nullcontext()
+    linen = _importlib.import_module(f"{__name__}._flax._constraints")
+    travelling: _contextlib.AbstractContextManager[None] = linen.travelling()
+    return travelling
+
+
+_mark.frameworks += [_nnx_scopes, _flax_constraints]
 
 for _face in (f"{__name__}.distributed", f"{__name__}.errors", f"{__name__}.meta", f"{__name__}.schedules", __name__):
     _publish(_face)

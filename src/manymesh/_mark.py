@@ -16,7 +16,7 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -35,7 +35,7 @@ from ._stands_for import stands_for
 from ._task import AxisRule, Task, check_name
 from ._types import PyTree
 from ._vmapped import resolve_vmapped
-from .meta._rules import as_rules, get_logical_axis_rules, rules_around, rules_in_task, rules_of_flax
+from .meta._rules import AnyOther, as_rules, get_logical_axis_rules, rules_around, rules_in_task, rules_of_flax
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,8 +83,8 @@ def current_recording() -> Recording | None:
     return None if _ignored.get() else _recording.get()
 
 
-# Each gives a context in which modules of a framework open scopes with their names; entered where names mean tasks.
-scope_makers: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
+# Each gives the context of a trace in which a framework says more than elsewhere, told whether scopes may be tasks.
+frameworks: list[Callable[[bool], contextlib.AbstractContextManager[None]]] = []
 
 
 @contextlib.contextmanager
@@ -93,8 +93,8 @@ def recording(record: Recording) -> Iterator[None]:
     token = _recording.set(record)
     try:
         with contextlib.ExitStack() as stack:
-            for name in scope_makers if record.implicit else ():
-                stack.enter_context(name())
+            for telling in frameworks:
+                stack.enter_context(telling(bool(record.implicit)))
             with _compat.separate_jit_caches(record.token), enter_scope(None), carrying(carry_box_names):
                 yield
     finally:
@@ -274,7 +274,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         for i, v in zip(traced, values, strict=True):
             full[i] = v if described.mesh is None else _at_border(v, i)
         a, k = jax.tree.unflatten(treedef, full)
-        with _surroundings(described, scope):
+        with _surroundings(record, described, scope):
             out = fun(*a, **k)
         out_leaves, tree = jax.tree.flatten(out)
         dynamic = {id(leaf): leaf for leaf in out_leaves if is_dynamic(leaf)}  # what is returned twice is one result
@@ -371,7 +371,10 @@ def _call_nested(
     if outer.task is not None:
         check_nested(described, outer.task)
         described = described.within(outer.task)
-    with enter_scope(task_scope(record, described) if described.mesh is not None else outer), _flax_rules(described):
+    with (
+        enter_scope(task_scope(record, described) if described.mesh is not None else outer),
+        _flax_rules(record, described),
+    ):
         return fun(*args, **kwargs)
 
 
@@ -460,15 +463,7 @@ def task_scope(record: Recording, described: Task) -> Scope:
             )
             record.findings[Finding(text, described.name)] = AxisError
         for name in unknown:
-            axes = tuple(described.mesh.axis_names) if described.mesh is not None else ()
-            known = list(dict.fromkeys(a for a, _ in (*(described.logical_axes or ()), *rules) if a not in axes))
-            near = difflib.get_close_matches(str(name), [*known, *axes], 1)
-            first = f"did you mean {near[0]!r}? Otherwise add" if near else "correct the name, add"
-            text = (
-                f"axis name {name!r} of {names} is in no rule (the rules know {known}) and is no device axis {axes}, so it "
-                f"means replication; {first} a rule, or map it to None"
-            )
-            record.findings[Finding(text, described.name)] = AxisError
+            _note_unknown(record, described, name, rules, f" of {names}")
         return spec
 
     named = described.mesh is not None and described.has_named_axes
@@ -477,12 +472,16 @@ def task_scope(record: Recording, described: Task) -> Scope:
 
 
 @contextlib.contextmanager
-def _surroundings(described: Task, scope: Scope) -> Iterator[None]:
+def _surroundings(record: Recording, described: Task, scope: Scope) -> Iterator[None]:
     if described.mesh is None:
         with enter_scope(scope):
             yield
         return
-    with enter_scope(scope), jax.sharding.use_abstract_mesh(described.mesh.abstract_mesh), _flax_rules(described):
+    with (
+        enter_scope(scope),
+        jax.sharding.use_abstract_mesh(described.mesh.abstract_mesh),
+        _flax_rules(record, described),
+    ):
         yield
 
 
@@ -494,11 +493,11 @@ border_p = _compat.linear_identity(
 )
 
 
-def _flax_rules(described: Task) -> contextlib.AbstractContextManager[Any]:
+def _flax_rules(record: Recording, described: Task) -> contextlib.AbstractContextManager[Any]:
     """Makes Flax's own logical constraints and boxes, if Flax is loaded, read names as the task does.
 
     The rules of the task come first, then those that Flax has around the task and those of `meta` for other names, then the
-    names of its axes themselves.
+    names of its axes themselves. Of any other name there is a finding.
     """
     linen: Any = sys.modules.get("flax.linen")
     if linen is None or described.mesh is None:
@@ -507,8 +506,29 @@ def _flax_rules(described: Task) -> contextlib.AbstractContextManager[Any]:
     flaxs = as_rules(rules_of_flax()) or ()
     others = (*flaxs, *(rule for rule in get_logical_axis_rules() if rule[0] not in dict(flaxs)))
     rules = (*rules_in_task(described.logical_axes or (), others, axes), *((axis, axis) for axis in axes))
+    if described.has_named_axes:
+        known = {name for name, _ in rules}
+
+        def hear(name: str) -> None:
+            if name not in known:
+                _note_unknown(record, described, name, others)
+
+        rules = (*rules, (AnyOther(hear), None))
     inside: contextlib.AbstractContextManager[Any] = linen.logical_axis_rules(rules)
     return inside
+
+
+def _note_unknown(record: Recording, described: Task, name: Any, others: Iterable[AxisRule], of: str = "") -> None:
+    """Finds that a task and ``others``, the rules for what it does not know, say nothing of a name (``of`` which names)."""
+    axes = tuple(described.mesh.axis_names) if described.mesh is not None else ()
+    known = list(dict.fromkeys(a for a, _ in (*(described.logical_axes or ()), *others) if a not in axes))
+    near = difflib.get_close_matches(str(name), [*known, *axes], 1)
+    first = f"did you mean {near[0]!r}? Otherwise add" if near else "correct the name, add"
+    text = (
+        f"axis name {name!r}{of} is in no rule (the rules know {known}) and is no device axis {axes}, so it "
+        f"means replication; {first} a rule, or map it to None"
+    )
+    record.findings[Finding(text, described.name)] = AxisError
 
 
 def _batch_names(params: dict[str, Any], dim: int, axes: tuple[str, ...]) -> dict[str, Any]:

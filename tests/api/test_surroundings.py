@@ -313,8 +313,9 @@ def test_names_of_flax_follow_the_task_around_a_model():
 
     variables = Model().init(jax.random.key(0), rows())
     layouts = []
-    for axes in ([("batch", "data")], [("hidden", "data")], [("out", "data")]):
-        task = mm.task(Model().apply, "model", mesh=mesh, logical_axes=axes)
+    nothing = dict.fromkeys(["batch", "embed", "hidden", "out"])
+    for name in ("batch", "hidden", "out"):
+        task = mm.task(Model().apply, "model", mesh=mesh, logical_axes={**nothing, name: "data"})
         compiled = mm.jit(task).lower(variables, rows()).compile()
         kernel = compiled.input_shardings[0][0]["params"]["Dense_0"]["kernel"].value
         layouts.append((kernel.spec, compiled.output_shardings.spec))

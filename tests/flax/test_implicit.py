@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 import manymesh as mm
+from manymesh import _compat
 from manymesh.flax import parallelize_step, shard_axes
 from stages import assert_agrees, assert_same, reference
 
@@ -180,6 +181,82 @@ class Stacked(nn.Module):
 
 # What it costs that they do not divide is said once, as a warning.
 @pytest.mark.filterwarnings("ignore:.*are not used in equal blocks by 3 submeshes:UserWarning")
+class Constrained(nn.Module):
+    """A layer whose activations are constrained in Flax's words, and the result where it is called."""
+
+    names: tuple = ("batch", "hidden")
+
+    @nn.compact
+    def __call__(self, x):
+        return jnp.tanh(nn.with_logical_constraint(nn.Dense(WIDTH, use_bias=False)(x), self.names))
+
+
+class Constraining(nn.Module):
+    names: tuple = ("batch", "hidden")
+
+    @nn.compact
+    def __call__(self, x):
+        x = Constrained(self.names, name="front")(x)
+        x = nn.with_logical_constraint(x, (None, "hidden"))  # in no task
+        return nn.remat(Constrained)(self.names, name="back")(x)
+
+
+def loss_of_constraining(variables, x, names=("batch", "hidden")):
+    return jnp.mean(Constraining(names).apply(variables, x) ** 2)
+
+
+def constraints(fun, *args):
+    """The specs of all constraints of a step, in order."""
+    found = []
+
+    def look(jaxpr):
+        for eqn in _compat.open_jaxpr(jaxpr).eqns:
+            if eqn.primitive.name == "sharding_constraint":
+                found.append(tuple(eqn.params["sharding"].spec))
+            for inner in _compat.jaxprs_in(eqn):
+                look(inner)
+
+    for f in mm.jit(fun).lower(*args).program.fragments:
+        look(f.jaxpr)
+    return found
+
+
+def grid(*ids):
+    return Mesh(np.array([jax.devices()[i] for i in ids]).reshape(2, 2), ("data", "model"))
+
+
+def test_constraints_of_flax_mean_what_the_tasks_say():
+    """Those in a scope are read by its task, those between two by the tasks on the submesh; elsewhere nothing changes."""
+    rules = [("batch", "data"), ("hidden", "model")]
+    mm.register_task("front", mesh=grid(0, 1, 2, 3), logical_axes=rules)
+    mm.register_task("back", mesh=grid(4, 5, 6, 7), logical_axes=rules)
+    variables, x = Constraining().init(jax.random.key(0), batch()), batch()
+    with mm.ignore_transforms():
+        assert "sharding" not in str(jax.make_jaxpr(loss_of_constraining)(variables, x)).replace("out_sharding", "")
+    assert constraints(loss_of_constraining, variables, x) == [("data", "model"), (None, "model"), ("data", "model")]
+    step = jax.value_and_grad(loss_of_constraining)
+    assert_same(mm.jit(step)(variables, x), reference(step, variables, x))
+    assert "sharding" not in str(jax.make_jaxpr(loss_of_constraining)(variables, x)).replace("out_sharding", "")
+
+
+def test_a_name_that_nobody_knows_is_found_in_constraints_of_flax():
+    """A scope that a task is registered for, or a task around a model: an error under ``strict``."""
+    rules = [("batch", "data"), ("hidden", "model")]
+    variables, x = Constraining().init(jax.random.key(0), batch()), batch()
+    names = ("batch", "hiden")
+    words = r"task 'front': axis name 'hiden' .*is in no rule .*did you mean 'hidden'\?"
+
+    def by_hand(variables, x):
+        return mm.task(loss_of_constraining, "front", mesh=grid(0, 1, 2, 3), logical_axes=rules)(variables, x, names)
+
+    with pytest.raises(mm.errors.AxisError, match=words):
+        mm.jit(by_hand, strict=True).lower(variables, x)
+    mm.register_task("front", mesh=grid(0, 1, 2, 3), logical_axes=rules)
+    mm.register_task("back", mesh=grid(0, 1, 2, 3), logical_axes=[*rules, ("hiden", None)])
+    with pytest.raises(mm.errors.AxisError, match=words):
+        mm.jit(lambda v, x: loss_of_constraining(v, x, names), strict=True).lower(variables, x)
+
+
 def test_stacked_linen_layers_over_submeshes():
     """Five layers over three submeshes, which does not divide."""
     loss, params = training(Stacked())

@@ -31,6 +31,7 @@ from .._stands_for import stands_for
 from .._task import Task
 from .._types import PyTree
 from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
+from ..meta._rules import rules_of_flax
 
 T = TypeVar("T")
 
@@ -251,7 +252,7 @@ def _our_box(x: Any) -> Any:
     if type(x) is flax_meta.Partitioned:
         return meta.Partitioned(_our_box(x.value), x.names)
     if type(x) is nn.LogicallyPartitioned:
-        rules = x.rules or nn.get_logical_axis_rules() or None
+        rules = x.rules or rules_of_flax() or None
         return meta.LogicallyPartitioned(_our_box(x.value), x.names, rules=rules)
     return x
 

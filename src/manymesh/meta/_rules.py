@@ -18,7 +18,7 @@ import enum
 import functools
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -205,7 +205,31 @@ def logical_axis_rules(rules: RulesLike) -> Iterator[None]:
 def rules_of_flax() -> Any:
     """The rules that Flax has around a call, as it has them; none where Flax is not loaded."""
     flax: Any = sys.modules.get("flax.core.spmd") or sys.modules.get("flax.linen")
-    return flax.get_logical_axis_rules() if hasattr(flax, "get_logical_axis_rules") else ()
+    found = flax.get_logical_axis_rules() if hasattr(flax, "get_logical_axis_rules") else ()
+    return found[:-1] if isinstance(found, tuple) and found and isinstance(found[-1][0], AnyOther) else found
+
+
+class AnyOther(str):
+    """The name of a last rule that says nothing, and hears of each name that Flax looks up.
+
+    Flax has no word for a name that no rule knows: it compares it with the name of each rule, and replicates the dimension.
+    """
+
+    hear: Callable[[str], None]
+
+    def __new__(cls, hear: Callable[[str], None]) -> AnyOther:
+        """A name that tells ``hear`` what it is compared with."""
+        self = super().__new__(cls, "any other name")
+        self.hear = hear
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        """Equals nothing."""
+        if isinstance(other, str) and not isinstance(other, AnyOther):
+            self.hear(other)
+        return False
+
+    __hash__ = str.__hash__
 
 
 def rules_around() -> Rules:
