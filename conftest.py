@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 import time
+from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,23 @@ def pytest_collection_finish() -> None:
     if "jax" in sys.modules:
         gc.set_threshold(5000, 20, 50)
         importlib.import_module("compiling").set_up()
+
+
+# Of the cases of a test that has many a brief run has one in so many.
+SAMPLED, MANY = 3, 4
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On a second pair of Python and JAX every test runs, and of those with many cases some."""
+    if config.getoption("--hypothesis-profile") != "brief":
+        return
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept = {item for found in cases.values() for item in (found if len(found) < MANY else found[::SAMPLED])}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 # Files whose tests have little in common, and take long.

@@ -19,7 +19,7 @@ PARTS = 10
 def test_laws_hold_on_generated_programs(part, shared, request):
     """Values, effects and layouts are those of plain JAX, and a second step compiles nothing. Ten programs a part."""
     brief = request.config.getoption("--hypothesis-profile") == "brief"
-    for number in range(part, 30 if brief else 100, PARTS):
+    for number in range(part, 75 if brief else 100, PARTS):
         program = drawn(number, small=True)
         try:
             check(program, shared)

@@ -154,9 +154,9 @@ PARTS = 5
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_laws_hold_on_generated_programs(pool, part, shared, request):
-    """The laws of one process hold in two. Ten programs a part, one in a brief run; fuzz_processes.py runs more."""
+    """The laws of one process hold in two. Ten programs a part, three in a brief run; fuzz_processes.py runs more."""
     brief = request.config.getoption("--hypothesis-profile") == "brief"
-    for number in range(part, 5 if brief else 50, PARTS):
+    for number in range(part, 15 if brief else 50, PARTS):
         pool.call("programs.generated", number, shared)
 
 
