@@ -60,6 +60,23 @@ def test_each_microbatch_gets_what_the_one_before_left(schedule: str) -> None:
     np.testing.assert_allclose(np.asarray(state["front"]), np.asarray(mean), rtol=1e-5)
 
 
+def test_a_state_is_collected_as_each_microbatch_found_it() -> None:
+    """Also where nothing else in the loop reads it: here it is what the microbatch before made."""
+    task = mm.task(lambda w, x: jnp.tanh(x @ w), "front", devices=[0])
+
+    def fun(w: Any, last: Any, x: Any) -> Any:
+        h = task(w, x)
+        return (jnp.sum(h), last, last), h
+
+    loop = mm.microbatch(fun, argnum=2, num_microbatches=4, reduce=("sum", "stack", "concat"), state_argnum=1)
+    step = mm.jit(lambda w, last, x: loop(w, last, x))
+    got = step(WS[0], X[:2], X)
+    with mm.ignore_transforms():
+        wanted = step(WS[0], X[:2], X)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+
+
 def test_what_the_function_returns_is_checked() -> None:
     for wrong, found in (
         (lambda s, x: s + jnp.sum(x), "no pair"),

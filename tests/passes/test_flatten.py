@@ -63,6 +63,14 @@ def test_a_microbatch_loop_is_there_once():
     assert sum("[layout follows loop, unstacks]" in line for line in found) >= 2
 
 
+def test_a_carry_that_is_collected_is_copied_in_the_loop():
+    """Before its pieces are put together, and those of whatever is collected before it."""
+    loop = mm.microbatch(
+        lambda w, s, x: ((s, layer(w, x), s), x), argnum=2, num_microbatches=2, reduce="stack", state_argnum=1
+    )
+    flat(lambda w, s, x: loop(w, s, x), jnp.ones((2, 2)), jnp.ones((2, 2)), jnp.ones((4, 2)))
+
+
 def test_an_unchanged_carry_is_read_from_outside():
     """A value that every microbatch hands on as it came is no carry."""
     (loop,) = flat(

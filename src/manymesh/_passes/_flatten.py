@@ -559,7 +559,8 @@ class Flattener:
             if _compat.is_var(eqn.outvars[k]):
                 env[eqn.outvars[k]] = final
         ys: list[Pieces] = []
-        for outer, y in zip(eqn.outvars[scan.num_carry :], values[scan.num_carry :], strict=True):
+        wanted = [self._copy(y, loop) if y in carried else y for y in values[scan.num_carry :]]  # nobody else may read it
+        for outer, y in zip(eqn.outvars[scan.num_carry :], wanted, strict=True):
             if _compat.is_var(outer):
                 by_step = self._collected(y, pieces_of, ys, scan.length)
                 env[outer] = self._stack([by_step[order.index(i)] for i in range(scan.length)], None)
