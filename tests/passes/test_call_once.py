@@ -65,6 +65,24 @@ def test_the_call_that_makes_more_takes_the_place_of_the_first():
     """)
 
 
+def test_a_call_that_reads_what_a_loop_leaves_stays_behind_it():
+    """Though one before the loop makes a part of what it makes: it is not there yet."""
+    flat = program("""
+        tasks: front 0
+        inputs: w f32[4,4], x f32[4,4]
+        loop 0: 2 microbatches, gpipe
+        xs b f32[2,4] = p, q
+        carry a f32[2,4] = p, then t, at last total
+        p = x[0:2]
+        q = x[2:4]
+        c = front: lax.tanh(x @ w)
+        0: t = a + b
+        d, e = front: (lax.tanh(x @ w), total @ w)
+        results: c, d, e
+    """)
+    assert run("call_once", flat) is flat
+
+
 @pytest.mark.parametrize(
     "other",
     [

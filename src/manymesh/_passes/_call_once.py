@@ -90,7 +90,9 @@ class _Joined:
         for x in call.eqn.invars:
             if _compat.is_var(x):
                 x = there.get(self._number.get(x), x)
-                if x in index.producer and index.position[index.producer[x]] > index.position[before]:
+                # What a loop leaves is there after the last of its body.
+                makers = index.bodies[index.made_by_loop[x]] if x in index.made_by_loop else [index.producer.get(x)]
+                if any(n is not None and index.position[n] > index.position[before] for n in makers):
                     return None
             invars.append(x)
         return replace(call, eqn=call.eqn.replace(invars=invars))
