@@ -75,6 +75,10 @@ def test_what_is_not_known():
         lambda n, m: n * 0.5,
         lambda n, m: lax.div(n, m - m),
         lambda n, m: lax.rem(n, m - m) + 1,
+        lambda n, m: jnp.full(2, jnp.inf).astype(int),  # XLA makes it the largest
+        lambda n, m: jnp.full(2, 2.0**31).astype(int),
+        lambda n, m: jnp.full(2, jnp.nan, jnp.bfloat16).astype(int),
+        lambda n, m: jnp.full(2, -1.5).astype(jnp.uint8),
         lambda n, m: jnp.asarray(large)[:2],
         lambda n, m: jnp.zeros(3) + 1,
         lambda n, m: jnp.cumsum(n),

@@ -100,6 +100,13 @@ def _div(_params: Mapping[str, Any], a: Array, b: Array) -> Array | None:
     return towards_zero
 
 
+def _convert(params: Mapping[str, Any], x: Array) -> Array | None:
+    """Fractions are cut off. What is too large for whole numbers, XLA makes the largest of them; NumPy does otherwise."""
+    new: Array = x.astype(params["new_dtype"])
+    cuts = jnp.issubdtype(x.dtype, np.floating) and new.dtype != np.bool_
+    return None if cuts and not np.array_equal(new.astype(x.dtype), np.trunc(x)) else new
+
+
 def _select(_params: Mapping[str, Any], which: Array, *cases: Array) -> Array:
     stacked = np.stack(cases)
     number = np.broadcast_to(np.clip(which.astype(np.intp), 0, len(cases) - 1), stacked.shape[1:])
@@ -124,7 +131,7 @@ _RULES: dict[str, Callable[..., Array | None]] = {
     "broadcast_in_dim": _broadcast,
     "clamp": lambda _params, low, x, high: np.minimum(np.maximum(x, low), high),
     "concatenate": lambda params, *xs: np.concatenate(xs, params["dimension"]),
-    "convert_element_type": lambda params, x: x.astype(params["new_dtype"]),
+    "convert_element_type": _convert,
     "copy": lambda _params, x: x,
     "div": _div,
     "dynamic_slice": _dynamic_slice,
