@@ -60,6 +60,22 @@ def test_only_long_scans_of_one_submesh_stay_whole():
     assert len(program.fragments) > LONG
 
 
+def test_also_inside_of_a_short_scan():
+    """Steps of training that a scan runs, each with a rollout."""
+
+    def train(p, xs):
+        def step(p, _):
+            value, grads = jax.value_and_grad(recurrent(LONG))(p, xs)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), value
+
+        return lax.scan(step, p, None, length=2)
+
+    args = params, batch(2)
+    tasks = [f.tasks for f in mm.jit(train).lower(*args).program.fragments if f.submesh == 0 and f.tasks]
+    assert len(tasks) <= 4
+    assert_agrees(train, *args)
+
+
 def test_gradients_and_rematerialisation():
     """Also in a scan of scans, and where the cell is computed again."""
 

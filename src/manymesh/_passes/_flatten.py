@@ -449,7 +449,7 @@ class Flattener:
 
     def _whole_scan(self, eqn: Eqn, stack: str, loop: int | None) -> str | None:
         """The mark of the task that a long scan becomes where one submesh has all tasks in it: a rollout, the cell of an RNN."""
-        if self._iterations or _compat.scan_parts(eqn).length <= UNROLLED or self._holds_loop(eqn):
+        if _compat.scan_parts(eqn).length <= UNROLLED or self._holds_loop(eqn):
             return None
         if any(t.mesh is None for t in self._tasks_in(eqn, stack)) or matched_inside(eqn, stack, self.registered):
             return None
