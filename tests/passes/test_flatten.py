@@ -81,6 +81,21 @@ def test_an_unchanged_carry_is_read_from_outside():
     assert len(loop.carries) == 1
 
 
+@pytest.mark.parametrize("word", ["stack", "last"])
+def test_a_cast_weight_that_a_task_returns_is_of_its_microbatch(word):
+    """It is made again of the weight, in the loop: what is read of it, by whom it may be, is no value from outside."""
+    cast = mm.task(lambda ws: ws.astype(jnp.bfloat16), "cast", devices=[0])
+
+    def fun(ws, x):
+        small = cast(ws)
+        return small, jnp.sum(lax.scan(lambda x, w: (layer(w.astype(x.dtype), x), None), x, small)[0])
+
+    step = mm.microbatch(fun, argnum=1, num_microbatches=2, reduce=(word, "sum"))
+    ws, x = jnp.stack([*parameters().values()]), rows()
+    flat(step, ws, x)
+    assert_same(mm.jit(step)(ws, x), reference(step, ws, x))
+
+
 def test_a_conditional_on_one_submesh_is_one_task():
     """Its tasks are inside."""
     found = flat(lambda w, x: lax.cond(x[0, 0] > 0, lambda: layer(w, x), lambda: x), jnp.ones((2, 2)), jnp.ones((2, 2)))

@@ -258,7 +258,7 @@ class Flattener:
             if start is not None and actual[start] not in self._varying:
                 sub: Env = {start: actual[start]}
                 for e in chain:
-                    self.nodes.append(Node(substitute(e, sub), None, True, loop, colocated_with=part))
+                    self._append(Node(substitute(e, sub), None, True, loop, colocated_with=part))
                     self._again.add(self.nodes[-1])
                 env[outer] = sub[result]
 
