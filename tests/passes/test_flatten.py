@@ -96,6 +96,21 @@ def test_a_cast_weight_that_a_task_returns_is_of_its_microbatch(word):
     assert_same(mm.jit(step)(ws, x), reference(step, ws, x))
 
 
+def test_the_layers_of_a_stack_are_no_carry_that_stays_as_it_is():
+    """The gradient of a bias that is added in each layer is that of the sum after all microbatches."""
+
+    def fun(p, x):
+        h, ys = lax.scan(lambda h, p: (h + p["b"], layer(p["w"], x)), jnp.zeros_like(x), p)
+        return h, jnp.sum(ys)
+
+    def loss(p, x):
+        h, s = mm.microbatch(fun, argnum=1, num_microbatches=2, schedule="gpipe")(p, x)
+        return jnp.sum(jnp.sin(h)) + s
+
+    p = {"w": jnp.stack([*parameters().values()]), "b": jnp.ones((2, 4, 4))}
+    assert_same(mm.jit(jax.grad(loss))(p, rows()), reference(jax.grad(loss), p, rows()))
+
+
 def test_a_conditional_on_one_submesh_is_one_task():
     """Its tasks are inside."""
     found = flat(lambda w, x: lax.cond(x[0, 0] > 0, lambda: layer(w, x), lambda: x), jnp.ones((2, 2)), jnp.ones((2, 2)))

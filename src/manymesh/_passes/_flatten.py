@@ -587,6 +587,7 @@ class Flattener:
         outside = {v: o for v, o, value in zip(inner, init, values, strict=False) if value is v}
         if outside:
             self.nodes[start:] = [reading(node, outside) for node in self.nodes[start:]]
+            self.stacked = {v: tuple(_lookup(outside, x) for x in column) for v, column in self.stacked.items()}
         return [_lookup(outside, v) for v in values]
 
     def _carry(
