@@ -470,3 +470,21 @@ def test_a_v_has_several_tasks_in_a_stage(layers, ends, schedule):
     half = tuple(range(1 + max(layers)))
     assert plan.placement == half + half[::-1] and plan.in_order
     assert_agrees(step, ws, rows(12))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble-h1"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_task_that_says_no_submesh_may_be_elsewhere_in_the_backward_pass(again, schedule):
+    """Then it is of another stage there: one of the submesh that it is on."""
+    front = mm.task(lambda w, x: jnp.tanh(x @ w), "front", devices=[0])
+    back = mm.task(lambda w, x: jnp.sin(x @ w) + x, "back", devices=[1])
+    scale = mm.task(lambda w, x: jnp.sin(x * jnp.sum(w)), "scale")
+
+    def loss(ws, x):
+        if again:
+            return jnp.mean(back(ws[1], jax.checkpoint(lambda x: scale(ws[0], front(ws[2], x)))(x)))
+        return jnp.mean(scale(ws[0], back(ws[1], scale(ws[2], front(ws[0], scale(ws[0], x))))))
+
+    rng = np.random.default_rng(0)
+    ws, x = (rng.normal(size=shape).astype(np.float32) / 2 for shape in ((3, 8, 8), (8, 8)))
+    assert_agrees(microbatched(jax.value_and_grad(loss), schedule=schedule), ws, x)

@@ -66,7 +66,8 @@ def number_stages(
         if c in stage:
             continue
         assert c.submesh is not None, "a body holds no loops"
-        if c in of_forward:
+        # A task that says no submesh may be elsewhere in the backward pass.
+        if c in of_forward and placement[of_forward[c]] == c.submesh:
             stage[c] = of_forward[c]
             continue
         bound = min((stage[p] for p in preds[c] if p.backward), default=len(extra) - 1)
