@@ -76,6 +76,22 @@ def test_what_stays(equations):
     assert run("widen_scatters", flat) is flat
 
 
+def test_several_tables_of_one_task():
+    """Each of its results is made in the wider type: of tokens and of positions, say."""
+    look = mm.task(lambda e, p, i: e[i] + p[i % 5], "look", devices=[0])
+    score = mm.task(lambda w, h: jnp.mean((h @ w).astype("float32") ** 2), "score", devices=[1])
+
+    def loss(params, i):
+        e, p, w = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+        return score(w, look(e, p, i))
+
+    grads = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2, reduce="mean")
+    params = (np.eye(8, 4, dtype="float32"), np.ones((5, 4), "float32"), np.ones((4, 2), "float32"))
+    (bwd,) = [f for f in mm.jit(grads).lower(params, jnp.arange(6)).program.fragments if f.name == "look_bwd"]
+    assert added_in(bwd.jaxpr.eqns) == ["float32", "float32"]
+    assert_agrees(grads, params, jnp.arange(6), tolerance=2e-2)
+
+
 def test_equal_tasks_stay_one():
     """Two lookups that JAX traced once share what they compute still, and are compiled once."""
     look = mm.task(lambda e, i: e.astype("bfloat16")[i], "look", devices=[0])

@@ -105,12 +105,15 @@ class _Worker:
         """What changes so that sums are made in the types that they are cast to."""
         changed: _Changed = {}
         makers: dict[Var, int] | None = None
+        now = list(scope.eqns)
         for k, e in enumerate(scope.eqns):
             if (v := _cast_up(e)) is not None:
                 makers = scope.makers() if makers is None else makers
-                found = self._made_as(v, e.outvars[0], scope, makers)
+                found = self._made_as(v, e.outvars[0], scope._replace(eqns=now), makers)
                 if found is not None:
                     changed |= {**found, k: []}
+                    for at, (one, *others) in found.items():  # a call may make another sum of rows
+                        now[at] = now[at] if others else one
         return changed
 
     def _made_as(self, v: Var, wanted: Var, scope: _Scope, makers: Mapping[Var, int]) -> _Changed | None:
