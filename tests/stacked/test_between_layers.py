@@ -93,6 +93,14 @@ def test_noise_of_all_layers_at_once_is_told():
         mm.jit(step).lower(*arguments())
 
 
+def test_no_layers_at_all_are_in_any_block():
+    """What is left of a stack when all its layers are taken, as a result and as what a task of another submesh reads."""
+    w, x = arguments()
+    assert_agrees(lambda w, x: (w - gradient(w, x), w[LAYERS:]), w, x)
+    first, second = (mm.task(lambda w, x: x + jnp.sum(w), "sum", devices=[k]) for k in (0, 1))
+    assert_agrees(lambda w, x: second(w[LAYERS:], first(w[0], x)), w, x)
+
+
 def test_muon():
     """As it is told which dimensions of a stack are those of a matrix."""
     dimensions = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)

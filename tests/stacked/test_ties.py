@@ -145,6 +145,12 @@ def test_parts():
     pieces = taken_apart(equation(lambda x: jnp.unstack(x), (X,)))
     assert pieces.blocks(4, 2) == (0, 0, 1, 1) and pieces.blocks(4, 3) is None
     assert taken_apart(equation(lambda x: lax.split(x, (1, 3)), (X,))).blocks(4, 2) is None
+    assert taken_apart(equation(lambda x: lax.split(x, (2, 2, 0)), (X,))).blocks(4, 2) == (
+        0,
+        1,
+        1,
+    )  # nothing is anywhere
+    assert taken_apart(equation(lambda x: lax.split(x, (0, 0)), (X[:0],))).blocks(0, 2) is None
     joined = put_together(equation(lambda x, y: lax.concatenate((x, y, y), 1), (X, ROW)))
     assert (joined.dim, joined.ranges) == (1, ((0, 6), (6, 7), (7, 8)))
     stack = equation(lambda x, y: jnp.stack([x, x, y, x], 1), (X, X))

@@ -158,7 +158,7 @@ class _Finder:
                 parts[n.outputs[0], made_of.dim] += meshes
         seeds = []
         for (v, d), cuts in parts.items():
-            known = sorted(((a, b, m) for a, b, m in cuts if m is not None), key=lambda cut: cut[:2])
+            known = sorted(((a, b, m) for a, b, m in cuts if m is not None and a < b), key=lambda cut: cut[:2])
             submeshes = tuple(dict.fromkeys(m for *_, m in known))
             if len(submeshes) < 2:
                 continue

@@ -115,10 +115,11 @@ class Parts:
 
     def blocks(self, length: int, count: int) -> tuple[int, ...] | None:
         """The block that each part is in, of ``count`` equal ones; None where a part is in several."""
-        if length % count:
+        size, rest = divmod(length, count)
+        if rest or not size:
             return None
-        size = length // count
-        found = [(a // size, max(b - 1, a) // size) for a, b in self.ranges]
+        last = length - 1  # where what is empty may begin behind it
+        found = [(min(a, last) // size, min(max(b - 1, a), last) // size) for a, b in self.ranges]
         return tuple(k for k, _ in found) if all(k == last for k, last in found) else None
 
 
