@@ -7,7 +7,7 @@ import optax.contrib
 import pytest
 
 import manymesh as mm
-from stages import assert_agrees
+from stages import assert_agrees, assert_same, reference
 
 LAYERS, WIDTH, ROWS, MICROBATCHES = 4, 16, 8, 4
 layer = mm.task(
@@ -91,6 +91,19 @@ def test_noise_of_all_layers_at_once_is_told():
         UserWarning, match=rf"random numbers .*test_between_layers.* {2 * LAYERS * WIDTH**2} bytes .*jax.vmap"
     ):
         mm.jit(step).lower(*arguments())
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_that_draw_together(impl):
+    """Of some kinds the first of several keys draws the numbers of all, so that they are drawn on one submesh."""
+
+    def step(w, x, keys):
+        return w - 0.1 * (gradient(w, x) + jax.vmap(lambda k: jax.random.normal(k, w.shape[1:]))(keys))
+
+    args = *arguments(), jax.random.split(jax.random.key(3, impl=impl), LAYERS)
+    with pytest.warns(UserWarning, match="random numbers .* a Threefry key for each layer"):
+        lowered = mm.jit(step).lower(*args)
+    assert_same(lowered.compile()(*args), reference(jax.jit(step), *args))
 
 
 def test_no_layers_at_all_are_in_any_block():

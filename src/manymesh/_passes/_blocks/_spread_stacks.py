@@ -178,8 +178,8 @@ def _about_drawn(drawn: Iterable[Whole]) -> list[Finding]:
     return [
         Finding(
             f"random numbers for all layers of a stack ({w.var.aval.str_short()}{f', at {w.reader}' if w.reader else ''}) are drawn "
-            f"on one submesh, and {w.nbytes} bytes of them sent to the others in every step; draw with a key for each layer, and "
-            "each submesh draws its own: jax.vmap(lambda k: jax.random.normal(k, shape))(jax.random.split(key, layers))"
+            f"on one submesh, and {w.nbytes} bytes of them sent to the others in every step; draw with a Threefry key for "
+            "each layer, and each submesh draws its own: jax.vmap(lambda k: jax.random.normal(k, shape))(jax.random.split(key, layers))"
         )
         for w in drawn
         if w.nbytes > SMALL

@@ -286,8 +286,9 @@ def _batched(core: Callable[[Eqn], int]) -> Callable[[Eqn], Iterator[Tie]]:
 
 
 def _drawn(eqn: Eqn) -> Iterator[Tie]:
-    """A key for each layer draws the numbers of that layer."""
-    yield from (Tie({0: d}, {0: d}) for d in range(len(_shape(eqn.invars[0]))))
+    """A key for each layer draws the numbers of that layer. Of other kinds than Threefry the first key draws those of all."""
+    if "fry" in str(_compat.dtype(eqn.invars[0])):
+        yield from (Tie({0: d}, {0: d}) for d in range(len(_shape(eqn.invars[0]))))
 
 
 def _conv(eqn: Eqn) -> Iterator[Tie]:
