@@ -46,6 +46,7 @@ def test_pieces_are_taken_of_parts():
         (["p = v[100:1000]"], "p"),  # a piece of both
         (["w = v + z", "s = jnp.sum(w)"], "s"),  # with something that is no such vector
         (["w = lax.rev(v, (0,))", "s = jnp.sum(w)"], "s"),  # not element by element
+        (["w = lax.bitcast_convert_type(v, 'uint8')", "s = jnp.sum(w)"], "s"),  # nor what makes several of each
         (["w = lax.concatenate([a, a], 0)", "s = jnp.sum(w)"], "s"),  # all on one submesh
     ],
 )

@@ -91,6 +91,8 @@ class _Worker:
     def _elementwise(self, n: Node) -> None:
         vectors = [v for v in n.eqn.invars if _shape(v)]
         given = [v for v in vectors if _compat.is_var(v) and v in self.ranges]
+        if any(_shape(v) != _shape(n.outputs[0]) for v in given):  # the bytes of each element, say
+            return
         if given and all(self._fits(v, self.ranges[given[0]]) for v in vectors):
             self.ranges[n.outputs[0]] = self.ranges[given[0]]
 
