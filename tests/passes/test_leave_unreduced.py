@@ -1,6 +1,7 @@
 """Sums over a sharded batch stay unreduced until the loop ends."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -72,3 +73,19 @@ def test_what_is_not_linear_is_summed_in_every_microbatch(built):
     (reduction,) = after.reductions
     assert not reduction.axes and "tanh is applied to it in every microbatch" in reduction.why
     assert "shard_map" not in str(after)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int32"])
+def test_terms_below_zero_of_unsigned_numbers(dtype):
+    """What is left of a number, as a float: of unsigned numbers a term below zero would be a large one. Of signed ones it waits."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    front = mm.task(lambda x: mm.with_sharding_constraint(x, jax.sharding.PartitionSpec("d")), "front", mesh=mesh)
+
+    def left(x):
+        return (100 - jnp.sum(front(x) > 0, dtype=dtype)).astype("float32")
+
+    step = mm.jit(mm.microbatch(left, argnum=0, num_microbatches=2, reduce="sum"))
+    x = jnp.ones((8, 4))
+    assert float(step(x)) == 200 - x.size
+    (reduction,) = step.lower(x).report().reductions
+    assert bool(reduction.axes) == (dtype == "int32")

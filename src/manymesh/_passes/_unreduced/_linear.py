@@ -73,10 +73,13 @@ def summed_dims(eqn: Eqn) -> list[list[tuple[int, int]]]:
 def is_linear_in_first(eqn: Eqn) -> bool:
     """Whether an equation, applied to the terms of a sum in its first operand, gives terms of its result, up to rounding."""
     name = eqn.primitive.name
-    old, wholes, floats = getattr(shape_and_dtype(eqn.invars[0])[1], "kind", "key"), ("i", "u"), ("f", "V", "c")
+    dtype, wholes, floats = shape_and_dtype(eqn.invars[0])[1], ("i", "u"), ("f", "V", "c")
+    old = getattr(dtype, "kind", "key")
     if name == "convert_element_type":
-        new = eqn.params["new_dtype"].kind
-        return (old in wholes and new in (*wholes, *floats)) or (old in floats and new in floats)
+        new = eqn.params["new_dtype"]
+        if old == "u" and (new.kind not in wholes or new.itemsize > dtype.itemsize):
+            return False  # a term below zero is a large number
+        return (old in wholes and new.kind in (*wholes, *floats)) or (old in floats and new.kind in floats)
     if name == "div":  # of integers it rounds
         return old in floats
     if name == "gather" and "FILL" in str(eqn.params["mode"]):  # each term would bring the filling
