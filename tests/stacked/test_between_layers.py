@@ -51,6 +51,12 @@ OPERATIONS = {
     "the largest": lambda g: g * (jnp.abs(g) >= jax.lax.top_k(jnp.abs(g).reshape(LAYERS, -1), 10)[0][:, -1:, None]),
     "convolution": lambda g: jax.vmap(jax.vmap(lambda r: jnp.convolve(r, jnp.ones(3), "same")))(g),
     "Fourier": lambda g: jnp.fft.fft(g, axis=-1).real,
+    "functions": lambda g: jax.grad(lambda g: jnp.sum(jnp.tanh(g) + jnp.log2(jnp.abs(g) + 1) + jax.lax.erf(g)))(g),
+    "polynomial": lambda g: jnp.polyval(jnp.ones(4), g),
+    "special functions": lambda g: (
+        jax.scipy.special.gammainc(jnp.abs(g) + 0.1, 1.0) + jax.scipy.special.polygamma(1, g + 2)
+    ),
+    "bits": lambda g: jax.lax.population_count((100 * g).astype(int)).astype(g.dtype),
     "looked up": lambda g: jnp.take_along_axis(g, jnp.argmax(g, -1, keepdims=True), -1) + g,
     "map": lambda g: jax.lax.map(newton, g),
     "fori_loop": lambda g: jax.lax.fori_loop(0, 3, lambda _, y: newton(y), g),
