@@ -31,6 +31,15 @@ def gathered(x, i, sizes, at, batch=()):
     )  # fmt: skip
 
 
+def put(x, i, u, window, at, batch=()):
+    """Elements added to those of ``x`` at places along one dimension."""
+    numbers = lax.ScatterDimensionNumbers(window, at, at, batch, batch)
+    return lax.scatter_add_p.bind(
+        x, i, u, dimension_numbers=numbers, indices_are_sorted=False, unique_indices=False,
+        mode=lax.GatherScatterMode.CLIP, update_jaxpr=None, update_consts=(),
+    )  # fmt: skip
+
+
 # name -> the function, its operands, the dimension of the first operand that is cut.
 CASES = {
     "elementwise": (lambda x, y: x * y, (X, X + 1), 1),
@@ -69,6 +78,10 @@ CASES = {
     "convolution": (lambda x, k: lax.conv(x, k, (1,), "SAME"), (X, jnp.ones((3, 6, 3))), 0),
     "looked up side by side": (lambda x, i: gathered(x, i, (1, 1, 1), batch=(0, 1), at=(2,)), (X, PLACES), 0),
     "looked up, whole": (lambda x, i: gathered(x, i, (4, 1, 2), at=(1,)), (X, PLACES[0, :, 0]), 0),
+    "reshape, behind a one": (lambda x: lax.reshape(x, (1, 8, 6)), (X,), 0),
+    "repeated": (lambda x: lax.tile_p.bind(x, reps=(1, 2, 3)), (X,), 0),
+    "put side by side": (lambda x, i, u: put(x, i, u, window=(), at=(2,), batch=(0, 1)), (X, PLACES, X[..., :1]), 0),
+    "put whole": (lambda x, i, u: put(x, i, u, window=(0, 2), at=(1,)), (X, PLACES[0, :, 0], X), 0),
     "product over blocks": (lambda x, y: lax.dot_general(x, y, (((0,), (0,)), ((), ()))), (X, X[:, 0]), 0),
 }  # fmt: skip
 

@@ -200,9 +200,10 @@ def _iota(eqn: Eqn) -> Iterator[Tie]:
 
 
 def _reshape(eqn: Eqn) -> Iterator[Tie]:
-    """Blocks of the major dimension are contiguous, whatever becomes of the rest."""
-    if _shape(eqn.invars[0]) and _shape(eqn.outvars[0]) and eqn.params.get("dimensions") is None:
-        yield Tie({0: 0}, {0: 0}, params=_smaller(eqn, "new_sizes", 0))
+    """Blocks of the major dimension, but for those of length one, are contiguous, whatever becomes of the rest."""
+    before, after = ([d for d, n in enumerate(_shape(v)) if n != 1] for v in (eqn.invars[0], eqn.outvars[0]))
+    if before and after and eqn.params.get("dimensions") is None:
+        yield Tie({0: before[0]}, {0: after[0]}, params=_smaller(eqn, "new_sizes", after[0]))
 
 
 def _transpose(eqn: Eqn) -> Iterator[Tie]:
@@ -315,6 +316,27 @@ def _gather(eqn: Eqn) -> Iterator[Tie]:
             yield Tie({1: i}, {0: places[i]})
 
 
+def _scatter(eqn: Eqn) -> Iterator[Tie]:
+    """What is put side by side, and dimensions that are put whole."""
+    numbers = eqn.params["dimension_numbers"]
+    shape, part = _shape(eqn.invars[0]), _shape(eqn.invars[2])
+    places = [d for d in range(len(part)) if d not in numbers.update_window_dims]  # of the indices
+    for a, i in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+        yield Tie({0: a, 1: i, 2: places[i]}, {0: a})
+    whole = [d for d in range(len(shape)) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
+    for d, at in zip(whole, numbers.update_window_dims, strict=True):
+        if part[at] == shape[d] and d not in numbers.scatter_dims_to_operand_dims:
+            yield Tie({0: d, 2: at}, {0: d})
+
+
+def _tile(eqn: Eqn) -> Iterator[Tie]:
+    yield from (Tie({0: d}, {0: d}) for d, times in enumerate(eqn.params["reps"]) if times == 1)
+
+
+_SCATTERS = (
+    "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub", "scatter_add", "scatter_max",
+    "scatter_min", "scatter_mul", "scatter_sub",
+)  # fmt: skip
 _MATRICES = (
     "cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
     "triangular_solve", "tridiagonal",
@@ -325,6 +347,7 @@ _RULES: dict[str, Callable[[Eqn], Iterator[Tie]]] = {
     **dict.fromkeys((*REDUCTIONS, "argmax", "argmin"), _reduce),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _but("axis")),
     **dict.fromkeys(_MATRICES, _batched(lambda eqn: 2)),
+    **dict.fromkeys(_SCATTERS, _scatter),
     "broadcast_in_dim": _broadcast,
     "concatenate": _but("dimension"),
     "conv_general_dilated": _conv,
@@ -344,6 +367,7 @@ _RULES: dict[str, Callable[[Eqn], Iterator[Tie]]] = {
     "sort": _but("dimension"),
     "squeeze": _squeeze,
     "stack": _stack,
+    "tile": _tile,
     "top_k": _but("axis"),
     "transpose": _transpose,
 }
