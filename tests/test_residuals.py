@@ -192,6 +192,28 @@ def recurrence(x):
     return jax.lax.associative_scan(both, (jax.nn.sigmoid(x), x))[1]
 
 
+LARGEST = {
+    "none is larger": lambda s: s >= jnp.max(s, -1, keepdims=True),
+    "some is larger": lambda s: ~(s < jnp.max(s.astype("float32"), -1, keepdims=True)),
+    "the first of them": lambda s: s == jnp.take_along_axis(s, jnp.argmax(s, -1, keepdims=True), -1),
+    "two of them": lambda s: s >= jax.lax.top_k(s, 2)[0][:, 1:],
+    "none comes after it": lambda s: s >= jnp.sort(s, -1)[:, -1:],
+}
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_what_is_compared_with_one_of_them_is_compared_once(name):
+    """Computed again in another executable, none need be equal to it to the last bit: what was found is kept."""
+    front = mm.task(lambda w, x: jnp.where(LARGEST[name](s := (x @ w[0]) * w[1] + w[2]), s, 0.0), "front", devices=[0])
+    back = mm.task(lambda x: jnp.sum(x**2), "back", devices=[1])
+    grad = jax.grad(lambda w, x: back(front(w, x)))
+    w, x = (np.eye(4, 8, dtype="float32"), np.linspace(1, 2, 8, dtype="float32"), np.ones(8, "float32")), np.eye(6, 4)
+    args = w, x.astype("float32")
+    (forward,) = [f for f in mm.jit(grad).lower(*args).program.fragments if f.name == "front"]
+    assert "bool[6,8]" in [v.aval.str_short() for v in forward.outvars]
+    assert_agrees(grad, *args)
+
+
 def test_a_number_is_not_kept():
     """The backward pass has its own zeros."""
     body = list(mm.jit(gradient(recurrence)).lower(*arguments()).program.body(0))

@@ -15,6 +15,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
+
 from .. import _compat
 from .._compat import AbstractJaxpr, AbstractValue, Atom, Eqn, OpenJaxpr, Var
 from .._mark import constraint_p
@@ -43,6 +45,20 @@ _FUNCTIONS = {
 _MOVES = {
     "broadcast_in_dim", "copy", "name", "reshape", "reshard", "sharding_constraint", "squeeze", "stop_gradient", constraint_p.name,
 }  # fmt: skip
+_COMPARES = {"eq", "eq_to", "ge", "gt", "le", "le_to", "lt", "lt_to", "ne"}
+# What gives some of the elements that it reads as they are, and what does nothing to these.
+_PICKS = {
+    "cummax",
+    "cummin",
+    "gather",
+    "reduce_max",
+    "reduce_min",
+    "reduce_window_max",
+    "reduce_window_min",
+    "sort",
+    "top_k",
+}
+_HANDS_ON = _MOVES | {"convert_element_type", "dynamic_slice", "rev", "slice", "transpose"}
 _SUMS = {"add", "add_any"}
 # What is expensive and reads what is computed on the way.
 _FUSED = {
@@ -286,19 +302,19 @@ def _is_cheap(eqn: Eqn, cheap: frozenset[str]) -> bool:
     return (constant or eqn.primitive.name in cheap) and not eqn.effects
 
 
-def _looks_for_extremum(eqn: Eqn, producer: Mapping[Var, Eqn]) -> bool:
-    """Whether it compares elements with their maximum or minimum, as the derivative of those does.
+def _looks_for_element(eqn: Eqn, producer: Mapping[Var, Eqn]) -> bool:
+    """Whether it compares elements with one that was picked among them, their maximum, say, as the derivative of that does.
 
-    One of them has to be equal to the last bit. In another executable, where they are computed again, none may be, and
-    the derivative is 0/0.
+    One of them has to be equal to the last bit. In another executable, where they are computed again, none may be: the
+    derivative is 0/0 then, and what keeps the largest keeps none.
     """
-    if eqn.primitive.name not in ("eq", "ne"):
+    if eqn.primitive.name not in _COMPARES or not jnp.issubdtype(_compat.dtype(eqn.invars[0]), jnp.inexact):
         return False
     for v in eqn.invars:
         made = producer.get(v) if _compat.is_var(v) else None
-        while made is not None and made.primitive.name in _MOVES:
+        while made is not None and made.primitive.name in _HANDS_ON:
             made = producer.get(made.invars[0]) if _compat.is_var(made.invars[0]) else None
-        if made is not None and made.primitive.name in ("reduce_max", "reduce_min"):
+        if made is not None and made.primitive.name in _PICKS:
             return True
     return False
 
@@ -320,7 +336,7 @@ def cheapest(
         v = stack.pop()
         network.add((v, "in"), (v, "out"), cost.get(v, nbytes(v.aval)))
         eqn = producer.get(v)
-        if eqn is None or not _is_cheap(eqn, cheap) or _looks_for_extremum(eqn, producer):
+        if eqn is None or not _is_cheap(eqn, cheap) or _looks_for_element(eqn, producer):
             network.add(source, (v, "in"), _BEYOND)
             continue
         for operand in eqn.invars:
