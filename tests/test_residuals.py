@@ -197,6 +197,10 @@ LARGEST = {
     "some is larger": lambda s: ~(s < jnp.max(s.astype("float32"), -1, keepdims=True)),
     "the first of them": lambda s: s == jnp.take_along_axis(s, jnp.argmax(s, -1, keepdims=True), -1),
     "two of them": lambda s: s >= jax.lax.top_k(s, 2)[0][:, 1:],
+    "none is above zero": lambda s: s - jnp.max(s, -1, keepdims=True) >= 0,
+    "none is larger, if any is": lambda s: (
+        s >= jnp.maximum(0.1, jnp.max(jnp.max(s.reshape(6, 2, 4), -1), -1, keepdims=True))
+    ),
     "none comes after it": lambda s: s >= jnp.sort(s, -1)[:, -1:],
 }
 

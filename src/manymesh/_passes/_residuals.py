@@ -12,7 +12,7 @@ a sum; on CPU an exponential, too), the sink is what the backward pass reads, an
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ _MOVES = {
     "broadcast_in_dim", "copy", "name", "reshape", "reshard", "sharding_constraint", "squeeze", "stop_gradient", constraint_p.name,
 }  # fmt: skip
 _COMPARES = {"eq", "eq_to", "ge", "gt", "le", "le_to", "lt", "lt_to", "ne"}
-# What gives some of the elements that it reads as they are, and what does nothing to these.
+# What gives some of the elements that it reads as they are.
 _PICKS = {
     "cummax",
     "cummin",
@@ -58,7 +58,6 @@ _PICKS = {
     "sort",
     "top_k",
 }
-_HANDS_ON = _MOVES | {"convert_element_type", "dynamic_slice", "rev", "slice", "transpose"}
 _SUMS = {"add", "add_any"}
 # What is expensive and reads what is computed on the way.
 _FUSED = {
@@ -302,21 +301,35 @@ def _is_cheap(eqn: Eqn, cheap: frozenset[str]) -> bool:
     return (constant or eqn.primitive.name in cheap) and not eqn.effects
 
 
-def _looks_for_element(eqn: Eqn, producer: Mapping[Var, Eqn]) -> bool:
-    """Whether it compares elements with one that was picked among them, their maximum, say, as the derivative of that does.
+def _looks_for_element(eqn: Eqn, producer: Mapping[Var, Eqn], cheap: frozenset[str]) -> bool:
+    """Whether it compares elements with what was picked among them, their maximum, say, as the derivative of that does.
 
     One of them has to be equal to the last bit. In another executable, where they are computed again, none may be: the
     derivative is 0/0 then, and what keeps the largest keeps none.
     """
     if eqn.primitive.name not in _COMPARES or not jnp.issubdtype(_compat.dtype(eqn.invars[0]), jnp.inexact):
         return False
-    for v in eqn.invars:
-        made = producer.get(v) if _compat.is_var(v) else None
-        while made is not None and made.primitive.name in _HANDS_ON:
-            made = producer.get(made.invars[0]) if _compat.is_var(made.invars[0]) else None
-        if made is not None and made.primitive.name in _PICKS:
-            return True
-    return False
+    here, picks = _computed_again(eqn.invars, producer, cheap)
+    return any(not here.isdisjoint(_computed_again(e.invars, producer, cheap | _PICKS)[0]) for e in picks)
+
+
+def _computed_again(
+    values: Iterable[Atom], producer: Mapping[Var, Eqn], cheap: frozenset[str]
+) -> tuple[set[Var], list[Eqn]]:
+    """What is cheap to compute on the way to values, and the equations before it that pick elements."""
+    found: set[Var] = set()
+    picks: list[Eqn] = []
+    todo = list(values)
+    while todo:
+        v = todo.pop()
+        if not _compat.is_var(v) or v in found or (made := producer.get(v)) is None:
+            continue
+        if _is_cheap(made, cheap):
+            found.add(v)
+            todo += made.invars
+        elif made.primitive.name in _PICKS:
+            picks.append(made)
+    return found, picks
 
 
 def cheapest(
@@ -336,7 +349,7 @@ def cheapest(
         v = stack.pop()
         network.add((v, "in"), (v, "out"), cost.get(v, nbytes(v.aval)))
         eqn = producer.get(v)
-        if eqn is None or not _is_cheap(eqn, cheap) or _looks_for_element(eqn, producer):
+        if eqn is None or not _is_cheap(eqn, cheap) or _looks_for_element(eqn, producer, cheap):
             network.add(source, (v, "in"), _BEYOND)
             continue
         for operand in eqn.invars:
