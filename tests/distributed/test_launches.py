@@ -1,6 +1,7 @@
 """Which launch waits for which, told with arrays that only say when they are waited for."""
 
 import os
+import threading
 
 import jax
 import numpy as np
@@ -84,6 +85,32 @@ def test_no_more_than_a_window_is_unfinished():
         machine.run(k, 0)
     assert machine.waited == [0, 1, 2]
     assert machine.launches.unfinished() == list(range(3, LAUNCHES + 3))
+
+
+def test_several_threads_wait_for_the_same_launch():
+    """All of them go on when it is finished, and none takes another one out of the window for it."""
+    errors = []
+    meeting = threading.Barrier(3, timeout=30)
+    machine = Machine(ordered=False)
+    machine.launches = launches = Launches(ordered=False, most=2, apart=[frozenset({0})])
+    machine.run("a", 0)
+    machine.run("b", 0)
+    first = launches._all()[0].witness
+    ready = first.block_until_ready
+    first.block_until_ready = lambda: (meeting.wait(), ready())
+
+    def launch(k):
+        try:
+            machine.run(k, 0)
+        except Exception as error:
+            errors.append(error)
+
+    started = [threading.Thread(target=launch, args=(k,)) for k in range(3)]
+    for t in started:
+        t.start()
+    for t in started:
+        t.join()
+    assert errors == []
 
 
 def test_a_launch_whose_results_are_used_up_is_finished_with_its_taker():

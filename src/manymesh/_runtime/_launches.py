@@ -15,6 +15,7 @@ order of the plan; so waiting ends.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -52,7 +53,7 @@ class Launch:
     def last(self) -> Launch:
         """The launch that has its witness now: when that one is finished, so is this."""
         at = self
-        while at.taker is not None and at.witness is not None and at.witness.is_deleted():
+        while at.taker is not None and (witness := at.witness) is not None and witness.is_deleted():
             at = at.taker
         return at
 
@@ -105,7 +106,7 @@ class _Window(deque[Launch]):
 
 
 class Launches:
-    """The unfinished launches of a process, the oldest first.
+    """The unfinished launches of a process, the oldest first. Several threads may call the steps that it counts.
 
     Args:
       ordered: whether collectives must not be under way at the same time, as on CPU.
@@ -119,6 +120,7 @@ class Launches:
     ) -> None:
         self._ordered, self._most, self._every, self._apart = ordered, most, every, apart
         self._windows = [_Window() for _ in apart or (None,)]
+        self._lock = threading.Lock()  # never held while something is waited for
         self.dispatching = False
 
     def counted(
@@ -149,23 +151,25 @@ class Launches:
         windows = self._windows_of(mesh)
 
         def counted(*args: jax.Array) -> Any:
-            is_due = any(other.launch is not None for other in taken)
-            for window in windows:
-                window.launched += 1
-                is_due = is_due or window.launched % self._every == 0
+            with self._lock:
+                is_due = any(other.launch is not None for other in taken)
+                for window in windows:
+                    window.launched += 1
+                    is_due = is_due or window.launched % self._every == 0
             if not is_due:
                 return call(*args)
             for window in windows:
                 self._make_room(window, wide)
             results = call(*args)
             launch = Launch(run, witness(results), wide)
-            for other in taken:
-                if other.launch is not None:
-                    other.launch.taker, other.launch = launch, None
-            if handle is not None:
-                handle.launch = launch
-            for window in windows:
-                window.append(launch)
+            with self._lock:
+                for other in taken:
+                    if other.launch is not None:
+                        other.launch.taker, other.launch = launch, None
+                if handle is not None:
+                    handle.launch = launch
+                for window in windows:
+                    window.append(launch)
             return results
 
         return counted
@@ -179,7 +183,12 @@ class Launches:
         return [window for window, devices in zip(self._windows, self._apart, strict=True) if devices & ids]
 
     def _all(self) -> list[Launch]:
-        return [x for window in self._windows for x in list(window)]
+        return [x for window in self._windows for x in self._in(window)]
+
+    def _in(self, window: deque[Launch]) -> list[Launch]:
+        """Those of a window, the oldest first, while other threads launch."""
+        with self._lock:
+            return list(window)
 
     def watch(self, x: jax.Array) -> None:
         """Counts a value from another process as something that is waited for."""
@@ -191,7 +200,7 @@ class Launches:
     def settle(self) -> None:
         """Waits until no collective is under way that what the user does next could meet."""
         for window in self._windows:
-            self._wait(window, [x for x in window if x.wide])
+            self._wait(window, [x for x in self._in(window) if x.wide])
 
     def missing(self) -> list[Run | None]:
         """The launches that are not finished, or have failed because a value did not come, the oldest first."""
@@ -203,22 +212,26 @@ class Launches:
 
     def _make_room(self, window: deque[Launch], wide: frozenset[int]) -> None:
         if wide:
-            self._wait(window, [x for x in window if x.wide & wide])
-        if len(window) >= self._most:
-            left = [x for x in window if x.witness is not None]
-            window.clear()
-            window.extend(left)
-        while len(window) >= self._most:
-            self._wait(window, [window[0]])
-            window.popleft()
+            self._wait(window, [x for x in self._in(window) if x.wide & wide])
+        while (oldest := self._in_the_way(window)) is not None:
+            self._wait(window, [oldest])
 
-    @staticmethod
-    def _wait(window: deque[Launch], launches: Iterable[Launch]) -> None:
+    def _in_the_way(self, window: deque[Launch]) -> Launch | None:
+        """The oldest of as many as may be unfinished; None where there are fewer."""
+        with self._lock:
+            if len(window) >= self._most:
+                left = [x for x in window if x.witness is not None]
+                window.clear()
+                window.extend(left)
+            return window[0] if len(window) >= self._most else None
+
+    def _wait(self, window: deque[Launch], launches: Iterable[Launch]) -> None:
         for x in launches:
             last = x.last()
             if not last.wait():
                 # A later call took its results: what was launched last, and still has some, knows.
-                last = next((y for y in reversed(window) if y.witness is not None and y.wait()), last)
+                others = reversed(self._in(window))
+                last = next((y for y in others if y.witness is not None and y.wait()), last)
             last.witness = x.witness = None
 
 
