@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from manymesh._runtime._launches import ALONE, EVERY, Launches
@@ -96,3 +97,27 @@ def test_single_devices_are_not_counted(ahead):
         )  # fmt: skip
     )
     assert ahead == []
+
+
+def test_what_went_wrong_in_one_call_is_not_told_to_the_next():
+    """The results that nobody can read are those of that call; a launch waited for them, and raised for ever."""
+    data = [Mesh(np.array(jax.devices()).reshape(2, 4)[k], ("data",)) for k in (0, 1)]
+
+    def positive(x):
+        if (np.asarray(x) < 0).any():
+            raise ValueError("a negative batch")
+        return x
+
+    def checked(x):
+        each = functools.partial(jax.pure_callback, positive, jax.ShapeDtypeStruct((1,), x.dtype))
+        return jax.shard_map(each, mesh=data[1], in_specs=P("data"), out_specs=P("data"), check_vma=False)(x)
+
+    front, back = mm.task(lambda x: 2 * x, "front", mesh=data[0]), mm.task(checked, "back", mesh=data[1])
+    step = mm.jit(lambda x: back(front(x)))
+    x = np.ones(4, np.float32)
+    assert_same(step(x), 2 * x)
+    for _ in range(ALONE * EVERY):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="a negative batch"):
+            jax.block_until_ready(step(-x))
+    for _ in range(ALONE * EVERY):
+        assert_same(step(x), 2 * x)

@@ -228,11 +228,20 @@ class Launches:
     def _wait(self, window: deque[Launch], launches: Iterable[Launch]) -> None:
         for x in launches:
             last = x.last()
-            if not last.wait():
+            if not self._waited(last):
                 # A later call took its results: what was launched last, and still has some, knows.
                 others = reversed(self._in(window))
-                last = next((y for y in others if y.witness is not None and y.wait()), last)
+                last = next((y for y in others if y.witness is not None and self._waited(y)), last)
             last.witness = x.witness = None
+
+    def _waited(self, launch: Launch) -> bool:
+        """`Launch.wait`. Of one process, what went wrong in another call is told to those who read its results alone."""
+        try:
+            return launch.wait()
+        except Exception:
+            if not self._apart:
+                raise
+            return True
 
 
 class CountedRelayouts(Relayouts):
