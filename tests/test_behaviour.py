@@ -648,6 +648,18 @@ def test_donation_by_name_and_of_nested_state():
     assert all(w.is_deleted() for w in jax.tree.leaves(state))
 
 
+def test_negative_numbers_of_arguments_count_from_the_last_one_of_the_function():
+    """Whether that one is given by number, by name or not at all: another one was donated, or static, in its place."""
+    step = mm.jit(lambda x, state: (front(jnp.eye(WIDTH), x), 2 * state), donate_argnums=-1)
+    for call in (step, lambda x, state: step(x, state=state)):
+        x, state = rows(), rows()
+        call(x, state)
+        assert (x.is_deleted(), state.is_deleted()) == (False, True)
+    power = mm.jit(lambda x, n=2: front(jnp.eye(WIDTH), x) ** n, static_argnums=-1)
+    for given in ({}, {"n": 3}):
+        assert_same(power(rows(), **given), reference(power, rows(), **given))
+
+
 def test_a_donated_argument_that_is_handed_through_is_the_result():
     """Donation of an unchanged part of the state loses nothing, also twice in a row."""
     step = mm.jit(lambda s, x: ({"w": s["w"], "n": s["n"] + 1}, front(s["w"], x)), donate_argnums=0)
@@ -786,6 +798,20 @@ def test_lowered_and_compiled_steps_are_callable():
     assert jax.tree.map(lambda s: (s.shape, s.dtype), out) == jax.tree.map(
         lambda v: (v.shape, v.dtype), reference(step, parameters(), rows())
     )
+
+
+def test_shapes_of_results_are_those_of_arguments_of_the_next_call():
+    """Also of what is weakly typed: what is prepared for them is not compiled once more when the results come."""
+
+    def step(x, n):
+        return front(jnp.eye(WIDTH), x), n + 1
+
+    jitted = mm.jit(step)
+    assert jitted.eval_shape(rows(), 0) == jax.eval_shape(step, rows(), 0)
+    assert jitted.lower(rows(), 0).out_info[1].weak_type
+    jitted.prepare(*jitted.eval_shape(rows(), 0))
+    jitted(*jitted(rows(), 0))
+    assert "1 program compiled" in repr(jitted)
 
 
 def test_nothing_refers_to_arguments_after_the_call():

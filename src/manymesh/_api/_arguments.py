@@ -71,12 +71,18 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def named(fun: Any, numbers: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Completes argument numbers by names and names by numbers, as ``jax.jit`` does."""
+    """Completes argument numbers by names and names by numbers, as ``jax.jit`` does.
+
+    A negative number counts from the last argument that the function has, however many are given by name. Only where it
+    takes any number of them does it count from the last that is given.
+    """
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         return numbers, names
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if all(p.kind != p.VAR_POSITIONAL for p in parameters):
+        numbers = tuple(k + len(positional) if k < 0 else k for k in numbers)
     more_names = tuple(positional[k] for k in numbers if -len(positional) <= k < len(positional))
     more_numbers = tuple(positional.index(n) for n in names if n in positional)
     return tuple(sorted({*numbers, *more_numbers})), tuple(sorted({*names, *more_names}))
