@@ -94,7 +94,7 @@ class Lowered(Shown):
         for o, (v, s) in enumerate(self.program.outputs):
             if o not in within:
                 sharding = self._wanted.get(o, self.layout.sharding(v, s) if _compat.is_var(v) else None)
-                leaves.append(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding))
+                leaves.append(_compat.abstract(v.aval).update(sharding=sharding))
             elif o == within[o].positions.start:
                 leaves.append(within[o].aval)
         return jax.tree.unflatten(self._out_tree, in_memories(leaves, self._memory_out))

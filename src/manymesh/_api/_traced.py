@@ -61,7 +61,7 @@ class Traced(Shown):
     @property
     def out_info(self) -> Any:
         """Shapes and dtypes of the result, in its structure."""
-        return jax.tree.unflatten(self._out_tree, [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in self._shapes])
+        return jax.tree.unflatten(self._out_tree, [_compat.abstract(s) for s in self._shapes])
 
     def __repr__(self) -> str:
         names = [t.name or "unnamed" for t in self._record.tasks.values()]
