@@ -290,6 +290,30 @@ def test_stacked_layers_in_a_loop():
     same(fun, ws, rows())
 
 
+def test_stacked_layers_that_two_programs_of_a_loop_cut_otherwise():
+    """The copy that each of them wants is made once."""
+    meshes = [Mesh(np.array(jax.devices()[k : k + 1]), ("x",)) for k in range(4)]
+    by_two, by_four = (
+        mm.task(lambda w, h: jnp.tanh(h @ w) / 2, f"over_{len(ms)}", mesh=ms) for ms in (meshes[:2], meshes)
+    )
+
+    def over(task, ws, h):
+        return lax.scan(lambda h, w: (task(w, h), None), h, ws)[0]
+
+    def fun(ws, x, n):
+        def body(c):
+            h = over(by_two, ws, c[0])
+            return lax.while_loop(lambda c: c[1] < 2, lambda c: (over(by_four, ws, c[0]), c[1] + 1), (h, 0))[0], c[
+                1
+            ] + 1
+
+        return lax.while_loop(lambda c: c[1] < n, body, (x, 0))
+
+    ws = jnp.stack([parameters(k)["front"] for k in range(4)])
+    for n in (0, 2):
+        same(fun, ws, rows(), n)
+
+
 def test_shardings_that_were_asked_for():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("x",))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))

@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 from .. import _compat
 from .._layout._stacked import StackedValue
 from ._exchange import assembler
-from ._execute import Executor
+from ._execute import Executor, Kept
 from ._observe import Observer
 
 T = TypeVar("T")
@@ -95,6 +95,8 @@ class _Input:
         self.blocks = [assembler(block) for block in self.value.blocks]
 
     def cut(self, x: Any, executor: Executor, observer: Observer | None) -> list[Any]:
+        if isinstance(x, Kept):
+            x = x.at(self.value.sharding, executor.bring)
         sharding = getattr(x, "sharding", None)
         if sharding is not self.accepted:
             if isinstance(x, jax.Array) and _alike(sharding, self.value):
