@@ -179,6 +179,18 @@ def test_stacked_layers():
         assert_same((p, m), expected)
 
 
+def test_stacked_layers_that_come_otherwise_than_a_step_was_compiled_for():
+    """A step compiled ahead of time for arrays of the devices takes one in the memory of the host."""
+    devices = np.array(jax.devices()[:2])
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"s{k}", mesh=Mesh(devices[k : k + 1], ("d",))) for k in range(2)]
+    w, x = np.ones((2, WIDTH, WIDTH), "f4") / 3, np.ones((4, WIDTH), "f4")
+    step = mm.jit(lambda w, x: tasks[1](w[1], tasks[0](w[0], x)))
+    compiled = step.lower(w, x).compile()
+    host = compiled.input_shardings[0][0].with_memory_kind(HOST)
+    assert len(host.device_set) == 2
+    assert_same(compiled(jax.device_put(w, host), x), reference(step, w, x))
+
+
 def test_a_single_device():
     """An array that was put on a device, on no mesh."""
     step = mm.jit(lambda s, x: {"w": 0.9 * s["w"] + TASKS[0](x, x)})

@@ -142,10 +142,10 @@ def _local_devices(sharding: Any) -> list[Any]:
 
 
 def _alike(sharding: Any, value: StackedValue) -> bool:
-    """Whether every device has what it has to have, whatever the axes are called."""
+    """Whether every device has what it has to have in its own memory, whatever the axes are called."""
     if sharding == value.sharding:
         return True
-    if sharding.device_set != value.sharding.device_set:
+    if sharding.device_set != value.sharding.device_set or sharding.memory_kind != value.sharding.memory_kind:
         return False
     shape = value.aval.shape
     return bool(sharding.devices_indices_map(shape) == value.sharding.devices_indices_map(shape))
