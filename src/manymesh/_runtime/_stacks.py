@@ -28,7 +28,7 @@ class Stacks:
 
     def __init__(self, inputs: Sequence[StackedValue], outputs: Sequence[StackedValue], executor: Executor) -> None:
         self._executor = executor
-        self._inputs = {x.positions.start: _Input(x, x.sharding, _places(x, x.sharding)) for x in inputs}
+        self._inputs = {x.positions.start: _Input(x) for x in inputs}
         self._outputs = {x.positions.start: _Output(x) for x in outputs}
 
     def prepare(self, position: int, sharding: Sharding) -> None:
@@ -88,28 +88,28 @@ class _Input:
     """A stacked argument, with the sharding it had last and where the pieces of each block are among its shards."""
 
     value: StackedValue
-    accepted: Sharding
-    places: list[list[int]]
 
     def __post_init__(self) -> None:
         self.blocks = [assembler(block) for block in self.value.blocks]
+        # One object: between two, another thread may call the step with another sharding.
+        self.accepted: tuple[Sharding, list[list[int]]] = self._found(self.value.sharding)
+
+    def _found(self, sharding: Sharding) -> tuple[Sharding, list[list[int]]]:
+        return sharding, _places(self.value, sharding)
 
     def cut(self, x: Any, executor: Executor, observer: Observer | None) -> list[Any]:
         if isinstance(x, Kept):
             x = x.at(self.value.sharding, executor.bring)
         sharding = getattr(x, "sharding", None)
-        if sharding is not self.accepted:
-            if isinstance(x, jax.Array) and _alike(sharding, self.value):
-                self.accepted, self.places = x.sharding, _places(self.value, x.sharding)
-            else:
+        accepted, where = self.accepted
+        if sharding is not accepted:
+            if not (isinstance(x, jax.Array) and _alike(sharding, self.value)):
                 if observer is not None:
                     observer.moves_argument(self.value.positions.start, x, self.value.sharding)
                 x = executor.bring(x, self.value.sharding)
-                self.accepted, self.places = x.sharding, _places(self.value, x.sharding)
+            _, where = self.accepted = self._found(x.sharding)
         pieces = _compat.pieces(_compat.key_words(x))
-        return [
-            assemble([pieces[k] for k in places]) for assemble, places in zip(self.blocks, self.places, strict=True)
-        ]
+        return [assemble([pieces[k] for k in places]) for assemble, places in zip(self.blocks, where, strict=True)]
 
 
 @dataclass(eq=False)
