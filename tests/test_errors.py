@@ -616,3 +616,7 @@ def test_a_compiled_step_called_with_other_arguments():
         compiled(parameters(), rows(4))
     with raises(TypeError, "args[0]['front']", "float32[4,4]", "int32[4,4]"):
         compiled({**parameters(), "front": jnp.ones((4, 4), jnp.int32)}, rows())
+    with raises(TypeError, "compiled with args[0], args[1], called with args[0], args[1], args[2]"):
+        compiled(parameters(), rows(), ())
+    with raises(TypeError, "compiled with no kwargs, called with kwargs['rest']"):
+        compiled(parameters(), rows(), rest=None)

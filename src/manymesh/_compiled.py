@@ -165,10 +165,7 @@ class Compiled(Shown):
         parts = [
             *([f"compiled with {joined(missing, MOST_NAMES)}, which the call does not have"] if missing else []),
             *([f"called with {joined(surplus, MOST_NAMES)}, which it was not compiled with"] if surplus else []),
-        ] or [
-            f"compiled with {name} of structure {ours}, called with {theirs}"
-            for name, ours, theirs in _differing(self._in_tree, jax.tree.structure(given))
-        ]
+        ] or list(_differing(self._in_tree, jax.tree.structure(given)))
         return (
             f"{'; '.join(parts)}; static arguments are left out of the call as None, and the function that mm.jit returned "
             "compiles for each structure"
@@ -358,13 +355,16 @@ class Compiled(Shown):
         )
 
 
-def _differing(ours: Any, theirs: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The arguments whose structures are not the same, of two structures of ``(args, kwargs)`` with leaves of the same names."""
+def _differing(ours: Any, theirs: Any) -> Iterator[str]:
+    """Where two structures of ``(args, kwargs)`` with leaves of the same names differ, each as a sentence."""
     for which, a, b in zip(("args", "kwargs"), ours.children(), theirs.children(), strict=True):
-        keys = a.node_data()[1] or range(len(a.children()))
-        for key, one, other in zip(keys, a.children(), b.children(), strict=False):
+        names, others = ([f"{which}[{k!r}]" for k in x.node_data()[1] or range(len(x.children()))] for x in (a, b))
+        if names != others:  # some have no leaf
+            yield f"compiled with {joined(names, MOST_NAMES) or f'no {which}'}, called with {joined(others, MOST_NAMES) or f'no {which}'}"
+            continue
+        for name, one, other in zip(names, a.children(), b.children(), strict=True):
             if one != other:
-                yield f"{which}[{key!r}]", one, other
+                yield f"compiled with {name} of structure {one}, called with {other}"
 
 
 def _name_of_leaf(path: Sequence[Any]) -> str:
