@@ -191,6 +191,17 @@ def test_stacked_layers_that_come_otherwise_than_a_step_was_compiled_for():
     assert_same(compiled(jax.device_put(w, host), x), reference(step, w, x))
 
 
+@pytest.mark.parametrize("around", [mm.ignore_transforms, jax.disable_jit])
+def test_the_reference_mode(around):
+    """A state that lies in the memory of the host is computed with, as by the step itself."""
+    step = mm.jit(train)
+    given = arguments(HOST)
+    expected = step(*given)
+    with around():
+        found = step(*given)
+    assert_same(*(jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), tree) for tree in (found, expected)))
+
+
 def test_a_single_device():
     """An array that was put on a device, on no mesh."""
     step = mm.jit(lambda s, x: {"w": 0.9 * s["w"] + TASKS[0](x, x)})

@@ -19,7 +19,7 @@ from .._errors import ArgumentError
 from .._implicit import registered
 from .._runtime._exchange import everywhere
 from .._runtime._fetch import fetch
-from .._runtime._memories import host_kind
+from .._runtime._memories import DEVICE, host_kind, into, is_in_host_memory
 from .._runtime._processes import committed_sharding
 from .._shown import name_of
 from .._types import PyTree
@@ -256,8 +256,12 @@ def keystr(path: Any) -> str:
 def gathered(tree: PyTree) -> Any:
     """For the reference mode: arrays of different submeshes come to one device, those of all processes to each.
 
-    Host values are in every process already, so that one process alone can call the reference mode with them.
+    What lies in the memory of the host comes to its devices, where a step has it. Host values are in every process already,
+    so that one process alone can call the reference mode with them.
     """
+    tree = jax.tree.map(
+        lambda x: into(x, DEVICE) if not isinstance(x, jax.core.Tracer) and is_in_host_memory(x) else x, tree
+    )
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
     if world() is not None:
         return fetch(tree) if any(committed_sharding(x) is not None for x in arrays) else tree
