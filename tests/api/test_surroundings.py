@@ -174,6 +174,18 @@ def test_a_step_without_tasks_is_where_its_arguments_are():
     assert len(double._compiled) == 1  # a task says where it is
 
 
+def test_a_step_without_tasks_is_on_the_default_device():
+    """Where nothing that it is given was put anywhere, as under jax.jit; what was put somewhere has the last word."""
+    step, x = mm.jit(lambda x: x + 1), np.ones(2, np.float32)
+    first, other, third = jax.devices()[:3]
+    assert step(x).devices() == {first}
+    for said, device in ((other, other), ("cpu", first), (None, first)):
+        with jax.default_device(said):
+            for given in (x, jnp.asarray(x)):
+                assert step(given).devices() == jax.jit(step.fun)(given).devices() == {device}
+            assert step(jax.device_put(x, third)).devices() == {third}
+
+
 def test_the_second_step_without_tasks_is_the_same_program():
     """What may go anywhere comes back from somewhere; and what was nowhere before goes there too."""
     step = mm.jit(lambda state, x: {"w": state["w"] - 0.1 * x.sum(), "count": state["count"] + 1})

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._distributed._world import world
 from .._errors import ArgumentError, AxisError, MeshError
 from .._findings import Finding
 from .._mark import Recording
@@ -29,6 +30,14 @@ def mesh_of(x: Any) -> Mesh | None:
         return auto_mesh(sharding.mesh) if isinstance(sharding.mesh, Mesh) else None
     devices = sorted(sharding.device_set, key=lambda d: d.id)
     return Mesh(np.array(devices), ("device",))
+
+
+def default_device() -> Any:
+    """The device for what may go anywhere: that of ``jax.default_device``; in several processes the first one of all."""
+    said = jax.config.jax_default_device if world() is None else None
+    if isinstance(said, str):
+        return jax.devices(said)[0]
+    return jax.devices()[0] if said is None else said
 
 
 def committed(x: Any) -> NamedSharding | None:

@@ -34,7 +34,7 @@ from ._lowered import Lowered
 from ._names import names_of_arguments, names_of_results, paths_of_arguments, paths_of_results, users_keys
 from ._outside import Outside
 from ._parts import split
-from ._shardings import check_fit, check_submeshes, committed, expand, mesh_of, note_renamed, on_devices
+from ._shardings import check_fit, check_submeshes, committed, default_device, expand, mesh_of, note_renamed, on_devices
 from ._step import Step
 
 
@@ -208,7 +208,7 @@ class Traced(Shown):
     def _without_tasks(self) -> Program:
         """The program where no task and no sharding says what runs where: everything is where its arguments are."""
         committed = {i: m for i, x in enumerate(self._given.leaves) if (m := mesh_of(x)) is not None}
-        default = next(iter(committed.values()), Mesh(np.array(jax.devices()[:1]), ("device",)))
+        default = next(iter(committed.values()), Mesh(np.array([default_device()]), ("device",)))
         everything = {i: default for i in range(len(self._given.leaves))}
         results = {i: default for i in range(len(self._shapes))}
         try:
