@@ -383,6 +383,16 @@ def test_a_loop_in_a_scan(reverse):
     assert parts(fun, parameters(), xs, keys)[1:-1] == ["while1/part1", "while1/while1", "while1/part2"]
 
 
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_loop_in_a_short_scan_beside_another_loop(length):
+    def fun(p, x, xs):
+        h, count = until(p, x, 0.5, 3)
+        last, ys = lax.scan(lambda c, x: (until(p, c + x, 0.5, 3)[0], (c, x, 2.0)), h, xs)
+        return last, ys, count
+
+    same(fun, parameters(), rows(), jnp.ones((length, *rows().shape)))
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_loop_in_a_branch(sign):
     """Only the branch that is taken runs."""

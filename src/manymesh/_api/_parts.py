@@ -239,12 +239,19 @@ class _Splitter:
         first = operands[loop.cond_consts + loop.body_consts :]
         return self._loop(eqn, first, [v.aval for v in _compat.open_jaxpr(loop.body).outvars], unfinished, following)
 
-    def _scan(self, eqn: Eqn, operands: Sequence[Atom]) -> list[Var]:
+    def _scan(self, eqn: Eqn, operands: Sequence[Atom]) -> Sequence[Atom]:
         scan = _compat.scan_parts(eqn)
         n = scan.num_consts + scan.num_carry
         consts, first, stacked = operands[: scan.num_consts], operands[scan.num_consts : n], operands[n:]
         avals = [v.aval for v in _compat.open_jaxpr(scan.jaxpr).outvars]
         stacks = [_compat.stacked(aval, scan.length) for aval in avals[scan.num_carry :]]
+
+        def begin() -> list[jax.Array]:
+            return [jnp.int32(0), *(_compat.with_weak_type(lax.empty(x.shape, x.dtype), x.weak_type) for x in stacks)]
+
+        zero, *empty = self._traced(begin, [])
+        if not scan.length:  # a piece of nothing cannot be read, not even where it is not
+            return [*first, *empty]
 
         def place(i: jax.Array) -> jax.Array:
             return scan.length - 1 - i if scan.reverse else i
@@ -269,10 +276,6 @@ class _Splitter:
             ]
             return [more, *after[: scan.num_carry], *together]
 
-        def begin() -> list[jax.Array]:
-            return [jnp.int32(0), *(_compat.with_weak_type(lax.empty(x.shape, x.dtype), x.weak_type) for x in stacks)]
-
-        zero, *empty = self._traced(begin, [])
         avals = [zero.aval, *avals[: scan.num_carry], *stacks]
         return self._loop(eqn, [zero, *first, *empty], avals, unfinished, following)[1:]
 
