@@ -814,6 +814,20 @@ def test_shapes_of_results_are_those_of_arguments_of_the_next_call():
     assert "1 program compiled" in repr(jitted)
 
 
+def test_a_result_that_changes_its_layout_stays_weakly_typed():
+    """It is handed through, or made, and asked for in another layout or elsewhere."""
+    meshes = [Mesh(np.array(jax.devices()[k : k + 2]), ("d",)) for k in (0, 2)]
+    task = mm.task(lambda x: 2 * x, "double", mesh=meshes[0])
+    places = [NamedSharding(m, spec) for m in meshes for spec in (P(), P("d"))]
+    x = jax.device_put(jnp.full(4, 1.0), places[1])
+
+    def fun(x):
+        return task(jnp.ones(4)), x, x, x * 2, x * 2
+
+    found = mm.jit(fun, out_shardings=(None, places[0], places[3], places[0], places[3]))(x)
+    assert [y.weak_type for y in found] == [y.weak_type for y in jax.jit(fun)(x)] == [False, True, True, True, True]
+
+
 def test_nothing_refers_to_arguments_after_the_call():
     """Arrays die when the user lets them go."""
     step = mm.jit(microbatched())

@@ -151,6 +151,25 @@ def test_keys_whole_numbers_and_weak_types():
     same(fun, parameters(), rows(), jax.random.PRNGKey(1))
 
 
+def test_results_are_as_weakly_typed_as_jax_says_however_often_a_loop_runs():
+    """So that they are promoted alike outside, and no step is compiled again for what comes of one."""
+
+    def fun(p, x, times):
+        start = jnp.full(x.shape, 1.0)
+        h, before, n = lax.while_loop(lambda c: c[2] < times, lambda c: (both(p, c[0]), c[0], c[2] + 1), (x, start, 0))
+        full = lambda h: jnp.full(h.shape, 2.0)  # noqa: E731
+        return before, lax.switch(n, [full, lambda h: until(p, h, 0.5, 2)[0]], h), lax.cond(n > 0, full, full, h)
+
+    step = mm.jit(fun)
+    for times in range(3):
+        expected = reference(jax.jit(fun), parameters(), rows(), times)
+        found = step(parameters(), rows(), times)
+        assert_same(found, expected)
+        assert [x.weak_type for x in found] == [x.weak_type for x in expected] == [False, True, True]
+        half = jnp.bfloat16(1)
+        assert [(half * x).dtype for x in found] == [(half * x).dtype for x in expected]
+
+
 def test_constants_that_a_loop_closes_over():
     table, seed = np.linspace(0, 1, WIDTH, dtype=np.float32), jax.random.key(3)
 

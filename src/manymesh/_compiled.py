@@ -70,6 +70,7 @@ class Compiled(Shown):
         asked: frozenset[int] = frozenset(),
         memory_in: Mapping[int, str] | None = None,
         memory_out: Mapping[int, str] | None = None,
+        weak_out: Mapping[int, bool] | None = None,
     ) -> None:
         self._lowered, self._in_tree, self._out_tree = lowered, in_tree, out_tree
         self._donated, self._compilations, self.name = donated, compilations, name
@@ -104,6 +105,7 @@ class Compiled(Shown):
         self._leaving: list[Any] = stacks.of_results(leaving, lambda x: x.sharding)
         self._leaving = lying(self._leaving, memory_out or {})
         self._memory_out = tuple((memory_out or {}).items())
+        self._weak_out = tuple((weak_out or {}).items())
         self._handover = hand_over(lowered.plan, frozenset(shift + k for i in donated for k in at[i]))
         self._dies = donated
         self._avals = stacks.of_arguments(
@@ -198,7 +200,11 @@ class Compiled(Shown):
             x = leaves[i]
             if isinstance(x, jax.Array) and not x.is_deleted():
                 x.delete()
-        return jax.tree.unflatten(self._out_tree, self._into_memories(self._stacks.join(results)))
+        results = self._into_memories(self._stacks.join(results))
+        for o, weak in self._weak_out:
+            if results[o].weak_type != weak:
+                results[o] = _compat.retyped(results[o], weak)
+        return jax.tree.unflatten(self._out_tree, results)
 
     def _into_memories(self, results: list[Any]) -> list[Any]:
         """Results, each in the memory in which it lies between steps."""

@@ -73,6 +73,7 @@ class Lowered(Shown):
     _values: tuple[str, ...]  # of each host value what it is called, and in short what it is
     _memory_in: dict[int, str]  # argument -> the kind of memory in which it lies between steps, if that is the host's
     _memory_out: dict[int, str]  # the same of results
+    _weak: tuple[bool, ...]  # of each result whether it is weakly typed, where it was traced
     findings: tuple[str, ...] = ()
 
     @property
@@ -94,9 +95,10 @@ class Lowered(Shown):
         for o, (v, s) in enumerate(self.program.outputs):
             if o not in within:
                 sharding = self._wanted.get(o, self.layout.sharding(v, s) if _compat.is_var(v) else None)
-                leaves.append(_compat.abstract(v.aval).update(sharding=sharding))
+                leaves.append(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding))
             elif o == within[o].positions.start:
                 leaves.append(within[o].aval)
+        leaves = [x.update(weak_type=weak) for x, weak in zip(leaves, self._weak, strict=True)]
         return jax.tree.unflatten(self._out_tree, in_memories(leaves, self._memory_out))
 
     @functools.cached_property
@@ -225,13 +227,23 @@ class Lowered(Shown):
             lowered, literals, self._in_tree, self._out_tree, tuple(sorted(self._donated)), made, step.name,
             stacked_inputs(self.program, layout, self._joints), stacked_outputs(self.program, layout, self._joints, moved),
             moved, self._found, functools.partial(names_of_inputs, self.program, self._in_tree),
-            frozenset(self._wanted), self._memory_in, self._memory_out,
+            frozenset(self._wanted), self._memory_in, self._memory_out, self._types_to_see_to(),
         )  # fmt: skip
         if processes is not None:
             processes.is_ready()
         compiled.explain = functools.partial(explain_float, step.name, self._plain, self.program)
         compiled.estimate = lambda: self._estimate
         return compiled
+
+    def _types_to_see_to(self) -> dict[int, bool]:
+        """Results that are weakly typed where the step was traced or where they are made -> whether they are to be.
+
+        JAX joins the branches of a conditional, and what a loop starts from with what it makes; here they stand by themselves.
+        What changes its layout on the way loses the weakness of its type.
+        """
+        at = positions(len(self._weak), self.program.stacked_outputs)
+        made = [_compat.abstract(self.program.outputs[places.start][0].aval).weak_type for places in at]
+        return {o: weak for o, weak in enumerate(self._weak) if weak or made[o]}
 
     def _moved_results(self) -> dict[int, NamedSharding]:
         """The results that get the wanted sharding when they are finished."""

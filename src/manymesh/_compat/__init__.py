@@ -15,6 +15,7 @@ from ._arrays import key_kind as key_kind
 from ._arrays import key_words as key_words
 from ._arrays import on_devices as on_devices
 from ._arrays import pieces as pieces
+from ._arrays import retyped as retyped
 from ._executables import caches_on_disk as caches_on_disk
 from ._executables import call_of as call_of
 from ._executables import load_executable as load_executable

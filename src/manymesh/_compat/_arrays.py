@@ -49,6 +49,11 @@ def assemble(aval: jax.ShapeDtypeStruct, arrays: Sequence[Any]) -> jax.Array:
     return ArrayImpl(plain, aval.sharding, list(arrays), committed=True, _skip_checks=True)
 
 
+def retyped(x: jax.Array, weak: bool) -> jax.Array:
+    """The array, in the memory that it has, as one that is weakly typed or not."""
+    return assemble(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=weak), pieces(x))
+
+
 def device_order(sharding: Any) -> list[Any]:
     """The devices of a sharding in the order of its shards."""
     return list(sharding._device_assignment)
