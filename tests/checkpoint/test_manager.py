@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from manymesh._checkpoint import _write
+from manymesh._checkpoint._format import ASIDE
 from manymesh._checkpoint._store import Database
 
 pytestmark = pytest.mark.once
@@ -178,6 +179,30 @@ def test_looking_at_an_earlier_step_gives_nothing_up(tmp_path) -> None:
         manager.restore()
         manager.save(1, state_of(1))
         assert manager.all_steps() == [1, 1200]
+
+
+def test_what_is_saved_beside_the_steps_is_left_alone(tmp_path, monkeypatch) -> None:
+    """The first save of a manager removes what is left of steps, and not what another thread writes under a name of its own."""
+    (tmp_path / f"3{ASIDE}-1").mkdir()
+    begun, ended = threading.Event(), threading.Event()
+    commit = Database.commit
+
+    def slowly(self):
+        commit(self)
+        if threading.current_thread().name == "best_0":
+            begun.set()
+            assert ended.wait(60)
+
+    monkeypatch.setattr(Database, "commit", slowly)
+    with ThreadPoolExecutor(1, "best") as pool:
+        saving = pool.submit(mm.checkpoint.save, tmp_path / "best", state_of(7))
+        assert begun.wait(60)
+        with mm.checkpoint.Manager(tmp_path) as manager:
+            manager.save(1, state_of(1))
+        ended.set()
+        saving.result()
+    assert sorted(os.listdir(tmp_path)) == ["1", "best"]
+    assert mm.checkpoint.restore(tmp_path / "best", state_of(0))["step"] == 7
 
 
 def test_at_the_end_of_a_program_the_last_save_is_waited_for(tmp_path) -> None:

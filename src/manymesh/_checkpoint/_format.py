@@ -278,6 +278,11 @@ def steps_in(directory: Path) -> list[int]:
         return sorted(int(d.name) for d in found if (d / STEP_FILE).exists() or any(d.glob(f"*/{TREE_FILE}")))
 
 
+def unfinished_steps(directory: Path) -> list[Path]:
+    """What is left of steps whose saving was cut off. What has another name may be saved beside them at this moment."""
+    return [d for d in directory.iterdir() if ASIDE in d.name and _STEP.fullmatch(d.name.partition(ASIDE)[0])]
+
+
 def check_names_of_steps(directory: Path) -> None:
     """Goes on where no step of a directory has another name than its number.
 

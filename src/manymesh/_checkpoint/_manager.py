@@ -19,7 +19,7 @@ from .. import _compat
 from .._errors import ArgumentError, CheckpointError, CheckpointNotFoundError
 from .._types import PyTree
 from ._api import as_path
-from ._format import ASIDE, ITEM, check_names_of_steps, read_metadata, steps_in, translated
+from ._format import ASIDE, ITEM, check_names_of_steps, read_metadata, steps_in, translated, unfinished_steps
 from ._read import read
 from ._write import Writing, prepare
 
@@ -261,9 +261,8 @@ class Manager:
 
     def _write(self, writing: Writing) -> None:
         if writing.processes.first and not self._clean and self.directory.is_dir():
-            for left in self.directory.iterdir():
-                if ASIDE in left.name:
-                    shutil.rmtree(left, ignore_errors=True)
+            for left in unfinished_steps(self.directory):
+                shutil.rmtree(left, ignore_errors=True)
         self._clean = True
         writing.run(functools.partial(self._remove_old, int(writing.path.name)))
 
