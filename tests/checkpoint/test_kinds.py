@@ -178,6 +178,16 @@ def test_cast_converts_and_a_number_becomes_an_array(tmp_path) -> None:
         mm.checkpoint.restore(tmp_path / "later", {"step": 0.0})
 
 
+@pytest.mark.parametrize("like", [jnp.zeros((), jnp.int32), np.int32(0), jax.ShapeDtypeStruct((), jnp.int16)])
+def test_a_number_that_is_too_large_for_an_array_is_refused(like, tmp_path) -> None:
+    """As a count of tokens is after some days; it came back as what its lower bits say."""
+    mm.checkpoint.save(tmp_path / "state", {"tokens": 5_000_000_000, "few": 7})
+    assert int(mm.checkpoint.restore(tmp_path / "state", {"few": like})["few"]) == 7
+    words = rf"tokens was saved as int64 5000000000, which is no {like.dtype} as in like=; restore it like a number of Python"
+    with pytest.raises(mm.errors.CheckpointError, match=words):
+        mm.checkpoint.restore(tmp_path / "state", {"tokens": like})
+
+
 @pytest.fixture
 def ocp():
     with warnings.catch_warnings():

@@ -72,6 +72,13 @@ class Reading:
         saved, wanted = dtype_of(self.store), self.target.dtype
         return np.can_cast(saved, wanted, "same_kind") and np.can_cast(wanted, saved, "same_kind")
 
+    def _is_too_large(self, number: np.ndarray[Any, Any]) -> bool:
+        """Whether a whole number is none of the dtype that is wanted."""
+        if not np.issubdtype(self.target.dtype, np.integer):
+            return False
+        wanted = np.iinfo(self.target.dtype)
+        return not bool(np.all((wanted.min <= number) & (number <= wanted.max)))
+
     def start(self) -> dict[Any, Any]:
         """Begins to read what this process needs."""
         return {key: self.store[box].read() if box else self.store.read() for key, box in self._boxes().items()}
@@ -85,6 +92,11 @@ class Reading:
         if self.record.random is None:
             if self.record.dtype is not None:
                 parts = {key: part.view(np.dtype(self.record.dtype)) for key, part in parts.items()}
+            if self._is_number() and (found := [part for part in parts.values() if self._is_too_large(part)]):
+                raise CheckpointError(
+                    f"{self.leaf} was saved as {self._saved_dtype()} {found[0]}, which is no {self.target.dtype} as in like=; restore it "
+                    "like a number of Python"
+                )
             parts = {key: part.astype(self.target.dtype, copy=False) for key, part in parts.items()}
         return self.target.make(parts, self.record.random)
 
