@@ -178,6 +178,24 @@ def test_cast_converts_and_a_number_becomes_an_array(tmp_path) -> None:
         mm.checkpoint.restore(tmp_path / "later", {"step": 0.0})
 
 
+def test_everything_is_where_it_was(tmp_path) -> None:
+    """Elements of lists and tuples at their positions, also beside what holds nothing, as states of Optax do, and functions."""
+    moments = optax.chain(optax.identity(), optax.trace(0.9), optax.identity()).init({"w": jnp.ones(2)})
+    state = {"moments": moments, "list": [None, 1, (), jnp.sin, {}, 2, [{}, None]], "none": None, "dict": {}}
+    mm.checkpoint.save(tmp_path / "state", state)
+    assert_same_bits(
+        mm.checkpoint.restore(tmp_path / "state"),
+        {
+            "moments": [{}, {"trace": {"w": np.zeros(2, np.float32)}}, {}],
+            "list": [None, 1, [], None, {}, 2, [{}, None]],
+            "none": None,
+            "dict": {},
+        },
+    )
+    mm.checkpoint.save(tmp_path / "nothing", ())
+    assert mm.checkpoint.restore(tmp_path / "nothing") == []
+
+
 @pytest.mark.parametrize("like", [jnp.zeros((), jnp.int32), np.int32(0), jax.ShapeDtypeStruct((), jnp.int16)])
 def test_a_number_that_is_too_large_for_an_array_is_refused(like, tmp_path) -> None:
     """As a count of tokens is after some days; it came back as what its lower bits say."""

@@ -81,12 +81,14 @@ class Saved:
     Attributes:
       directory: where the arrays are.
       records: its arrays.
+      empty: its empty containers, with what they are as their kind.
       zarr: name of the TensorStore driver of one array.
       one_database: whether the arrays are in one database, or each in a directory of its own.
     """
 
     directory: Path
     records: Mapping[Name, Record]
+    empty: Sequence[Record]
     zarr: str
     one_database: bool
 
@@ -115,13 +117,16 @@ def find_saved(path: Path) -> Saved:
         for listed in _read_json(directory / ARRAYS_FILE).get("array_metadatas", ()):
             found = listed["array_metadata"]
             extra[found["param_name"]] = found.get("ext_metadata") or {}
-    records = {}
+    records, empty = {}, []
     for entry in tree["tree_metadata"].values():
         kind = entry["value_metadata"]["value_type"]
-        if entry["value_metadata"].get("skip_deserialize") or kind == "string":
-            continue  # an empty container; text, which is beside the arrays
+        if kind == "string":
+            continue  # text, which is beside the arrays
         name = tuple(key["key"] for key in entry["key_metadata"])
         in_sequence = tuple(key["key_type"] == _SEQUENCE for key in entry["key_metadata"])
+        if entry["value_metadata"].get("skip_deserialize"):
+            empty.append(Record(name, in_sequence, kind))
+            continue
         more = extra.get(".".join(name), {})
         records[name] = Record(name, in_sequence, kind, more.get(_RANDOM), more.get(_DTYPE))
     one_database = (directory / MANIFEST).exists()
@@ -130,7 +135,7 @@ def find_saved(path: Path) -> Saved:
             f"{directory} lists {len(records)} arrays, but their database ({MANIFEST}) is not there: somebody removed it; "
             "restore another checkpoint"
         )
-    return Saved(directory, records, "zarr3" if tree.get("use_zarr3") else "zarr", one_database)
+    return Saved(directory, records, empty, "zarr3" if tree.get("use_zarr3") else "zarr", one_database)
 
 
 def read_metadata(path: Path) -> Any:

@@ -166,12 +166,13 @@ def read_as_saved(saved: Saved) -> Any:
             Reading(Leaf(record.name, record.in_sequence, None), Target(shape, dtype, None, False, host), store, record)
         )
     root: dict[str, Any] = {}
-    for record, value in zip(records, _read_all(readings), strict=True):
+    whole = [*records, *saved.empty]
+    for record, value in zip(whole, [*_read_all(readings), *(_nothing(r.kind) for r in saved.empty)], strict=True):
         node = root
         for word in ("", *record.name)[:-1]:
             node = node.setdefault(word, {})
         node[("", *record.name)[-1]] = value
-    in_sequences = {record.name[:k] for record in records for k, is_in in enumerate(record.in_sequence) if is_in}
+    in_sequences = {record.name[:k] for record in whole for k, is_in in enumerate(record.in_sequence) if is_in}
     return _with_lists(root.get("", {}), (), in_sequences)
 
 
@@ -179,7 +180,14 @@ def _with_lists(node: PyTree, name: tuple[str, ...], in_sequences: set[tuple[str
     if not isinstance(node, dict):
         return node
     children = {word: _with_lists(child, (*name, word), in_sequences) for word, child in node.items()}
-    return [children[word] for word in sorted(children, key=int)] if name in in_sequences else children
+    if name not in in_sequences:
+        return children
+    return [children.get(str(k)) for k in range(1 + max(map(int, children)))]  # what was left out keeps its place
+
+
+def _nothing(kind: str) -> Any:
+    """What an empty container comes back as; a named tuple as the dictionary that one with elements is."""
+    return {} if kind in ("Dict", "NamedTuple") else [] if kind in ("List", "Tuple") else None
 
 
 def _open(path: Path, saved: Saved, sources: Mapping[int, Source]) -> dict[Record, Store]:
