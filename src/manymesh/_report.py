@@ -25,7 +25,7 @@ from ._plan._instructions import Plan, Run
 from ._plan._number import arguments_elsewhere, variables_of
 from ._program import Program, Reduction, nbytes
 from ._runtime._describe import Row, rows
-from ._shown import Shown, rich_html
+from ._shown import Shown, as_written, rich_html
 from ._types import PyTree
 
 if TYPE_CHECKING:  # imported when a report is printed
@@ -127,7 +127,7 @@ class Report(Shown):
         return rich_html(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from self._parts()
+        yield from as_written(console, options, self._parts())
 
     def _parts(self) -> Iterator[RenderableType]:
         """The parts of the page, in order; strings are lines."""

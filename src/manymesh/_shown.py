@@ -11,7 +11,10 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # imported when something is printed
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 MOST = 39
 _NARROWEST = 64  # below that the columns of a table are a letter or two wide, and lines that wrap are easier to read
@@ -61,6 +64,12 @@ def page_width(usual: int) -> int:
         with contextlib.suppress(OSError, ValueError):  # it has no number or size, as one that stands in for a terminal
             columns = os.get_terminal_size(sys.stdout.fileno()).columns
     return min(usual, max(columns, _NARROWEST)) if columns else usual
+
+
+def as_written(console: Console, options: ConsoleOptions, parts: Iterable[RenderableType]) -> RenderResult:
+    """Parts of what Rich prints whose words are names of the user: ``enc[a]`` is no markup in them."""
+    for part in parts:
+        yield from console.render(part, options.update(markup=False))
 
 
 def rich_html(renderable: object) -> str:

@@ -14,7 +14,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from . import meta
 from ._errors import ArgumentError
-from ._shown import page_width, rich_html
+from ._shown import as_written, page_width, rich_html
 from ._types import PyTree
 from .meta._named import axes_of, is_named_node, value_of
 from .meta._tasks import TasksLike
@@ -70,10 +70,10 @@ class ParameterTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = self._table(("path", "shape", "logical names", "spec", "submesh", "per device"))
-        if console.measure(table, options=options.update(max_width=1000)).maximum > options.max_width:
+        if console.measure(table, options=options.update(max_width=1000, markup=False)).maximum > options.max_width:
             # Too narrow for six columns: two in one, a line each, rather than words cut off.
             table = self._table(("path\nshape", "logical names\nspec", "submesh\nper device"))
-        yield table
+        yield from as_written(console, options, [table])
 
     def __repr__(self) -> str:
         held = self.bytes_on
@@ -85,11 +85,13 @@ class ParameterTable:
 
     def _table(self, columns: tuple[str, ...]) -> Table:
         from rich.table import Table
+        from rich.text import Text
 
         count = sum(math.prod(row.shape) for row in self.rows)
         held = self.bytes_on
         most = f"max {format_bytes(max(held.values()))}" if held else ""
-        table = Table(title=self.title, show_footer=True)
+        title = None if self.title is None else Text(self.title, "table.title")
+        table = Table(title=title, show_footer=True)
         footers = (
             f"{len(self.rows)} arrays",
             f"{count:,} values",

@@ -171,6 +171,29 @@ def test_reprs_are_short_and_shown_in_notebooks():
         assert it._repr_html_().startswith("<"), type(it)
 
 
+@pytest.mark.parametrize("word", ["encoder[a]", "[/b]"])
+def test_names_are_no_markup(word):
+    """Brackets in the names of tasks and parameters are printed as they are, by print, by Rich and in notebooks."""
+    step = mm.jit(mm.task(lambda p: jnp.sin(p[word]) @ p[word], word, devices=[0]))
+    params = {word: jnp.ones((8, 8))}
+    report = step.lower(params).report(mm.inspect.Hardware.h100())
+    spans = [(0, "first", "other", None, None, 0.0, 1.0), (0, word, "other", None, None, 3.0, 4.0)]
+    recording = made_up()
+    recording.spans = tuple(mm.inspect.Span(*s)._replace(waited_for=f"what {word} makes") for s in spans)
+    views = {
+        "report": report,
+        "comparison": recording.compare([(0, word, "other", None, None, 0.0, 1.0)]),
+        "timeline": recording.timeline(),
+        "table": inspect.tabulate(params, title=f"of {word}"),
+    }
+    for name, view in views.items():
+        out = io.StringIO()
+        Console(file=out, width=160).print(view)
+        assert word in str(view), name
+        assert word in out.getvalue(), name
+        assert word in view._repr_html_(), name
+
+
 def test_a_large_program_names_every_kind():
     """Many layers are one line, with their range, count, submeshes and phase; all of it is in as_text()."""
     program, layout = large()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
-from .._shown import page_width, rich_html
+from .._shown import as_written, page_width, rich_html
 from ._spans import Prediction, Span, bubble_fraction, extent, spans_of
 from ._words import format_seconds
 
@@ -79,7 +79,7 @@ class Comparison:
                 d.label, str(d.submesh), d.kind, str(d.runs), _seconds(d.measured), _seconds(d.predicted),
                 "" if d.ratio is None else f"{d.ratio:.2f}x", f"{'+' * (d.seconds > 0)}{format_seconds(d.seconds)}",
             )  # fmt: skip
-        yield table
+        yield from as_written(console, options, [table])
         if len(self.differences) > _SHOWN:
             yield Text(f"and {len(self.differences) - _SHOWN} more that are off by less")
 

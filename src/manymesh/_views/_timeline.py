@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from .._errors import ArgumentError
-from .._shown import page_width
+from .._shown import as_written, page_width
 from . import _text
 from ._chrome import chrome_trace
 from ._figure import figure
@@ -174,7 +174,7 @@ class Timeline:
             table.add_column(name, justify="left" if name in ("where", "mostly for") else "right", overflow="fold")
         for cells in _folded(rows):
             table.add_row(*cells)
-        yield table
+        yield from as_written(console, options, [table])
 
     def __str__(self) -> str:
         return self._text(page_width(_WIDTH))
