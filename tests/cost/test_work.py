@@ -81,6 +81,30 @@ def test_factorizations_count_as_textbooks_do(name):
     assert counted(jax.vmap(fun), (3, N, N)).flops == pytest.approx(3 * each, rel=0.1)
 
 
+def grouped(x, w, groups=1):
+    return jax.lax.conv_general_dilated(
+        x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_gradients_of_a_convolution_take_as_much_as_it_does(groups):
+    """That of its kernel has groups in the batch where the convolution has them among the features."""
+    x, w = (2, 10, 10, 8), (3, 3, 8 // groups, 16)
+    forward = counted(lambda x, w: grouped(x, w, groups), x, w)
+    assert forward.matmul_flops == {"float32": 2 * 2 * 8 * 8 * 16 * 3 * 3 * 8 // groups}
+    of_kernel = counted(lambda x, w, g: jax.linear_transpose(lambda w: grouped(x, w, groups), w)(g), x, w, (2, 8, 8, 16))
+    assert of_kernel.matmul_flops == forward.matmul_flops
+
+
+def test_a_complex_convolution_takes_four_times_as_much():
+    def fun(x, w):
+        return grouped(jax.lax.complex(x, x), jax.lax.complex(w, w))
+
+    shapes = (2, 10, 10, 8), (3, 3, 8, 16)
+    assert counted(fun, *shapes).matmul_flops == {"complex64": 4 * counted(grouped, *shapes).matmul_flops["float32"]}
+
+
 def test_memory_of_a_perceptron_is_what_xla_takes():
     """Bytes to and from memory, and the room inside: the product and what is made of it."""
     fun, shapes = MODELS["perceptron"]

@@ -230,18 +230,22 @@ def _ranked(split: Split, v: Var) -> Split:
     return split[-rank:] if rank and len(split) >= rank else ((),) * rank
 
 
+def _each(eqn: Eqn) -> int:
+    """Operations of one term."""
+    return 8 if jnp.issubdtype(_compat.dtype(eqn.outvars[0]), jnp.complexfloating) else 2
+
+
 def _dot(eqn: Eqn) -> float:
     (left, _), _ = eqn.params["dimension_numbers"]
     shape = shape_of(eqn.invars[0])
-    each = 8 if jnp.issubdtype(_compat.dtype(eqn.outvars[0]), jnp.complexfloating) else 2
-    return float(each * math.prod(shape_of(eqn.outvars[0])) * math.prod(shape[d] for d in left))
+    return float(_each(eqn) * math.prod(shape_of(eqn.outvars[0])) * math.prod(shape[d] for d in left))
 
 
 def _conv(eqn: Eqn) -> float:
     numbers, kernel = eqn.params["dimension_numbers"], shape_of(eqn.invars[1])
-    terms = math.prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)
+    terms = math.prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)  # also of groups: each feature has its own of them
     zeros = math.prod(eqn.params["lhs_dilation"])  # between the rows of an input that a stride has thinned out
-    return float(2 * math.prod(shape_of(eqn.outvars[0])) * terms / eqn.params.get("batch_group_count", 1) / zeros)
+    return float(_each(eqn) * math.prod(shape_of(eqn.outvars[0])) * terms / zeros)
 
 
 _FLOPS: dict[str, Callable[[Eqn], float]] = {"dot_general": _dot, "conv_general_dilated": _conv}
