@@ -93,7 +93,9 @@ def test_gradients_of_a_convolution_take_as_much_as_it_does(groups):
     x, w = (2, 10, 10, 8), (3, 3, 8 // groups, 16)
     forward = counted(lambda x, w: grouped(x, w, groups), x, w)
     assert forward.matmul_flops == {"float32": 2 * 2 * 8 * 8 * 16 * 3 * 3 * 8 // groups}
-    of_kernel = counted(lambda x, w, g: jax.linear_transpose(lambda w: grouped(x, w, groups), w)(g), x, w, (2, 8, 8, 16))
+    of_kernel = counted(
+        lambda x, w, g: jax.linear_transpose(lambda w: grouped(x, w, groups), w)(g), x, w, (2, 8, 8, 16)
+    )
     assert of_kernel.matmul_flops == forward.matmul_flops
 
 
@@ -103,6 +105,19 @@ def test_a_complex_convolution_takes_four_times_as_much():
 
     shapes = (2, 10, 10, 8), (3, 3, 8, 16)
     assert counted(fun, *shapes).matmul_flops == {"complex64": 4 * counted(grouped, *shapes).matmul_flops["float32"]}
+
+
+def test_products_of_groups_of_rows():
+    """Each row meets the matrix of its group, as in a mixture of experts; in both gradients too."""
+
+    def experts(x, ws):
+        return jax.lax.ragged_dot(x, ws, jnp.array([10, 0, 30, 24], jnp.int32))
+
+    shapes = (64, 32), (4, 32, 16)
+    once = {"float32": 2 * 64 * 32 * 16}
+    assert counted(experts, *shapes).matmul_flops == once
+    back = counted(lambda x, ws, g: jax.vjp(experts, x, ws)[1](g), *shapes, (64, 16))
+    assert back.matmul_flops == {"float32": 3 * once["float32"]}  # of them one is the forward pass
 
 
 def test_memory_of_a_perceptron_is_what_xla_takes():

@@ -241,6 +241,17 @@ def _dot(eqn: Eqn) -> float:
     return float(_each(eqn) * math.prod(shape_of(eqn.outvars[0])) * math.prod(shape[d] for d in left))
 
 
+def _ragged_dot(eqn: Eqn) -> float:
+    """Each row, or each term, is in one of the groups."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (left, _), _ = numbers.dot_dimension_numbers
+    shape = shape_of(eqn.invars[0])
+    results = math.prod(shape_of(eqn.outvars[0]))
+    if set(numbers.lhs_ragged_dimensions) & set(left):
+        results //= max(shape_of(eqn.invars[2])[-1], 1)
+    return float(_each(eqn) * results * math.prod(shape[d] for d in left))
+
+
 def _conv(eqn: Eqn) -> float:
     numbers, kernel = eqn.params["dimension_numbers"], shape_of(eqn.invars[1])
     terms = math.prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)  # also of groups: each feature has its own of them
@@ -248,4 +259,8 @@ def _conv(eqn: Eqn) -> float:
     return float(_each(eqn) * math.prod(shape_of(eqn.outvars[0])) * terms / zeros)
 
 
-_FLOPS: dict[str, Callable[[Eqn], float]] = {"dot_general": _dot, "conv_general_dilated": _conv}
+_FLOPS: dict[str, Callable[[Eqn], float]] = {
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _conv,
+}
