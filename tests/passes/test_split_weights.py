@@ -1,5 +1,7 @@
 """Backward tasks fall into what somebody waits for and weight gradients."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import manymesh as mm
@@ -67,3 +69,25 @@ def test_rows_of_the_user_split_it_if_they_name_a_weight_half(names, splits):
     tasks = {"back_wgt": mm.Task("back_wgt", devices=[1])}
     flat = program(TASK.format(schedule="1f1b"), rows=[["front", "front_bwd", *names]], tasks=tasks)
     assert ("front_wgt" in str(run("split_weights", flat))) == splits
+
+
+def test_the_gradient_of_experts_is_split_off():
+    """A product of groups of rows is a product; its weight gradient does not hold up the stage before."""
+
+    def experts(ws, x):
+        sizes = jnp.array([3, x.shape[0] - 3], jnp.int32)
+        return x + jnp.tanh(jax.lax.ragged_dot(x, ws, sizes))
+
+    front = mm.task(lambda w, x: jnp.tanh(x @ w), "front", devices=[0])
+    middle = mm.task(experts, "experts", devices=[1])
+
+    def loss(weights, x):
+        return jnp.sum(middle(weights[1], front(weights[0], x)))
+
+    def step(weights, x):
+        grad = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=2, schedule="zero-bubble-h1")
+        return grad(weights, x)
+
+    weights, x = [jnp.ones((4, 4)), jnp.ones((2, 4, 4))], jnp.ones((16, 4))
+    fragments = mm.jit(step).lower(weights, x).program.fragments
+    assert [f.name for f in fragments if f.submesh == 1 and f.kind != "F"] == ["experts_bwd", "experts_wgt"]

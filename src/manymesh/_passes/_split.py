@@ -22,7 +22,7 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Node
 
 # The operations that turn activations and their gradients into the gradient of a weight.
-_CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot"})
+_CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "ragged_dot_general"})
 
 
 def split_weights(flat: FlatProgram) -> FlatProgram:
