@@ -250,6 +250,26 @@ def test_arithmetic_is_fused_unless_it_is_dear_and_read_twice():
     assert twice.bytes_written == 3 * 4 * 64 * 64
 
 
+MOVES = {
+    "stack": lambda x: jnp.stack([x, x]),
+    "unstack": lambda x: jnp.unstack(x),
+    "tile": lambda x: jnp.tile(x, (4, 1)),
+    "repeat": lambda x: jnp.repeat(x, 4, axis=0),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_numbers_that_only_move_are_no_arithmetic(name):
+    assert counted(MOVES[name], (64, 64)).flops == 0
+
+
+def test_rounding_is_arithmetic_like_other():
+    """It is fused, as what `jax.checkpoint` keeps is rounded to its own precision."""
+    rounded = counted(lambda x: jax.lax.reduce_precision(x * 2, 8, 7) + 1, (64, 64))
+    other = counted(lambda x: x * 2 + 1, (64, 64))
+    assert rounded == other
+
+
 def test_a_view_needs_no_room():
     """Reshaping what a product made, for a result or for another product."""
     found = counted(lambda x, w: (x @ w).reshape(2, 32, 16), (64, 8), (8, 16))

@@ -22,6 +22,11 @@ NOTHING = -1  # the number of a literal, and of a result that nobody wants
 CONSTRAINTS = ("sharding_constraint", "manymesh_constraint")
 
 
+def is_reduction(name: str) -> bool:
+    """Whether an operation of this name makes one number of several; rounding to fewer bits (``reduce_precision``) does not."""
+    return name.startswith("reduce_") and name != "reduce_precision"
+
+
 @dataclass(slots=True)
 class Operation:
     """An equation that is no call.

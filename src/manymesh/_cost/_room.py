@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .. import _compat
-from ._operations import NOTHING, Operation, Operations
+from ._operations import NOTHING, Operation, Operations, is_reduction
 
 
 def _words(text: str) -> frozenset[str]:
@@ -110,7 +110,7 @@ class _Counter:
                     read += sum(self._amount_read(op, k, reads) for k in reads)
                     written += sum(self.bytes[k] for k in makes)
                 own = [k for k in makes if k not in outputs]
-                over = op.name not in _HEAVY and not op.name.startswith("reduce_")
+                over = op.name not in _HEAVY and not is_reduction(op.name)
                 writes.append(_Write(reads, makes, own, self.inner.get(at, Room(0)), over))
         read += sum(self.bytes[k] for k in outputs & {*self.found.inputs})
         if self.on_cpu:
@@ -177,7 +177,7 @@ class _Counter:
         self.heavy = {k for op in self.found.operations if op.name in _HEAVY for k in op.makes}
         kept = {*self.found.inputs, *self._outputs(maker)}
         for op in self.found.operations:
-            if op.name in _HEAVY or op.name.startswith(("reduce_", "scatter")):
+            if op.name in _HEAVY or is_reduction(op.name) or op.name.startswith("scatter"):
                 kept.update(op.makes)
             if op.name in _READS_MEMORY:
                 kept.update(self._behind(k, maker) for k in op.reads if k != NOTHING)

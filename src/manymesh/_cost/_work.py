@@ -19,7 +19,7 @@ from .._compat import AbstractJaxpr, Eqn, Var
 from .._passes._unreduced._links import shape_of
 from ._collectives import exchange
 from ._factored import factored
-from ._operations import NOTHING, Operation, Operations, Split, flatten, spread
+from ._operations import NOTHING, Operation, Operations, Split, flatten, is_reduction, spread
 from ._room import Inside, Room, traffic
 
 
@@ -81,6 +81,10 @@ _NO_FLOPS = frozenset(
         "optimization_barrier",
         "name",
         "split",
+        "stack",
+        "unstack",
+        "tile",
+        "reshard",
         "sharding_constraint",
         "manymesh_constraint",
         "select_n",
@@ -94,6 +98,12 @@ _NO_FLOPS = frozenset(
         "real",
         "imag",
         "create_token",
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+        "ragged_all_to_all",
+        "ppermute",
+        "pbroadcast",
     ]
 )
 
@@ -138,6 +148,11 @@ def _cut_and_stack(found: Operations, scan: Eqn) -> None:
     found.operations, found.outputs = [*cut, *body, *written], tuple(out for _, out in stacked)
 
 
+def _reads_all(name: str) -> bool:
+    """Whether there is an operation for each number that is read, not for each that is made."""
+    return is_reduction(name) or name.startswith(("arg", "cum", "scatter"))
+
+
 class _Counter:
     def __init__(self, found: Operations, axes: Mapping[str, int], on_cpu: bool, manual: Mapping[str, int]) -> None:
         self.found, self.axes, self.on_cpu, self.manual = found, axes, on_cpu, manual
@@ -171,7 +186,7 @@ class _Counter:
             self.matmul[dtype] += rule(op.eqn) / math.prod(self.axes[a] for a in axes)
         elif op.name in ("scan", "while", "cond", "shard_map"):
             self._inside(at, op)
-        elif op.name.startswith(("reduce_", "arg", "cum", "scatter")) and op.reads and op.reads[0] != NOTHING:
+        elif _reads_all(op.name) and op.reads and op.reads[0] != NOTHING:
             k = op.reads[2] if op.name.startswith("scatter") and op.reads[2] != NOTHING else op.reads[0]
             self.other += math.prod(self.found.shapes[k]) / self.ways[k]
         elif (flops := factored(op.eqn)) is not None:  # far from as fast as products, on any device
