@@ -108,6 +108,31 @@ def test_collectives_are_those_of_xla(name):
     assert (found.exchanges, found.exchanged_bytes) == (sum(collectives.values()), sent)
 
 
+BY_HAND = {  # of 1 KiB on each device, what a device sends
+    "passed on": (lambda x: jax.lax.ppermute(x, "model", [(i, (i + 1) % 4) for i in range(4)]), KIB),
+    "passed on by one": (lambda x: jax.lax.ppermute(x, "model", [(0, 1)]), KIB),
+    "gathered": (lambda x: jax.lax.all_gather(x, "model"), MOST * 4 * KIB),
+    "gathered for all": (lambda x: jax.lax.all_gather(x, "model", tiled=True, to="invarying"), MOST * 4 * KIB),
+    "scattered": (lambda x: jax.lax.psum_scatter(x, "model", tiled=True), MOST * KIB),
+    "exchanged": (lambda x: jax.lax.all_to_all(x, "model", 0, 1, tiled=True), MOST * KIB),
+    "exchanged as wanted": (
+        lambda x: jax.lax.ragged_all_to_all(x, jnp.zeros_like(x), *[jnp.arange(4), jnp.ones(4, int)] * 2, axis_name="model"),
+        MOST * KIB,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_what_a_shard_map_exchanges(name):
+    """Each device passes all of its value on, and sends of what it gathers or exchanges all but its own part."""
+    fun, sent = BY_HAND[name]
+    spec = P() if name == "gathered for all" else P("model")
+    mapped = jax.shard_map(fun, mesh=mesh(), axis_names={"model"}, in_specs=P("model"), out_specs=spec)
+    x = jax.ShapeDtypeStruct((64, 16), "float32", sharding=NamedSharding(mesh(), P("model")))
+    found = work(jax.make_jaxpr(mapped)(x), AXES, [(("model",), ())])
+    assert (found.exchanges, found.exchanged_bytes) == (1, sent)
+
+
 def test_the_smaller_operand_is_gathered_where_both_want_an_axis():
     """As for a sequence-parallel layer, forward and backward."""
 

@@ -149,14 +149,17 @@ class _Exchanges:
         names = params.get("axes", params.get("axis_name", ()))
         names = names if isinstance(names, tuple) else (names,)
         n = math.prod(self.manual.get(a, 1) for a in names)
-        held = sum(self._held(k) for k in (op.makes if op.name == GATHER else op.reads) if k != NOTHING)
-        return replace(op, sent=_BY_HAND[op.name] * (n - 1) / n * held, exchanges=int(n > 1))
+        moved = op.makes if op.name in _GATHERS else op.reads[:1] if op.name == "ragged_all_to_all" else op.reads
+        held = sum(self._held(k) for k in moved if k != NOTHING)
+        part = float(n > 1) if op.name == "ppermute" else (n - 1) / n  # what a device passes on goes as it is
+        return replace(op, sent=_BY_HAND[op.name] * part * held, exchanges=int(n > 1))
 
 
+_GATHERS = (GATHER, "all_gather_invariant", "all_gather_reduced")
 # What a device sends in the exchanges of a shard_map, as a multiple of (n - 1) / n of the whole value.
 _BY_HAND = {
-    "psum": 2.0, "psum2": 2.0, "psum_invariant": 2.0, "pmax": 2.0, "pmin": 2.0, GATHER: 1.0, "all_gather_invariant": 1.0,
-    "reduce_scatter": 1.0, "psum_scatter": 1.0, "all_to_all": 1.0, "ppermute": 1.0, "pbroadcast": 1.0,
+    "psum": 2.0, "psum2": 2.0, "psum_invariant": 2.0, "pmax": 2.0, "pmin": 2.0, "reduce_scatter": 1.0, "psum_scatter": 1.0,
+    "all_to_all": 1.0, "ragged_all_to_all": 1.0, "ppermute": 1.0, "pbroadcast": 1.0, **dict.fromkeys(_GATHERS, 1.0),
 }  # fmt: skip
 
 
