@@ -205,6 +205,16 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert (endless.open_loops, endless.matmul_flops) == (1, {"float32": 2 * 8**3})
 
 
+def test_a_loop_without_rounds_does_nothing():
+    """XLA leaves nothing of it out, so that nothing is added to or taken from its count."""
+
+    def fun(x, ws):
+        return jax.lax.scan(lambda x, w: (jax.lax.scan(lambda y, _: (y @ w, None), x, None, 3)[0], None), x @ x, ws)[0]
+
+    found, empty = counted(fun, (16, 16), (0, 16, 16)), counted(lambda x: x @ x, (16, 16))
+    assert (found.flops, found.repeated_flops, found.repeated_bytes) == (empty.flops, 0, 0)
+
+
 @pytest.mark.parametrize("stacks", [False, True], ids=["carries", "stacks"])
 def test_memory_of_a_loop_is_that_of_its_rounds(stacks):
     """A slice is cut off, read by a product, and what is stacked is written to its place: not all of it in each round."""

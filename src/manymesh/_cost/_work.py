@@ -233,8 +233,9 @@ class _Counter:
         self.exchanges += times * most.exchanges
         self.inner_read += times * most.bytes_read
         self.inner_written += times * most.bytes_written
-        self.repeated_flops += (times - 1) * most.flops + most.repeated_flops
-        self.repeated_bytes += (times - 1) * (most.bytes_read + most.bytes_written) + most.repeated_bytes
+        if times:  # XLA removes a loop without rounds
+            self.repeated_flops += (times - 1) * most.flops + most.repeated_flops
+            self.repeated_bytes += (times - 1) * (most.bytes_read + most.bytes_written) + most.repeated_bytes
         self.open_loops += most.open_loops
         self.inner_room[at] = max((Room(w.temporary_bytes, w.largest) for w in each), key=lambda room: room.nbytes)
 
