@@ -14,7 +14,7 @@ from .._errors import CheckpointError
 from ._format import Record, check_names
 from ._leaves import NUMBERS, Leaf, is_array, is_key
 from ._processes import Processes
-from ._store import Piece, chunk_shape, dtype_on_disk
+from ._store import Piece, chunk_shape, dtype_on_disk, is_stored
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,11 @@ def _check(leaf: Leaf) -> None:
         raise CheckpointError(
             f"{leaf} is {type(value).__name__} {value!r:.60} of dtype {dtype}, which is no array of numbers; keep it in "
             "metadata=, as anything that JSON can say"
+        )
+    if not is_stored(dtype):
+        raise CheckpointError(
+            f"{leaf} is {type(value).__name__} of dtype {dtype}, which a checkpoint does not hold; save an array of at most 64 bits a "
+            "number, and of several fields one for each"
         )
 
 

@@ -58,6 +58,11 @@ _ZARR_DTYPES = frozenset(
 )
 
 
+def is_stored(dtype: np.dtype[Any]) -> bool:
+    """Whether numbers of a dtype of NumPy can be stored: not those of several fields, nor of more than 64 bits."""
+    return dtype.type is not np.void and (dtype.name in _ZARR_DTYPES or dtype.itemsize == 1)
+
+
 def dtype_on_disk(dtype: Any) -> np.dtype[Any]:
     """As what numbers of a dtype are stored: that of their data for typed random keys, bytes for what Zarr does not have."""
     if is_key_dtype(dtype):
