@@ -134,6 +134,17 @@ def test_every_dtype(tmp_path) -> None:
     assert_same_bits(mm.checkpoint.restore(tmp_path / "placed"), {name: host[name] for name in placed})
 
 
+def test_numbers_in_another_order_of_bytes(tmp_path) -> None:
+    """As files of other machines have them: what was saved of them fits them, and an array of JAX."""
+    state = {"w": np.arange(3, dtype=">f4"), "n": np.array(7, ">i4")}
+    mm.checkpoint.save(tmp_path / "state", state)
+    assert_same_bits(mm.checkpoint.restore(tmp_path / "state", state), state)
+    found = mm.checkpoint.restore(
+        tmp_path / "state", jax.tree.map(jnp.zeros_like, {"w": np.ones(3, "f4"), "n": np.int32(0)})
+    )
+    assert found["w"].tolist() == [0, 1, 2] and int(found["n"]) == 7
+
+
 def test_boxes_on_one_side_only(tmp_path) -> None:
     """Boxes of ours, of Linen and of NNX are the same to a checkpoint, and so is none."""
     value = jnp.arange(8.0)

@@ -47,7 +47,7 @@ class Reading:
                 "divides it, or none"
             )
         castable = self.record.random is None and not is_key_dtype(self.target.dtype)
-        if saved_dtype == str(self.target.dtype) or (castable and (cast or self._is_number())):
+        if saved_dtype == self.target.dtype.name or (castable and (cast or self._is_number())):
             return None
         remedy = "; cast=True converts it" if castable else "; random keys and numbers are not converted"
         return f"{self.leaf} was saved as {saved_dtype}, but like= has {self.target.dtype}{remedy}"
