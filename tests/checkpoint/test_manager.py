@@ -181,6 +181,23 @@ def test_looking_at_an_earlier_step_gives_nothing_up(tmp_path) -> None:
         assert manager.all_steps() == [1, 1200]
 
 
+def test_steps_may_be_links_to_a_larger_disk(tmp_path) -> None:
+    """They are restored as others, and when they are to be removed, the link goes."""
+    directory, archive = tmp_path / "run", tmp_path / "archive"
+    archive.mkdir()
+    with mm.checkpoint.Manager(directory, max_to_keep=2) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+            manager.wait_until_finished()
+            (directory / str(step)).rename(archive / str(step))
+            (directory / str(step)).symlink_to(archive / str(step))
+        assert [restored(manager, step) for step in manager.all_steps()] == [1, 2]
+        manager.save(3, state_of(3))
+        assert manager.all_steps() == [2, 3]
+        manager.delete(2)
+    assert os.listdir(directory) == ["3"] and sorted(os.listdir(archive)) == ["1", "2"]
+
+
 def test_what_is_saved_beside_the_steps_is_left_alone(tmp_path, monkeypatch) -> None:
     """The first save of a manager removes what is left of steps, and not what another thread writes under a name of its own."""
     (tmp_path / f"3{ASIDE}-1").mkdir()

@@ -318,7 +318,14 @@ def _nearest(directory: Path) -> Path:
 def _remove(path: Path) -> None:
     """Removes a checkpoint; a part of it is never found under its name."""
     away = path.parent / f"{path.name}{ASIDE}-removed"
-    if away.exists():
-        shutil.rmtree(away)
+    _clear(away)
     os.rename(path, away)
-    shutil.rmtree(away)
+    _clear(away)
+
+
+def _clear(directory: Path) -> None:
+    """Removes a directory if it is there; of one that is elsewhere, as on a larger disk, the link to it."""
+    if directory.is_symlink():
+        directory.unlink()
+    elif directory.exists():
+        shutil.rmtree(directory)
