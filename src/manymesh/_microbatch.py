@@ -322,7 +322,7 @@ class _Call:
                 args[self.rng_argnum] = jax.tree.map(functools.partial(_fold_in, i=i), args[self.rng_argnum])
             out = self.fun(*args, **self.kwargs)
             if self.state_argnum is not None:
-                out, state = self._state_of(out, structure)
+                out, state = state_of(self.name, self.state_argnum, out, structure)
             outs.append(out)
         words = words_of(self.name, self.reduce, outs[0])
         leaves = [jax.tree.leaves(o) for o in outs]
@@ -336,19 +336,6 @@ class _Call:
                     reduced[j] = functools.reduce(jnp.add, parts) / total.astype(parts[0].dtype)
         result = jax.tree.unflatten(jax.tree.structure(outs[0]), reduced)
         return result if self.state_argnum is None else (result, state)
-
-    def _state_of(self, out: PyTree, structure: Any) -> tuple[Any, Any]:
-        """What ``fun`` returned as result and next state."""
-        if isinstance(out, tuple) and len(out) == 2:
-            if jax.tree.structure(out[1]) == structure:
-                return out
-            found = f"a state of {jax.tree.structure(out[1])}"
-        else:
-            found = "no pair"
-        raise MicrobatchError(
-            f"microbatch({self.name}): with state_argnum={self.state_argnum}, the function has to return a pair (result, next state), "
-            f"the state in the structure in which it came, {structure}; it returned {found}"
-        )
 
     def _check_next(self, name: str, i: int, new: Any) -> None:
         """Refuses a part of the state, the i-th leaf, whose shape a microbatch changes, or its dtype."""
@@ -466,7 +453,7 @@ class _Call:
             _check_unchanged(name, fixed, (own, kwargs))
             if self.state_argnum is None:
                 return out, {}
-            out, following = self._state_of(out, structure)
+            out, following = state_of(name, self.state_argnum, out, structure)
             pairs = enumerate(zip(state, jax.tree.leaves(following), strict=True))
             return out, {i: new for i, (old, new) in pairs if new is not old}
 
@@ -568,6 +555,27 @@ def _check_unchanged(name: str, given: list[Any], after: tuple[list[Any], dict[s
         f"microbatch({name}): the function changes {called}{jax.tree_util.keystr(tuple(rest))}{others} in place, which would be "
         "lost, for every microbatch is given what the call was given; use manymesh.nnx.microbatch for modules of Flax NNX, "
         "which carries it from one microbatch to the next, or return what is new, as with state_argnum="
+    )
+
+
+def state_of(name: str, argnum: int, out: PyTree, structure: Any) -> tuple[Any, Any]:
+    """What a function returned as result and next state.
+
+    Args:
+      name: name of the function.
+      argnum: position of the state among its arguments.
+      out: what it returned.
+      structure: that of the state it was given.
+    """
+    if isinstance(out, tuple) and len(out) == 2:
+        if jax.tree.structure(out[1]) == structure:
+            return out
+        found = f"a state of {jax.tree.structure(out[1])}"
+    else:
+        found = "no pair"
+    raise MicrobatchError(
+        f"microbatch({name}): with state_argnum={argnum}, the function has to return a pair (result, next state), "
+        f"the state in the structure in which it came, {structure}; it returned {found}"
     )
 
 

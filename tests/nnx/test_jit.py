@@ -292,6 +292,37 @@ def test_the_plain_jit_says_nothing_of_modules_that_are_read(how: str, outside: 
     np.testing.assert_allclose(pieces, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("argnum", [1, -2])
+def test_a_state_of_its_own_goes_on_beside_those_of_modules(argnum: int) -> None:
+    """From each microbatch to the next; it was added up as a part of the result."""
+
+    def moving(model: Any, mean: Any, x: Any) -> Any:
+        mean = {"of": 0.5 * mean["of"] + jnp.mean(x), "count": mean["count"] + 1}
+        return jnp.sum(model(x) - mean["of"]), mean
+
+    loop = mm.nnx.microbatch(moving, argnum=2, num_microbatches=4, state_argnum=argnum)
+    plain, model, state = Model(nnx.Rngs(0)), placed(), {"of": jnp.ones(()), "count": 0}
+    expected, found = loop(plain, state, X), mm.nnx.jit(loop)(model, state, X)
+    assert jax.tree.structure(found) == jax.tree.structure(expected) and int(found[1]["count"]) == 4
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
+    assert int(model.calls[...]) == int(plain.calls[...]) == 4
+
+
+STATES = [
+    (lambda model, state, x: jnp.sum(x), 1, r"with state_argnum=1, the function has to return a pair \(result, next state\)"),
+    (lambda model, state, x: (jnp.sum(x), jnp.stack([state, state])), 1, r"the state args\[1\] of shape \(\) becomes one of"),
+    (lambda model, state, x: (jnp.sum(x), state), 2, r"argnum and state_argnum both name args\[2\]"),
+    (lambda model, state, x: (jnp.sum(x), model), 0, r"state_argnum 0 is a state of arrays, but there is a module in it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fun", "argnum", "text"), STATES, ids=range(len(STATES)))
+def test_a_state_that_cannot_go_on_is_named(fun: Any, argnum: int, text: str) -> None:
+    step = mm.nnx.jit(mm.nnx.microbatch(fun, argnum=2, num_microbatches=2, state_argnum=argnum))
+    with pytest.raises(mm.errors.MicrobatchError, match=text):
+        step(placed(), jnp.ones(()), X)
+
+
 def test_one_microbatch_is_the_plain_call() -> None:
     model = placed()
     step = mm.nnx.jit(mm.nnx.microbatch(lambda model, x: jnp.sum(model(x)), argnum=-1, num_microbatches=1))

@@ -9,9 +9,10 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from .. import _compat
+from .._batch import check_arguments
 from .._errors import MicrobatchError
 from .._mark import current_recording, is_dynamic
-from .._microbatch import check_next
+from .._microbatch import check_next, state_of
 from .._microbatch import microbatch as plain_microbatch
 from .._shown import name_of
 from .._types import PyTree
@@ -32,6 +33,7 @@ def microbatch(
     schedule: Any = None,
     reduce: Any = "sum",
     rng_argnum: int | None = None,
+    state_argnum: int | None = None,
     **options: Any,
 ) -> Callable[P, R]:
     """Runs a function of NNX modules on pieces of a batch and combines the results.
@@ -42,7 +44,8 @@ def microbatch(
 
     Args:
       fun: function of modules and arrays; commonly ``nnx.value_and_grad`` of a loss.
-      dim, size, argnum, num_microbatches, schedule, reduce, rng_argnum: as for `manymesh.microbatch`.
+      dim, size, argnum, num_microbatches, schedule, reduce, rng_argnum, state_argnum: as for `manymesh.microbatch`; a
+        state of arrays, besides that of the modules.
       **options: its other arguments.
 
     Returns:
@@ -69,7 +72,7 @@ def microbatch(
         plain_microbatch, dim=dim, size=size, num_microbatches=num_microbatches, schedule=schedule, reduce=reduce,
         **options,
     )  # fmt: skip
-    reference = loop(fun, argnum=argnum, rng_argnum=rng_argnum)
+    reference = loop(fun, argnum=argnum, rng_argnum=rng_argnum, state_argnum=state_argnum)
 
     @_compat.boundary
     @functools.wraps(fun)
@@ -83,20 +86,30 @@ def microbatch(
                 f"microbatch({name_of(fun)}): argnum {argnum} is the batch, but there is a module in it; pass the modules "
                 "in other arguments"
             )
+        if state_argnum is not None:
+            check_arguments(name_of(fun), args, batches, rng_argnum, state_argnum)
+            if has_nodes(args[state_argnum]):
+                raise MicrobatchError(
+                    f"microbatch({name_of(fun)}): state_argnum {state_argnum} is a state of arrays, but there is a module in it; what "
+                    "a function changes in modules goes from one microbatch to the next by itself"
+                )
         keys = None if rng_argnum is None else rng_argnum % count
         looped = functools.partial(loop, argnum=batches if batches else argnum, rng_argnum=keys, state_argnum=count)
-        result: R = call_lifted(_Loop(pure(fun), looped), args, kwargs)
+        state = None if state_argnum is None else state_argnum % count
+        result: R = call_lifted(_Loop(pure(fun), looped, state), args, kwargs)
         return result
 
     return over_microbatches
 
 
 class _Loop:
-    """A pure function as a loop over microbatches: the state of its modules is what goes from one to the next."""
+    """A pure function as a loop over microbatches: what goes from one to the next is the state of its modules, and an argument
+    that is a state of its own."""
 
-    def __init__(self, fun: Callable[..., PureResult], loop: Callable[..., Any]) -> None:
+    def __init__(self, fun: Callable[..., PureResult], loop: Callable[..., Any], argument: int | None) -> None:
         self._fun = fun
         self._loop = loop
+        self._argument = argument
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PureResult:
         parts, structure = jax.tree.flatten((args, kwargs), is_leaf=is_split)
@@ -104,10 +117,14 @@ class _Loop:
         # Modules are taken out of the arguments; None keeps their places.
         args, kwargs = jax.tree.unflatten(structure, [None if is_split(x) else x for x in parts])
         left: list[Any] = []
+        k = self._argument
+        own = None if k is None else args[k]
 
         @functools.wraps(self._fun)
-        def one(*args: PyTree, **kwargs: PyTree) -> tuple[Any, list[Any]]:
-            *args, state = args  # type: ignore[assignment]  # the last argument is ours
+        def one(*args: PyTree, **kwargs: PyTree) -> tuple[Any, Any]:
+            *args, (own, state) = args  # type: ignore[assignment]  # the last argument is ours
+            if k is not None:
+                args[k] = own  # type: ignore[index]  # a list by now
             modules = iter(jax.tree.unflatten(state_structure, state))
             plain = iter(jax.tree.leaves((tuple(args), kwargs)))
             full = [next(modules) if is_split(x) else next(plain) for x in parts]
@@ -116,10 +133,23 @@ class _Loop:
             following, following_structure = jax.tree.flatten(nodes)
             self._check(nodes, (args, kwargs), following, state)
             left.append(following_structure)
-            return out, following
+            if k is not None:
+                out, own = self._next(k, out, own)
+            return out, (own, following)
 
-        out, state = self._loop(one)(*args, state, **kwargs)
-        return jax.tree.unflatten(left[-1], state), out
+        without = [None if i == k else x for i, x in enumerate(args)]
+        out, (own, state) = self._loop(one)(*without, (own, state), **kwargs)
+        return jax.tree.unflatten(left[-1], state), out if k is None else (out, own)
+
+    def _next(self, k: int, out: PyTree, own: PyTree) -> tuple[Any, Any]:
+        """The result of a microbatch, and the next state of the argument that is one."""
+        name = name_of(self._fun)
+        out, following = state_of(name, k, out, jax.tree.structure(own))
+        pairs = zip(jax.tree_util.tree_leaves_with_path(own), jax.tree.leaves(following), strict=True)
+        for (path, old), new in pairs:
+            if is_dynamic(new):
+                check_next(name, f"the state args[{k}]{jax.tree_util.keystr(path)}", jax.typeof(old), jax.typeof(new))
+        return out, following
 
     def _check(self, nodes: Any, given: Any, following: list[Any], state: list[Any]) -> None:
         """Refuses what a microbatch leaves in the modules, if the next one cannot begin with it."""
