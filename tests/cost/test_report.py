@@ -81,6 +81,14 @@ def test_a_task_says_where_it_is_and_what_it_does():
     assert 8 * product <= tasks["back"].backward_flops < 12 * product
 
 
+def test_a_task_without_a_forward_pass_has_its_parameters():
+    """As one that is computed again for its gradient, where nobody wants the loss."""
+    task = mm.task(jax.checkpoint(lambda w, x: jnp.sum(jnp.tanh(x @ w) @ w)), "only", devices=[0])
+    report = mm.jit(jax.grad(task)).lower(jnp.ones((8, 8)), jnp.ones((4, 8))).report()
+    assert [f.kind for f in report.fragments] == ["B"]
+    assert [(line.parameters, line.parameter_bytes) for line in report.tasks] == [(64, 256)]
+
+
 def test_what_crosses_has_a_name():
     """An activation, its gradient; a weight that two submeshes read by its path; and it adds up to the edges."""
 

@@ -38,7 +38,10 @@ def kinds_of(
     count = len(program.consts)
     kinds.update(dict.fromkeys(program.invars[:count], "constants"))
     pieces = _behind(program, {v for loop in program.loops for _, outer in loop.xs for v in outer if _compat.is_var(v)})
-    read = _behind(program, {v for f in program.fragments if f.tasks and f.kind == "F" for v in f.invars})
+    forward = {task for f in program.fragments if f.kind == "F" for task in f.tasks}
+    # A task of which only the gradient is wanted may have no forward pass of its own; its backward pass computes it.
+    passes = [f for f in program.fragments if f.tasks and (f.kind == "F" or forward.isdisjoint(f.tasks))]
+    read = _behind(program, {v for f in passes for v in f.invars})
     kept = {program.invars[i] for i, _ in states}
     made_back = {v for f in program.fragments if f.kind != "F" and f.loop is None for v in f.outvars}
     results = {(_compat.shape(v), _compat.dtype(v)) for v, _ in program.outputs if _compat.is_var(v)}
