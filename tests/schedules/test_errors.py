@@ -212,6 +212,10 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "search: no schedule admits any of the placements and numbers of microbatches. The last one says: submesh 0 "
         "needs 0.5 for one microbatch's activations, but may use 0.1; use more microbatches or more memory.",
     ),
+    "placement of other stages": (
+        lambda: search(Costs(), 3, [2], placements=[(0, 1)]),
+        "search: the placement (0, 1) has 2 stages, expected 3; name the submesh of each stage.",
+    ),
     "nothing to try": (
         lambda: search(Costs(), 2, []),
         "search: no schedule admits any of the placements and numbers of microbatches.",

@@ -98,6 +98,12 @@ def test_it_tries_every_name(monkeypatch) -> None:
     assert choice.simulation.makespan == simulate("zbv", 8, 16, forward=1.0, backward=2.0).makespan
 
 
+def test_it_tries_each_placement_with_each_number() -> None:
+    """Also where they can be gone through once alone."""
+    costs, found = Costs(forward=8, backward=16), [(0, 1, 2, 3), (0, 1, 1, 0)]
+    assert search(costs, 4, [2, 16], placements=iter(found)) == search(costs, 4, [2, 16], placements=found)
+
+
 def test_it_tries_the_usual_placements() -> None:
     """In blocks, dealt out and in a V: whichever is the best one is found."""
     for placement, name in (((0, 1, 2, 3) * 3, "interleaved"), ((0, 1, 2, 3, 3, 2, 1, 0), "zbv")):

@@ -11,6 +11,7 @@ from ._custom import Custom
 from ._greedy import Load, greedy
 from ._live import peak_memory
 from ._order_of import proved
+from ._placements import described
 from ._registry import get, names
 from ._simulate import Simulation, simulate
 from ._types import AbstractSchedule, Order
@@ -103,14 +104,13 @@ def search(
     schedules = None if schedules is None else [get(schedule) for schedule in schedules]
     whole = costs
     cost_of = whole.split if isinstance(whole, Costs) else whole
-    if placements is None:
-        placements = _usual_placements(stages, stages if submeshes is None else submeshes)
+    tried = _placements(stages, stages if submeshes is None else submeshes, placements)
     best: tuple[tuple[float, float, bool, int, str], Choice] | None = None
     refused: list[Choice] = []
     failures: list[ScheduleError] = []
     for count in num_microbatches:
         cost = cost_of(count)
-        for placement in map(tuple, placements):
+        for placement in tried:
             limits = _limits(memory, max(placement) + 1)
             for schedule, order in _candidates(schedules, placement, count, cost, limits, failures):
                 choice = _price(schedule, order, cost)
@@ -179,6 +179,20 @@ def _price(schedule: AbstractSchedule, order: Order, cost: Costs) -> Choice:
 
 def _limits(memory: float | Sequence[float] | None, submeshes: int) -> list[float]:
     return [float("inf")] * submeshes if memory is None else per_stage("memory", memory, submeshes)
+
+
+def _placements(stages: int, submeshes: int, given: Iterable[Sequence[int]] | None) -> list[tuple[int, ...]]:
+    """The placements to try: those that are given, of so many stages, or the usual ones."""
+    if given is None:
+        return _usual_placements(stages, submeshes)
+    found = [tuple(placement) for placement in given]
+    for placement in found:
+        if len(placement) != stages:
+            raise ScheduleError(
+                f"search: the placement {described(placement)} has {len(placement)} stages, expected {stages}; name the submesh of "
+                "each stage."
+            )
+    return found
 
 
 def _usual_placements(stages: int, submeshes: int) -> list[tuple[int, ...]]:
