@@ -262,6 +262,11 @@ def test_users_register_their_own() -> None:
     assert register(OneByOne) is OneByOne
     register(OneByOne)
     register(lambda: Interleaved1F1B(3), "interleaved-3")
+    register(lambda *_, **options: Interleaved1F1B(**options), "any-options")
+    assert get("any-options") == Interleaved1F1B()
+    register(lambda: "1f1b", "a-name")
+    with pytest.raises(ScheduleError, match=r"schedule 'a-name': <lambda>\(\) gives '1f1b', expected a schedule."):
+        get("a-name")
     assert get("one-by-one") == OneByOne()
     assert get("interleaved-3") == Interleaved1F1B(3)
     assert simulate("one-by-one", 2, 4).makespan == simulate("gpipe", 2, 4).makespan

@@ -86,11 +86,17 @@ def get(schedule: str | AbstractSchedule) -> AbstractSchedule:
         hint = f"; did you mean '{near[0]}'?" if near else "."
         raise ScheduleError(f"unknown schedule '{schedule}'{hint} Known: {', '.join(names())}.")
     factory = _factories[schedule]
-    needed = [p.name for p in inspect.signature(factory).parameters.values() if p.default is p.empty]
+    parameters = inspect.signature(factory).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:
         raise ScheduleError(
             f"schedule '{schedule}' needs {', '.join(needed)}; give a schedule, such as "
             f"{getattr(factory, '__name__', schedule)}({', '.join(needed)}), in place of its name"
             f"{', or custom_schedule= beside it' * (schedule == 'custom')}."
         )
-    return factory()
+    made = factory()
+    if not isinstance(made, AbstractSchedule):
+        raise ScheduleError(
+            f"schedule '{schedule}': {getattr(factory, '__name__', factory)}() gives {made!r}, expected a schedule."
+        )
+    return made
