@@ -214,7 +214,30 @@ def added_twice(w, x):
     return jnp.tanh(C(x, ("batch", None)) @ w) + x[:, :4] @ w[:4] * 2.0
 
 
+def stacked(w, x):
+    """Two branches in one value, as of a mixture."""
+    x = C(x, ("batch", None))
+    return jnp.max(jnp.stack([jnp.tanh(x @ w), x @ w], -1), -1)
+
+
+def unstacked(w, x):
+    """A part of each for gates and for values; the gradient of the weight is one of pieces that are stacked."""
+    gates, values = jnp.unstack(jnp.stack([C(x, ("batch", None)), x * 2.0], 1) @ w, axis=1)
+    return jnp.tanh(gates) * values
+
+
+def weights_unstacked(w, x):
+    """Layers of a stack in a Python loop."""
+    x = C(x, ("batch", None))
+    for layer in jnp.unstack(w):
+        x = jnp.tanh(x @ layer)
+    return x
+
+
 FORMS = {
+    "stacked": (stacked, (8, 8), (8, 8), {}),
+    "unstacked": (unstacked, (8, 8), (8, 8), {}),
+    "unstacked weights": (weights_unstacked, (2, 8, 8), (8, 8), {}),
     "dense": (dense, (8, 8), (8, 8), {}),
     "remat": (jax.checkpoint(dense), (8, 8), (8, 8), {}),
     "bf16": (half, (8, 8), (8, 8), {}),

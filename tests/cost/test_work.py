@@ -156,6 +156,16 @@ def test_a_product_is_divided_as_its_operands_are(ins, ways, exchanged):
     assert found.exchanged_bytes == exchanged
 
 
+def test_a_layout_goes_into_stacks_and_out_of_them():
+    """Each device has its rows of all that is in a stack."""
+    rows = {"axes": {"data": 2}, "ins": [P("data"), P()]}
+
+    def fun(x, w):
+        return [y @ w for y in jnp.unstack(jnp.tanh(jnp.stack([x, x * 2], 1)), axis=1)]
+
+    assert counted(fun, (8, 16), (16, 4), **rows).flops == counted(fun, (4, 16), (16, 4)).flops
+
+
 def test_a_layout_goes_through_calls_reshapes_and_norms():
     """And back from the results: what nothing says of an operand, its result does."""
 

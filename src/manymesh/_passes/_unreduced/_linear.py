@@ -17,6 +17,7 @@ TOGETHER: dict[str, tuple[int, ...] | None] = {
     "add_any": None,
     "sub": None,
     "concatenate": None,
+    "stack": None,
     "pad": (0, 1),
     "dynamic_update_slice": (0, 1),
     **dict.fromkeys(SCATTERS, (0, 2)),
@@ -26,7 +27,7 @@ FIRST = frozenset(
     (
         "neg", "copy", "copy_p", "convert_element_type", "transpose", "reshape", "squeeze",
         "broadcast_in_dim", "reduce_sum", "slice", "rev", "cumsum", "real", "imag", "reduce_precision", "div",
-        "dynamic_slice", "gather", "split", "sharding_constraint", "manymesh_constraint",
+        "dynamic_slice", "gather", "split", "unstack", "sharding_constraint", "manymesh_constraint",
     )
 )  # fmt: skip
 # Linear in one of two operands.

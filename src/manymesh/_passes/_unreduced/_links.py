@@ -148,6 +148,16 @@ def _along(axis: str) -> Callable[[Eqn], Iterator[Link]]:
     return rule
 
 
+def _stack(eqn: Eqn) -> Iterator[Link]:
+    axis, rank = eqn.params["axis"], len(shape_of(eqn.invars[0]))
+    return ((k, d, _OUT, d + (d >= axis)) for k in range(len(eqn.invars)) for d in range(rank))
+
+
+def _unstack(eqn: Eqn) -> Iterator[Link]:
+    axis, rank = eqn.params["axis"], len(shape_of(eqn.outvars[0]))
+    return ((0, d + (d >= axis), ~o, d) for o in range(len(eqn.outvars)) for d in range(rank))
+
+
 _RULES: dict[str, Callable[[Eqn], Iterator[Link]]] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
@@ -158,6 +168,8 @@ _RULES: dict[str, Callable[[Eqn], Iterator[Link]]] = {
     "gather": _gather,
     "concatenate": _along("dimension"),
     "split": _along("axis"),
+    "stack": _stack,
+    "unstack": _unstack,
     **dict.fromkeys((*SCATTERS, "scatter", "scatter_mul", "scatter-mul"), _scatter),
     **dict.fromkeys(("scatter_min", "scatter-min", "scatter_max", "scatter-max"), _scatter),
     **dict.fromkeys(
