@@ -71,6 +71,17 @@ def test_what_a_step_returns_is_the_next_value_of_what_it_took():
     assert pairs == {name: f"result[{name[5]}]{name[7:]}" for name in names if not name.startswith("args[2]")}
 
 
+@pytest.mark.parametrize("count", [3, 1, 0])
+def test_the_first_argument_is_kept_also_by_its_name(count):
+    """As `eqx.filter_jit` keeps it."""
+    (model, rate, batch), kwargs = arguments()
+    given = {"model": model, "rate": rate, "batch": batch}
+    named = dict(reversed(list(given.items())[count:]))
+    mm.equinox.jit(step, donate="all-except-first")(*list(given.values())[:count], **named, **kwargs)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(model))
+    assert all(x.is_deleted() for x in jax.tree.leaves((rate, batch, kwargs)))
+
+
 @pytest.mark.parametrize(
     ("donate", "gone"), [("none", []), ("all", LEAVES), ("all-except-first", LEAVES[4:])], ids=["none", "all", "others"]
 )

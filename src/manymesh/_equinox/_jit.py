@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 
@@ -75,17 +76,26 @@ def _unpacked(packed: _Packed) -> Any:
 class _Step(PlainJitted[..., _Packed]):
     """A step of packed arguments, some of which it may reuse."""
 
-    def __init__(self, fun: Callable[..., _Packed], donate: Donate, options: dict[str, Any]) -> None:
+    def __init__(self, fun: Callable[..., _Packed], donate: Donate, options: dict[str, Any], first: str | None) -> None:
         super().__init__(fun, None, None, None, None, None, None, **options)
         self._donate = donate
+        self._first = first
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         given = super()._flatten(args, kwargs)
         if self._donate != "none":
-            of_args, _ = given.treedef.children()
-            kept = self._donate == "all-except-first" and args
-            given.donated = range(of_args.children()[0].num_leaves if kept else 0, len(given.leaves))
+            kept = self._leaves_of_first(given, kwargs) if self._donate == "all-except-first" else range(0)
+            given.donated = [i for i in range(len(given.leaves)) if i not in kept]
         return given
+
+    def _leaves_of_first(self, given: Arguments, kwargs: dict[str, Any]) -> range:
+        """Where the leaves of the first argument are, which may be given by its name."""
+        of_args, of_kwargs = given.treedef.children()
+        counts = [one.num_leaves for one in (*of_args.children(), *of_kwargs.children())]
+        names = [*(None for _ in of_args.children()), *sorted(kwargs)]
+        at = names.index(self._first) if self._first in kwargs else 0 if of_args.children() else len(counts)
+        start = sum(counts[:at])
+        return range(start, start + sum(counts[at : at + 1]))
 
 
 class Jitted(FunctionLike[P, R]):
@@ -101,7 +111,7 @@ class Jitted(FunctionLike[P, R]):
             return _packed(fun(*map(_unpacked, args), **{k: _unpacked(v) for k, v in kwargs.items()}))
 
         packed.__name__ = packed.__qualname__ = name_of(fun)
-        self._jitted = _Step(packed, donate, options)
+        self._jitted = _Step(packed, donate, options, _first_name(fun))
 
     def __repr__(self) -> str:
         return repr(self._jitted).replace("mm.jit", "equinox.jit", 1)
@@ -134,6 +144,15 @@ class Jitted(FunctionLike[P, R]):
     def clear_cache(self) -> None:
         """Forgets every program and executable made by this function."""
         self._jitted.clear_cache()
+
+
+def _first_name(fun: Callable[..., Any]) -> str | None:
+    """The name by which the first argument of a function may be given; None if it has none."""
+    try:
+        first = next(iter(inspect.signature(fun).parameters.values()), None)
+    except (TypeError, ValueError):  # some functions in C have no signature
+        return None
+    return first.name if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD else None
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[_Packed, ...], dict[str, _Packed]]:
