@@ -559,7 +559,7 @@ class Flattener:
             if _compat.is_var(eqn.outvars[k]):
                 env[eqn.outvars[k]] = final
         ys: list[Pieces] = []
-        wanted = [self._copy(y, loop) if y in carried else y for y in values[scan.num_carry :]]  # nobody else may read it
+        wanted = [self._copy(y, loop) if y in carried else y for y in values[scan.num_carry :]]
         for outer, y in zip(eqn.outvars[scan.num_carry :], wanted, strict=True):
             if _compat.is_var(outer):
                 by_step = self._collected(y, pieces_of, ys, scan.length)
