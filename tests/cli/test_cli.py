@@ -156,6 +156,8 @@ def test_schedules_compared(run):
     assert by["gpipe"]["activations"] == 8
     code, out, _ = run("schedule", "--compare", "--stages", 4, "--num-microbatches", 8)
     assert code == 0 and "python -m manymesh schedule zbv --stages 8 --num-microbatches 8" in out
+    code, out, _ = run("schedule", "--compare", "--stages", 2, "--forward", 0, "--backward", 0)  # takes no time
+    assert code == 0 and "gpipe" in out
 
 
 def test_a_schedule_as_a_page(run, tmp_path):

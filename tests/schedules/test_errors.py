@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from manymesh.errors import ManyMeshError, ScheduleError
@@ -46,7 +47,11 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no microbatch": (
         lambda: get("zbv").order((0, 0), 0),
-        "schedule 'zbv': num_microbatches is 0; use at least 1.",
+        "schedule 'zbv': num_microbatches has to be a positive int, found int 0.",
+    ),
+    "half a microbatch": (
+        lambda: OneFOneB().order((0, 1), 2.5),  # type: ignore[arg-type]
+        "schedule '1f1b': num_microbatches has to be a positive int, found float 2.5.",
     ),
     "interleaved on a chain": (
         lambda: Interleaved1F1B(2).order((0, 1, 2), 4),
@@ -61,7 +66,11 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no virtual stage": (
         lambda: Interleaved1F1B(0),
-        "schedule 'interleaved': virtual_stages is 0; use at least 1.",
+        "schedule 'interleaved': virtual_stages has to be a positive int, found int 0.",
+    ),
+    "virtual stages in words": (
+        lambda: Interleaved1F1B("2"),  # type: ignore[arg-type]
+        "schedule 'interleaved': virtual_stages has to be a positive int, found str '2'.",
     ),
     "interleaved stages": (
         lambda: Interleaved1F1B(3).default_placement(8),
@@ -241,6 +250,11 @@ def test_the_text(case: str) -> None:
     act, message = CASES[case]
     with pytest.raises(ScheduleError, match=re.escape(message)):
         act()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """As a placement that was computed has them."""
+    assert OneFOneB().order(np.array([0, 1]), np.int64(4)).rows == OneFOneB().order((0, 1), 4).rows  # type: ignore[arg-type]
 
 
 def test_a_schedule_error_is_a_value_error() -> None:

@@ -216,6 +216,13 @@ def test_pictures(tmp_path, suffix, start):
     assert path.read_bytes().startswith(start)
 
 
+def test_names_in_a_picture_are_no_formulas(tmp_path):
+    """Dollars in the name of a task are no mathematics."""
+    recording = made_up()
+    recording.spans = (mm.inspect.Span(0, "a$x$b$\\frac$", "other", None, None, 0.0, 9.0),)
+    assert recording.timeline().save(tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_picture_has_a_bar_for_each_span():
     """And a row for each submesh, and one for each prediction."""
     figure = made_up().timeline(predicted()).figure()

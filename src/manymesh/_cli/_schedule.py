@@ -180,7 +180,7 @@ def _compare(args: argparse.Namespace) -> int:
         ("activations kept", "right"), ("", "left"),
     ):  # fmt: skip
         table.add_column(head, justify=justify)  # type: ignore[arg-type]  # one of its words
-    longest = max(c.makespan for c in found)
+    longest = max(c.makespan for c in found) or 1.0  # where all takes no time
     works, waits = tuple(drawn("█░", "#."))
     for c in found:
         bar = works * round(24 * c.makespan * (1 - c.bubble_fraction) / longest)

@@ -85,17 +85,19 @@ class _Step(PlainJitted[..., _Packed]):
         given = super()._flatten(args, kwargs)
         if self._donate != "none":
             kept = self._leaves_of_first(given, kwargs) if self._donate == "all-except-first" else range(0)
-            given.donated = [i for i in range(len(given.leaves)) if i not in kept]
+            given.donated = [*range(kept.start), *range(kept.stop, len(given.leaves))]
         return given
 
     def _leaves_of_first(self, given: Arguments, kwargs: dict[str, Any]) -> range:
         """Where the leaves of the first argument are, which may be given by its name."""
         of_args, of_kwargs = given.treedef.children()
-        counts = [one.num_leaves for one in (*of_args.children(), *of_kwargs.children())]
-        names = [*(None for _ in of_args.children()), *sorted(kwargs)]
-        at = names.index(self._first) if self._first in kwargs else 0 if of_args.children() else len(counts)
-        start = sum(counts[:at])
-        return range(start, start + sum(counts[at : at + 1]))
+        if args := of_args.children():
+            return range(args[0].num_leaves)
+        if self._first not in kwargs:
+            return range(0)
+        counts = dict(zip(sorted(kwargs), (one.num_leaves for one in of_kwargs.children()), strict=True))
+        start = sum(count for name, count in counts.items() if name < self._first)
+        return range(start, start + counts[self._first])
 
 
 class Jitted(FunctionLike[P, R]):

@@ -39,10 +39,9 @@ def travelling() -> Iterator[None]:
 
 def _travels(apply: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply)
-    def call(names: Any, x: Any, fallback: Any = None, rules: Any = None, mesh: Any = None) -> Any:
+    def call(names: Any, x: Any, *, rules: Any = None, mesh: Any = None, **more: Any) -> Any:
         if current_carrier() is None or mesh is not None:
-            given = {} if fallback is None else {"fallback": fallback}
-            return apply(names, x, rules=rules, mesh=mesh, **given)
+            return apply(names, x, rules=rules, mesh=mesh, **more)
         known = [rule for rule in rules or () if not isinstance(rule[0], AnyOther)]
         return meta.with_logical_constraint(x, names, known or None)
 

@@ -48,16 +48,8 @@ _MOVES = {
 _COMPARES = {"eq", "eq_to", "ge", "gt", "le", "le_to", "lt", "lt_to", "ne"}
 # What gives some of the elements that it reads as they are.
 _PICKS = {
-    "cummax",
-    "cummin",
-    "gather",
-    "reduce_max",
-    "reduce_min",
-    "reduce_window_max",
-    "reduce_window_min",
-    "sort",
-    "top_k",
-}
+    "cummax", "cummin", "gather", "reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min", "sort", "top_k",
+}  # fmt: skip
 _SUMS = {"add", "add_any"}
 # What is expensive and reads what is computed on the way.
 _FUSED = {

@@ -65,14 +65,14 @@ def figure(
     labels = [(i * pitch, f"submesh {i}\n{_short(words)}") for i, words in enumerate(submeshes)]
     if predicted:
         labels += [(i * pitch + 0.9, "predicted") for i in range(rows)]
-    axes.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=8.5, color=_INK)
+    axes.set_yticks([y for y, _ in labels], [text for _, text in labels], parse_math=False, fontsize=8.5, color=_INK)
     axes.tick_params(length=0, labelcolor=_INK)
     axes.set_xlabel(word, fontsize=9, color=_SOFT)
     axes.grid(axis="x", color="#e3e7ee", lw=0.7)
     axes.set_axisbelow(True)
     for side in axes.spines.values():
         side.set_visible(False)
-    axes.set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold", color=_INK)
+    axes.set_title(f"{title}\n", loc="left", parse_math=False, fontsize=12, fontweight="bold", color=_INK)
     axes.text(0, 1.02, summary, transform=axes.transAxes, fontsize=9, color=_SOFT, va="bottom")
     _legend(axes, {s.kind for s in (*spans, *predicted)})
     return drawn
@@ -102,7 +102,7 @@ def _bars(
             text = s.label if s.microbatch is None else str(s.microbatch)
             if wide / whole * _LETTERS > len(text) + 0.6:
                 axes.text(
-                    start + wide / 2, y, text, ha="center", va="center", fontsize=7, clip_on=True,
+                    start + wide / 2, y, text, ha="center", va="center", parse_math=False, fontsize=7, clip_on=True,
                     color="white" if strength == 1.0 else _INK,
                 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from .._errors import ScheduleError
 from ._placements import distinct, require
 from ._row import Row
 from ._types import AbstractSchedule, Action, Order
-from ._validate import validate
+from ._validate import validate, whole_number
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Interleaved1F1B(AbstractSchedule):
     virtual_stages: int | None = None
 
     def __post_init__(self) -> None:
-        if self.virtual_stages is not None and self.virtual_stages < 1:
-            raise ScheduleError(f"schedule '{self.name}': virtual_stages is {self.virtual_stages}; use at least 1.")
+        if self.virtual_stages is not None:
+            whole_number(f"schedule '{self.name}': virtual_stages", self.virtual_stages)
 
     def default_placement(self, num_stages: int) -> tuple[int, ...]:
         """See `AbstractSchedule.default_placement`: submesh 0 to the last, and around again."""

@@ -35,17 +35,17 @@ def validate(name: str, placement: Sequence[int], num_microbatches: int) -> tupl
     Raises:
       ScheduleError: there is no stage, a submesh is negative, or no microbatch.
     """
+    placement = tuple(placement)
     if not placement:
         raise ScheduleError(f"schedule '{name}': placement is empty; name the submesh of at least one stage.")
     for stage, submesh in enumerate(placement):
         if submesh < 0:
             raise ScheduleError(
-                f"schedule '{name}': stage {stage} is placed on submesh {submesh} in {tuple(placement)}; "
+                f"schedule '{name}': stage {stage} is placed on submesh {submesh} in {placement}; "
                 "number submeshes from 0."
             )
-    if num_microbatches < 1:
-        raise ScheduleError(f"schedule '{name}': num_microbatches is {num_microbatches}; use at least 1.")
-    return tuple(placement)
+    whole_number(f"schedule '{name}': num_microbatches", num_microbatches)
+    return placement
 
 
 def rows_of_actions(rows: object, where: str = "") -> tuple[tuple[Action, ...], ...]:

@@ -290,7 +290,7 @@ def _batched(core: Callable[[Eqn], int]) -> Callable[[Eqn], Iterator[Tie]]:
 
 def _drawn(eqn: Eqn) -> Iterator[Tie]:
     """A key for each layer draws the numbers of that layer. Of other kinds than Threefry the first key draws those of all."""
-    if "fry" in str(_compat.dtype(eqn.invars[0])):
+    if _compat.key_kind(_compat.dtype(eqn.invars[0])) == "threefry2x32":
         yield from (Tie({0: d}, {0: d}) for d in range(len(_shape(eqn.invars[0]))))
 
 
@@ -333,10 +333,7 @@ def _tile(eqn: Eqn) -> Iterator[Tie]:
     yield from (Tie({0: d}, {0: d}) for d, times in enumerate(eqn.params["reps"]) if times == 1)
 
 
-_SCATTERS = (
-    "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub", "scatter_add", "scatter_max",
-    "scatter_min", "scatter_mul", "scatter_sub",
-)  # fmt: skip
+_PUTS = ("scatter", *(f"scatter{c}{how}" for c in "-_" for how in ("add", "max", "min", "mul", "sub")))
 _MATRICES = (
     "cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
     "triangular_solve", "tridiagonal",
@@ -347,7 +344,7 @@ _RULES: dict[str, Callable[[Eqn], Iterator[Tie]]] = {
     **dict.fromkeys((*REDUCTIONS, "argmax", "argmin"), _reduce),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _but("axis")),
     **dict.fromkeys(_MATRICES, _batched(lambda eqn: 2)),
-    **dict.fromkeys(_SCATTERS, _scatter),
+    **dict.fromkeys(_PUTS, _scatter),
     "broadcast_in_dim": _broadcast,
     "concatenate": _but("dimension"),
     "conv_general_dilated": _conv,

@@ -163,9 +163,8 @@ class _Planner:
                 plan.blocked |= {a for a in parts_of(entry) if mesh.shape.get(a, 1) > 1}
         slots = self._linear_in(plan, frame, i, v)
         plan.slots[frame, i].update(slots)
-        pieces = (
-            [o for o in eqn.outvars if _compat.is_var(o)] if name in ("split", "unstack") else []
-        )  # all become parts, or none
+        # All of several pieces become parts, or none.
+        pieces = [o for o in eqn.outvars if _compat.is_var(o)] if name in ("split", "unstack") else []
         return [(frame, eqn.invars[k]) for k in slots] + [(frame, o) for o in pieces]
 
     def _batch_axes(self, frame: Frame, eqn: Eqn, s: int) -> set[str]:
