@@ -91,7 +91,7 @@ def microbatch(
             if has_nodes(args[state_argnum]):
                 raise MicrobatchError(
                     f"microbatch({name_of(fun)}): state_argnum {state_argnum} is a state of arrays, but there is a module in it; what "
-                    "a function changes in modules goes from one microbatch to the next by itself"
+                    "a function changes in modules goes from one microbatch to the next by itself, without state_argnum"
                 )
         keys = None if rng_argnum is None else rng_argnum % count
         looped = functools.partial(loop, argnum=batches if batches else argnum, rng_argnum=keys, state_argnum=count)

@@ -97,6 +97,7 @@ def get(schedule: str | AbstractSchedule) -> AbstractSchedule:
     made = factory()
     if not isinstance(made, AbstractSchedule):
         raise ScheduleError(
-            f"schedule '{schedule}': {getattr(factory, '__name__', factory)}() gives {made!r}, expected a schedule."
+            f"schedule '{schedule}': {getattr(factory, '__name__', factory)}() gives {made!r}, expected a schedule; return one, such as "
+            "OneFOneB()."
         )
     return made
