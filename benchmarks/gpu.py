@@ -8,10 +8,15 @@ Parameters and moments are float32, the computation is bfloat16, the optimizer A
 device under another name, so that a schedule orders them; beside it stands one jitted function of the same model, with
 `jax.lax.scan` over microbatches. Losses have to agree; times are compared by the ratio of neighbouring
 runs of four steps.
-``memory``: the peak that `compiled.report()` says, and the one that the device had, each step in a process of its own.
+``memory``: the peak that `compiled.report()` says, and the one that the device had, each step in a process of its own; two
+of them put moments or activations into the memory of the host.
 ``schedules``: each schedule in float32 on submeshes of one device, beside a plain loop.
 
-It runs on the first device of JAX's default platform, whichever that is. Nothing else needs an accelerator.
+It runs on the first device of JAX's default platform, whichever that is. Nothing else needs an accelerator. The laws of
+the tests on generated programs there, all of whose submeshes are then the lone device:
+
+    JAX_PLATFORMS=cuda,cpu JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \\
+        python tests/fuzz.py --examples 600 --jobs 12
 """
 
 from __future__ import annotations
@@ -35,12 +40,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _timing import alternate, ratio, row, write_rows
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, SingleDeviceSharding
 
 import manymesh as mm
 
 TARGET = 1 / 0.97
 CLIP, RATE = 1.0, 1e-3
+BETWEEN = "between layers"  # the name of what goes from one to the next
 IN_FLIGHT = 4  # steps that are issued before somebody waits for them
 STAGES = {  # submeshes of the stages, all on one device, and the schedules that admit them
     (0, 1, 2, 3): ("gpipe", "1f1b", "eager-1f1b", "wavefront", "zero-bubble-h1", "zero-bubble-h2"),
@@ -117,6 +124,7 @@ def dense(p: Any, x: Any) -> Any:
 def blocks(size: Size, layers: Sequence[Any], x: Any) -> Any:
     """Attention that looks back, and a perceptron, some times."""
     for p in layers:
+        x = checkpoint_name(x, BETWEEN)
         heads = dense(p["qkv"], norm(p["norm_1"], x)).reshape(*x.shape[:2], 3, size.heads, -1)
         q, k, v = heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=size.attention)
@@ -144,8 +152,11 @@ def plain_loss(size: Size, p: Any, batch: Any) -> Any:
     return head(p, x, batch[1])
 
 
-def loss_in_tasks(size: Size, meshes: Sequence[Mesh]) -> Callable[[Any, Any], Any]:
-    """The same model: the embedding with the first layers, the loss with the last ones."""
+def loss_in_tasks(size: Size, meshes: Sequence[Mesh], offload: bool = False) -> Callable[[Any, Any], Any]:
+    """The same model: the embedding with the first layers, the loss with the last ones.
+
+    With ``offload`` the host keeps what goes from layer to layer, and the backward pass computes the rest again.
+    """
 
     def first(p: Any, layers: Any, tokens: Any) -> Any:
         return blocks(size, layers, embed(p, tokens))
@@ -155,6 +166,12 @@ def loss_in_tasks(size: Size, meshes: Sequence[Mesh]) -> Callable[[Any, Any], An
 
     middle = functools.partial(blocks, size)
     functions = [first, *[middle] * (size.tasks - 2), last]
+    if offload:
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[], names_which_can_be_offloaded=[BETWEEN],
+            offload_src="device", offload_dst="pinned_host",
+        )  # fmt: skip
+        functions = [jax.checkpoint(f, policy=policy) for f in functions]
     tasks = [mm.task(f, f"stage_{s}", mesh=m) for s, (f, m) in enumerate(zip(functions, meshes, strict=True))]
 
     def loss(p: Any, batch: Any) -> Any:
@@ -176,8 +193,8 @@ class Step:
 
     Args:
       size: of the problem.
-      how: ``plain``, ``tasks`` on one submesh, ``hosted``, the same with its moments in the memory of the host, or
-        ``submeshes``, one for each task.
+      how: ``plain``, ``tasks`` on one submesh, ``hosted``, the same with its moments in the memory of the host,
+        ``offloaded``, with activations there, or ``submeshes``, one for each task.
       microbatches: into how many the batch is cut; None cuts nothing.
     """
 
@@ -187,7 +204,8 @@ class Step:
             grad = self._accumulated(jax.value_and_grad(functools.partial(plain_loss, size)), microbatches)
         else:
             placement = range(size.tasks) if how == "submeshes" else [0] * size.tasks
-            grad = jax.value_and_grad(loss_in_tasks(size, meshes_of_one_device(placement)))
+            loss = loss_in_tasks(size, meshes_of_one_device(placement), offload=how == "offloaded")
+            grad = jax.value_and_grad(loss)
             if microbatches is not None:
                 grad = mm.microbatch(grad, argnum=1, num_microbatches=microbatches, schedule="1f1b", reduce="mean")
 
@@ -293,7 +311,8 @@ def peak(size: Size, how: str, microbatches: int | None) -> dict[str, float]:
 def memory(size: Size, options: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each step, which runs in a process of its own."""
     rows = []
-    for how, cut in (("plain", 0), ("tasks", 0), ("plain", 1), ("tasks", 1), ("hosted", 1), ("submeshes", 1)):
+    tried = [("plain", 0), ("tasks", 0), ("offloaded", 0)]
+    for how, cut in [*tried, ("plain", 1), ("tasks", 1), ("hosted", 1), ("submeshes", 1)]:
         command = [sys.executable, __file__, *options, "--peak", how, str(cut)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

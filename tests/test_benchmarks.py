@@ -53,7 +53,7 @@ def test_a_benchmark_can_be_imported(benchmark, name):
     assert callable(benchmark(name).main)
 
 
-@pytest.mark.parametrize("how", ["submeshes", "hosted"])
+@pytest.mark.parametrize("how", ["submeshes", "hosted", "offloaded"])
 def test_gpt2_in_tasks_and_in_one_jit_train_alike(benchmark, how):
     size = benchmark("gpu").Size(2, 8, 2, 4, 16, 4, 2, 2)
     row = benchmark("gpu").compare(size, how, 2, rounds=1, seconds=1)  # asserts equal losses

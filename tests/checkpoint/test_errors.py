@@ -80,6 +80,17 @@ def test_what_does_not_fit(like, words, saved) -> None:
         mm.checkpoint.Manager(saved).restore(like=like, stacked={"layers": "layer_{}"})
 
 
+def test_a_stack_has_all_layers_that_were_saved(tmp_path) -> None:
+    """A smaller one is another model, as an array of another shape is; layers alone may be asked for."""
+    mm.checkpoint.save(tmp_path / "c", {f"layer_{k}": {"w": jnp.full(2, k)} for k in range(3)})
+    stacked = {"layers": "layer_{}"}
+    words = r"layers/w stacks 2 layers, but the checkpoint has another one, layer_2/w"
+    with pytest.raises(CheckpointError, match=words):
+        mm.checkpoint.restore(tmp_path / "c", {"layers": {"w": jnp.ones((2, 2), int)}}, stacked=stacked)
+    found = mm.checkpoint.restore(tmp_path / "c", {"layer_1": {"w": jnp.ones(2, int)}}, stacked=stacked)
+    assert found["layer_1"]["w"].tolist() == [1, 1]
+
+
 def test_where_there_is_no_checkpoint(saved, tmp_path) -> None:
     """It says what is there."""
     (tmp_path / "file").write_text("x")

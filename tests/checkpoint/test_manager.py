@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ import manymesh as mm
 from manymesh._checkpoint import _write
 from manymesh._checkpoint._format import ASIDE
 from manymesh._checkpoint._store import Database
+from manymesh.errors import CheckpointError
 
 pytestmark = pytest.mark.once
 
@@ -179,6 +181,26 @@ def test_looking_at_an_earlier_step_gives_nothing_up(tmp_path) -> None:
         manager.restore()
         manager.save(1, state_of(1))
         assert manager.all_steps() == [1, 1200]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_an_old_step_that_cannot_be_removed_is_named(asynchronous, monkeypatch, tmp_path) -> None:
+    """The new one is saved, and the message says so."""
+    manager = mm.checkpoint.Manager(tmp_path, max_to_keep=1, asynchronous=asynchronous)
+    manager.save(1, state_of(1))
+    manager.wait_until_finished()
+    with monkeypatch.context() as patch:
+
+        def refuse(path):
+            raise PermissionError(f"cannot remove {path}")
+
+        patch.setattr(shutil, "rmtree", refuse)
+        words = r"^step 2 is saved, but .*1, beyond max_to_keep, could not be removed: cannot remove"
+        with pytest.raises(CheckpointError, match=words):
+            manager.save(2, state_of(2))
+            manager.wait_until_finished()
+    assert restored(manager, 2)
+    manager.close()
 
 
 def test_steps_may_be_links_to_a_larger_disk(tmp_path) -> None:

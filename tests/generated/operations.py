@@ -108,6 +108,11 @@ SIMPLE: dict[str, Callable[[Any, Surroundings], Any]] = {
     ),
     "appended_number": lambda x, c: jnp.append(jnp.ravel(x), 0.5)[: x.size].reshape(x.shape) + jnp.ravel(0.25),
     "numpy_constant": lambda x, c: x * np.linspace(0.5, 1, WIDTH, dtype=np.float32),
+    # Numbers that are equal, and not the same
+    "both_zeros": lambda x, c: jnp.copysign(x, 0.0) + 0.3 * jnp.copysign(x, -0.0),
+    "one_and_true": lambda x, c: x * jnp.full((), 1.0) + 0.5 * x * jnp.full((), True) + jnp.full((), 1),
+    "not_a_number": lambda x, c: jnp.where(jnp.isnan(jnp.float32(np.nan)), x, 0) + jnp.where(x == np.nan, 1, 0),
+    "infinities": lambda x, c: jnp.minimum(x, np.inf) + jnp.maximum(x, -np.inf) * (x < np.inf),
     # Elementwise
     "negative": lambda x, c: -x,
     "sine": lambda x, c: jnp.sin(x),
@@ -208,6 +213,14 @@ SIMPLE: dict[str, Callable[[Any, Surroundings], Any]] = {
     "integer_matmul": lambda x, c: (
         x + (wide(lax.stop_gradient(x)).astype(jnp.int8) @ np.eye(WIDTH, dtype=np.int8)) * 0.01
     ),
+    "unsigned_count": lambda x, c: x + (9 - jnp.sum(x > 0, -1, dtype=jnp.uint32)).astype(jnp.float32)[:, None] * 0.1,
+    "unsigned_count_of_rows": lambda x, c: x + (99 - jnp.sum(c.ids > 3, dtype=jnp.uint32)).astype(jnp.float32) * 0.01,
+    "unsigned_below_zero": lambda x, c: x + (c.ids.astype(jnp.uint32) - 9).astype(jnp.float32)[:, None] * 2.0**-32,
+    "sum_that_wraps": lambda x, c: x + jnp.sum(c.ids.astype(jnp.uint8) * 99, dtype=jnp.uint8) * 0.01,
+    "product_that_wraps": lambda x, c: x + (c.ids * np.int32(2**30 + 1)).astype(jnp.float32)[:, None] * 2.0**-32,
+    "sum_of_small": lambda x, c: x + jnp.sum(c.ids.astype(jnp.int8) * 9) * 0.001,
+    "mean_of_bools": lambda x, c: x * jnp.mean(c.ids > 2) + jnp.mean(x > 0),
+    "bytes_of_ids": lambda x, c: x + lax.bitcast_convert_type(c.ids, jnp.uint8).astype(jnp.float32) * 0.1,
     "packed_bits": lambda x, c: x + jnp.packbits(c.ids[:, None] > np.arange(8), axis=1) * 0.001,
     # Shapes
     "reshape": lambda x, c: x.reshape(-1).reshape(x.shape),
@@ -237,6 +250,9 @@ SIMPLE: dict[str, Callable[[Any, Surroundings], Any]] = {
     "triangle": lambda x, c: x @ jnp.tril(c.kernel),
     "causal_mask": lambda x, c: jnp.where(jnp.tril(jnp.ones((WIDTH, WIDTH), bool)), c.kernel, 0.0)[0] + x,
     "tile": lambda x, c: jnp.tile(x, (1, 2))[:, :WIDTH],
+    "empty_slices": lambda x, c: jnp.concatenate(
+        [x[:, :0], x, c.kernel[:0].sum(0) * x[:, WIDTH:].sum(-1, keepdims=True)], 1
+    )[:, :WIDTH],
     "space_to_depth": lambda x, c: x.reshape(x.shape[0], 2, 2).transpose(0, 2, 1).reshape(x.shape),
     # Taking and putting
     "dynamic_slice": lambda x, c: lax.dynamic_slice_in_dim(jnp.concatenate([x, x], 1), c.ids[0] % 4, WIDTH, axis=1),
@@ -248,6 +264,13 @@ SIMPLE: dict[str, Callable[[Any, Surroundings], Any]] = {
     "index": lambda x, c: c.kernel[c.ids % WIDTH] * x,
     "index_pairs": lambda x, c: c.kernel[c.ids % WIDTH, (c.ids + 1) % WIDTH][:, None] + x,
     "index_dynamically": lambda x, c: c.kernel[c.ids[0] % WIDTH] + x,
+    "index_of_infinity": lambda x, c: x + c.kernel[jnp.float32(np.inf).astype(jnp.int32)],
+    "index_of_fraction": lambda x, c: x + c.kernel[jnp.floor(jnp.float32(1.7)).astype(jnp.int32)],
+    "index_computed": lambda x, c: x + c.kernel[jnp.int32(jnp.nan_to_num(jnp.tanh(x[:, 0]) * 3 + 3) // 2)],
+    "index_out_of_range": lambda x, c: x + c.kernel[c.ids] + c.kernel.at[c.ids].get(mode="fill", fill_value=0.5),
+    "index_negative": lambda x, c: x + c.kernel[c.ids - 7] + c.kernel[-1] * x[:, -2:-1],
+    "index_wrapped": lambda x, c: x + jnp.take(c.kernel, c.ids - 3, axis=0, mode="wrap"),
+    "index_of_bools": lambda x, c: x + c.kernel[(c.ids > 3).astype(jnp.int8)],
     "embedding": lambda x, c: jax.nn.one_hot(c.ids, WIDTH) @ c.kernel + x,
     "one_hot": lambda x, c: jax.nn.one_hot(c.ids % 3, WIDTH) * x,
     "set_at": lambda x, c: x.at[:, 1].set(0.5),
@@ -256,6 +279,7 @@ SIMPLE: dict[str, Callable[[Any, Surroundings], Any]] = {
     "add_at_many": lambda x, c: jnp.zeros((8, WIDTH)).at[c.ids].add(x)[c.ids] * 0.5,
     "multiply_at": lambda x, c: x.at[:, 2].multiply(0.5),
     "subtract_at": lambda x, c: x.at[:, 0].add(-x[:, 1]),
+    "drop_at": lambda x, c: x.at[c.ids * 3 - 2].set(0.5, mode="drop"),
     "max_at": lambda x, c: lax.stop_gradient(x).at[:, 0].max(0.2) + x,
     "min_at": lambda x, c: lax.stop_gradient(x).at[:, 0].min(0.2) + x,
     "power_at": lambda x, c: lax.stop_gradient(jnp.abs(x) + 1).at[:, 0].power(2.0) * x * 0.3,
@@ -284,6 +308,9 @@ SIMPLE: dict[str, Callable[[Any, Surroundings], Any]] = {
     "quantile": lambda x, c: x - jnp.quantile(x, 0.3, axis=-1, keepdims=True),
     "argmax": lambda x, c: x + 0.1 * jnp.argmax(x, axis=-1)[:, None],
     "argmin": lambda x, c: x + 0.1 * jnp.argmin(x, axis=-1)[:, None],
+    "argmax_of_bools": lambda x, c: x + 0.1 * jnp.argmax(c.ids[:, None] > np.arange(WIDTH), axis=-1)[:, None],
+    "positions": lambda x, c: x + 0.05 * jnp.cumsum(jax.nn.one_hot(c.ids, WIDTH, dtype=jnp.int32), axis=0),
+    "unique": lambda x, c: x + 0.1 * jnp.unique(c.ids, size=WIDTH, fill_value=-1),
     "argmax_of_ids": lambda x, c: x + 0.1 * jnp.argmax(c.ids),
     "nonzero": lambda x, c: x + 0.1 * jnp.stack(jnp.nonzero(c.kernel > 0, size=WIDTH)).sum(0),
     "count_nonzero": lambda x, c: x + 0.1 * jnp.count_nonzero(c.ids),

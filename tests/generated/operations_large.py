@@ -330,6 +330,23 @@ def many_keys(x, c):
 
 
 @operation(random=True)
+def many_keys_split_again(x, c):
+    """Each row has a key, and what is drawn from it a key of its own."""
+
+    def draw(k):
+        first, second = jax.random.split(k)
+        return jax.random.normal(first, (WIDTH,)) + jax.random.bernoulli(second, 0.5, (WIDTH,))
+
+    return x + 0.1 * jax.vmap(draw)(jax.random.split(c.key, x.shape[0]))
+
+
+@operation(random=True)
+def key_of_a_row(x, c):
+    keys = jax.random.split(c.key, 3)
+    return x + 0.1 * jax.random.uniform(keys[1], x.shape) + 0.1 * jax.random.uniform(keys[-1], x.shape[-1:])
+
+
+@operation(random=True)
 def permutation(x, c):
     return x[:, jax.random.permutation(c.key, WIDTH)]
 

@@ -204,7 +204,7 @@ class Manager:
         """Waits until everything that was given to `save` is on disk.
 
         Raises:
-          CheckpointError: it could not be saved.
+          CheckpointError: it could not be saved, or what it takes the place of could not be removed.
         """
         with self._lock:
             if self._thread is not None:
@@ -212,7 +212,10 @@ class Manager:
                 self._thread = None
             if self._error is not None:
                 error, self._error = self._error, None
-                raise CheckpointError(f"a checkpoint in {self.directory} was not saved: {error}") from error
+                saved = isinstance(error, _OldStepError)
+                raise CheckpointError(
+                    str(error) if saved else f"a checkpoint in {self.directory} was not saved: {error}"
+                ) from error
 
     @_compat.boundary
     def close(self) -> None:
@@ -274,7 +277,16 @@ class Manager:
             given_up = [] if restored is None else [step for step in others if step > max(saved, restored)]
             going = [*reversed(given_up), *others[: len(others) - len(given_up)]]
             for step in going[: max(len(others) + 1 - self._max_to_keep, 0)]:
-                _remove(self.directory / str(step))
+                old = self.directory / str(step)
+                try:
+                    _remove(old)
+                except OSError as error:
+                    what = f"step {saved} is saved, but {old}, beyond max_to_keep, could not be removed"
+                    raise _OldStepError(f"{what}: {error}") from error
+
+
+class _OldStepError(CheckpointError):
+    """A step is saved, and one before it could not be removed."""
 
 
 def _number(value: SupportsIndex) -> int | None:

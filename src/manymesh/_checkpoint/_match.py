@@ -9,7 +9,7 @@ from typing import Any
 
 from .._errors import ArgumentError
 from ._format import Record
-from ._leaves import Leaf, Name, close_matches, find, is_array, with_bare_names
+from ._leaves import Leaf, Name, close_matches, find, is_array, text, with_bare_names
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,13 @@ class Source:
       records: the saved array, or one for each layer, which are stacked along a new first dimension.
       layer: which layer of the saved array, or None for all of it.
       stacked: whether the records are layers.
+      beyond: one more layer that was saved, of those that are stacked.
     """
 
     records: tuple[Record, ...]
     layer: int | None = None
     stacked: bool = False
+    beyond: Record | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,9 @@ def match(
         source = _source(leaf, table, stackings)
         if source is None:
             missing.append(f"{leaf} is not in the checkpoint{close_matches(leaf.name, records)}")
+        elif source.beyond is not None:
+            stacks = f"{leaf} stacks {len(source.records)} layers"
+            missing.append(f"{stacks}, but the checkpoint has another one, {text(source.beyond.name)}")
         else:
             sources[i] = source
     return sources, missing
@@ -118,8 +123,8 @@ def _source(leaf: Leaf, table: Mapping[Name, Record], stackings: Sequence[Stacki
         for name, number in stacking.layer_of(leaf.name):
             if (record := find(table, name)) is not None:
                 return Source((record,), layer=number)
-        for names in stacking.layers_of(leaf.name, shape[0] if shape else 0):
-            layers = [find(table, name) for name in names]
+        for names in stacking.layers_of(leaf.name, (shape[0] if shape else 0) + 1):
+            *layers, beyond = [find(table, name) for name in names]
             if layers and all(layer is not None for layer in layers):
-                return Source(tuple(layer for layer in layers if layer is not None), stacked=True)
+                return Source(tuple(layer for layer in layers if layer is not None), stacked=True, beyond=beyond)
     return None

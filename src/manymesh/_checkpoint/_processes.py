@@ -165,7 +165,7 @@ class Processes:
                     f"process {self.index} is in {occasion.doing}, and {name} is not: {why}; {occasion.remedy}"
                 )
 
-    def meet(self, place: str, error: Exception | None) -> None:
+    def meet(self, place: str, error: Exception | None, state: str = "nothing was saved, because of") -> None:
         """Waits until every process is at the same place, and raises in all of them what went wrong in one.
 
         A barrier of the coordination service and no collective: it runs in a thread of its own, while the main thread
@@ -174,6 +174,7 @@ class Processes:
         Args:
           place: a name that is used once, the same in every process.
           error: what went wrong here.
+          state: how a message begins that goes on with what went wrong in another process.
 
         Raises:
           CheckpointError: something went wrong in another process.
@@ -188,7 +189,7 @@ class Processes:
             client.wait_at_barrier(key, timeout_in_ms=int(PATIENCE * 1000))
             failed = [text for _, text in client.key_value_dir_get(f"{key}/failed/")]
             if failed and error is None:
-                raise CheckpointError(f"nothing was saved, because of {'; '.join(failed)}")
+                raise CheckpointError(f"{state} {'; '.join(failed)}")
         if error is not None:
             raise error
 

@@ -6,7 +6,6 @@ between leaves a directory whose name says that it is not finished, which nobody
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
@@ -72,19 +71,22 @@ class Writing:
           afterwards: what the first process does when it is current, before any process goes on.
 
         Raises:
-          CheckpointError: a process could not, so nothing was saved.
+          CheckpointError: a process could not, so nothing was saved; or ``afterwards`` raised, and it is saved.
         """
         self.processes.agree(self.number, self.path, self.calls)
         if self.processes.count > 1:
             check_alike(self.path, self._place_of("alike"), self.processes, self.parts, self.metadata)
-        finish = functools.partial(self._finish, afterwards)
-        for place, work in (("made", self._make), ("written", self._write), ("current", finish)):
+        works = [("made", self._make), ("written", self._write), ("current", self._finish)]
+        if afterwards is not None:
+            works.append(("after", afterwards if self.processes.first else lambda: None))
+        for place, work in works:
             error = None
             try:
                 work()
             except Exception as raised:  # the others are waiting, and have to hear of it whatever it is
                 error = raised
-            self.processes.meet(self._place_of(place), error)
+            state = f"{self.path} is saved, but" if place == "after" else "nothing was saved, because of"
+            self.processes.meet(self._place_of(place), error, state)
 
     def _place_of(self, name: str) -> str:
         """What processes call a place at which they meet."""
@@ -106,7 +108,7 @@ class Writing:
             counts = [sum(math.prod(piece.shape) for _, piece in part.pieces) for part in self.parts]
             write_json(self._account(self.processes.index), {"counts": counts, "own": own(self.metadata)})
 
-    def _finish(self, afterwards: Callable[[], None] | None) -> None:
+    def _finish(self) -> None:
         if not self.processes.first:
             return
         owns = [own(self.metadata)]
@@ -120,8 +122,6 @@ class Writing:
         write_descriptions(self.aside, self.item, self.leaves, records, with_all(self.metadata, owns))
         os.rename(self.aside, self.path)
         _sync(self.path.parent)
-        if afterwards is not None:
-            afterwards()
 
     def _check(self, accounts: Sequence[Any]) -> None:
         """Together the processes wrote each number of the tree once."""
