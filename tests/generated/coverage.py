@@ -53,6 +53,12 @@ def constructs(program: Program) -> set[str]:
     found |= {f"carried from one microbatch to the next: {how}" for how, *_ in program.carried}
     if program.kept:
         found.add("carried from one microbatch to the next: kept from one step to the next")
+    found |= {f"returned: {name}" for name in program.metrics}
+    found |= {f"returned, of gradients: {name}" for name in program.watched}
+    if program.penalty is not None:
+        found.add(f"penalty: {program.penalty}")
+    if program.refused is not None:
+        found.add(f"refused updates: {program.refused}")
     if program.arrives:
         found.add("layout: a batch that arrives sharded")
     found.add(f"framework: {program.framework or 'none'}")

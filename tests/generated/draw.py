@@ -9,6 +9,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from .known import works
+from .metrics import METRICS, PENALTIES, WATCHED
 from .modules import PARTS
 from .operations import OPERATIONS
 from .optimizers import OPTIMIZERS
@@ -211,12 +212,26 @@ def of_functions(draw, small: bool) -> Program:
         together=together,
         viewed=draw(st.sampled_from([None, None, None, "scaled", "reshaped", "normalized"])),
         index=draw(st.sampled_from(["number", "computed", "dynamic_slice", "take"])) if together else "number",
+        **_returned(draw, aux, mode, len(layers)),
         **(
             _carried(draw, count, schedules, state)
             if mode == "train" and not aux and order == "chain" and None not in schedules
             else {}
         ),
     )
+
+
+def _returned(draw, aux: bool, mode: str, layers: int) -> dict[str, Any]:
+    """What the step returns besides, and what it makes of its gradients and parameters for that."""
+    updates = mode != "forward"
+    some = st.lists(st.sampled_from(sorted(METRICS)), max_size=min(2, layers), unique=True)
+    seen = st.lists(st.sampled_from(sorted(WATCHED)), max_size=2, unique=True)
+    return {
+        "metrics": tuple(draw(some)) if aux else (),
+        "watched": tuple(draw(seen)) if updates and draw(st.booleans()) else (),
+        "penalty": draw(st.sampled_from([None, None, None, None, *sorted(PENALTIES)])),
+        "refused": draw(st.sampled_from([None, None, None, None, "where", "cond"])) if updates else None,
+    }
 
 
 def _carried(draw, layers: int, schedules, state: str) -> dict[str, Any]:

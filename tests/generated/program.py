@@ -24,6 +24,7 @@ from manymesh._mark import current_recording, transforms_ignored
 
 from . import operations_large  # noqa: F401  # registers its operations
 from .known import works
+from .metrics import METRICS, PENALTIES, WATCHED
 from .operations import WIDTH, Surroundings, apply
 from .optimizers import optimizer
 from .wraps import STACKED, call_wrapped, inner_wrapped
@@ -99,6 +100,10 @@ class Program:
       viewed: what becomes of parameters before layers read them, outside of tasks: they are ``scaled``, ``reshaped`` or
         ``normalized``.
       index: how that is written: as a number, as an array (``computed``), or by ``dynamic_slice`` or ``take``.
+      metrics: names in `metrics.METRICS` of what the loss returns besides, with ``aux``.
+      watched: names in `metrics.WATCHED` of what the step returns of gradients and updates.
+      penalty: the name in `metrics.PENALTIES` of what is added to the loss, or none.
+      refused: whether an update that is not finite is refused, by ``where`` or by a branch, ``cond``; or none is.
     """
 
     submeshes: tuple[tuple[int, int, int], ...]
@@ -128,6 +133,10 @@ class Program:
     together: str | None = None
     index: str = "number"
     viewed: str | None = None
+    metrics: tuple[str, ...] = ()
+    watched: tuple[str, ...] = ()
+    penalty: str | None = None
+    refused: str | None = None
 
     def to_json(self) -> str:
         """The program as text, to be kept when it breaks something."""
@@ -256,6 +265,8 @@ class Program:
         """Mean of squares of what the last layer gives, and a little of every other value."""
         values, ids = self.values(params, batch, key, carried), batch["ids"]
         value = jnp.mean(values[-1] ** 2) + sum(jnp.mean(v) for v in values[:-1]) * 0.1
+        if self.penalty is not None:
+            value = value + PENALTIES[self.penalty](mm.meta.unbox(params))
         if scale is not None:
             value = value * scale
         if self.carried:
@@ -263,7 +274,8 @@ class Program:
         if not self.aux:
             return value
         weak = jnp.asarray(0.5) * 3
-        return value, {"count": ids.sum(), "hidden": values[0][0], "weak": weak, "flag": ids[0] > 3, "nothing": None}
+        found = {"count": ids.sum(), "hidden": values[0][0], "weak": weak, "flag": ids[0] > 3, "nothing": None}
+        return value, found | {name: METRICS[name](values[-1 - k], ids) for k, name in enumerate(self.metrics)}
 
     def gathered(self, params: Any, batch: Any, key: Any, scale: Any, schedule: str | None) -> Any:
         """A loss of the rows of all microbatches together, of every layer."""
@@ -494,10 +506,22 @@ class Program:
         if self.reduce == "sum":
             grads = jax.tree.map(lambda g: g / self.microbatches, grads)
         new = self.updated(state, grads, last if self.kept else None)
+        after = self._field(new, "params")
         if self.mode == "twice":
-            after = self._field(new, "params")
             loss = loss, self.looped(self.loss, schedule, "last", False)(after, batch, key, scale)
-        return new, (loss, grads)
+        if self.watched:
+            seen = mm.meta.unbox((grads, jax.tree.map(jnp.subtract, after, params), params))
+            loss = loss, [WATCHED[name](*seen) for name in self.watched]
+        return self.unless_refused(new, state, grads), (loss, grads)
+
+    def unless_refused(self, new: Any, old: Any, grads: Any) -> Any:
+        """The new state, or the old one where a gradient is not finite."""
+        if self.refused is None:
+            return new
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+        if self.refused == "cond":
+            return jax.lax.cond(finite, lambda: new, lambda: old)
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
     def _field(self, state: Any, name: str) -> Any:
         return state[name] if self.state == "dict" else getattr(state, name)

@@ -243,6 +243,24 @@ def test_what_is_scaled_and_then_constrained_lies_so(wanted):
     assert_same(step(w, x), reference(step, w, x))
 
 
+def test_a_penalty_on_all_parameters_lays_none_of_them_out():
+    """What is added up of them before the loop, over two submeshes, leaves them to the task that constrains them, cast outside."""
+    first, second = halves()
+    front = mm.task(lambda w, x: jnp.tanh(x @ w), "front", mesh=first)
+    constrained = mm.task(lambda w, h: h @ mm.with_sharding_constraint(w, P("data", "model")), "back", mesh=second)
+
+    def loss(p, x):
+        low = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
+        y = constrained(low["w2"], front(low["w1"], x.astype(jnp.bfloat16)))
+        return jnp.mean(y.astype(jnp.float32) ** 2) + 0.01 * sum(jnp.sum(w * w) for w in jax.tree.leaves(p))
+
+    grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2, reduce="mean", schedule="1f1b")
+    p, _, batch = arguments(optax.sgd(0.1))
+    p = jax.tree.map(lambda w: jnp.tile(w, (8, 8)), p)  # a number crosses, not a weight
+    compiled = mm.jit(grad).lower(p, jnp.tile(batch["x"], (1, 8))).compile()
+    assert compiled.input_shardings[0][0]["w2"].spec == P("data", "model")
+
+
 BATCHES = {  # what the task says of its argument, the number of microbatches, how the pieces then lie
     "nothing is said": (lambda x: x, 4, P("data")),
     "the task wants it whole": (lambda x: mm.with_sharding_constraint(x, (None, None)), 4, P()),

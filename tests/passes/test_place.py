@@ -469,3 +469,23 @@ def test_a_tied_head_of_many_tokens_is_where_they_are():
     p = {"table": jnp.ones((64, 16)), "front": jnp.eye(16), "back": jnp.eye(16)}
     report = mm.jit(score).lower(p, jnp.arange(256) % 64).report()
     assert {(e.source, e.target): e.nbytes for e in report.edges} == {(0, 1): 256 * 16 * 4 + 64 * 16 * 4}
+
+
+@pytest.mark.parametrize("looped", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_penalty_on_a_weight_is_where_a_task_reads_its_cast(looped, dtype):
+    """Not where it is added to the loss, if the step updates no weight: a number crosses, instead of the weight."""
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"t{k}", devices=[k]) for k in range(2)]
+
+    def loss(ws, x):
+        y = x.astype(dtype)
+        for task, w in zip(tasks, ws, strict=True):
+            y = task((0.9 * w).astype(dtype), y)
+        return jnp.mean(y.astype("float32") ** 2) + 0.01 * sum(jnp.sum(w * w) for w in ws)
+
+    grad = jax.value_and_grad(loss)
+    if looped:
+        grad = mm.microbatch(grad, argnum=1, num_microbatches=2, reduce="mean", schedule="1f1b")
+    ws, x = [jnp.ones((64, 64))] * 2, jnp.ones((4, 64))
+    program = mm.jit(grad).lower(ws, x).program
+    assert [program.input_submeshes[v] for v in program.invars[len(program.consts) :][:2]] == [(0,), (1,)]

@@ -277,8 +277,22 @@ class _Solver:
         return ordered + late + last
 
     def _prepares(self, f: Fragment) -> bool:
-        """Whether a fragment makes something of inputs of the program, and of nothing else, for others to read."""
-        return not f.tasks and bool(f.invars) and self._inputs.issuperset(f.invars)
+        """Whether a fragment makes something of inputs of the program, and of nothing else, for others to read.
+
+        Also by way of others that do: a penalty adds up what is made of the parameters on each submesh.
+        """
+        return not f.tasks and bool(f.invars) and self._prepared.issuperset(f.invars)
+
+    @functools.cached_property
+    def _prepared(self) -> set[Var]:
+        """Inputs of the program, and what is made of these alone outside of loops and tasks."""
+        found = set(self._inputs)
+        for item in self.program.order:
+            if item >= 0:
+                f = self.program.fragments[item]
+                if not f.tasks and f.invars and found.issuperset(f.invars):
+                    found.update(f.outvars)
+        return found
 
     def _propagate(self, f: Fragment) -> None:
         """Decides what is still open of the values that a fragment reads and makes."""
