@@ -461,10 +461,9 @@ class Program:
             return mm.WeightedMean("count")
         if self.reduce in ("sum", "mean"):
             return self.reduce
-        return (
-            ("mean", {"count": self.reduce, "hidden": self.reduce, "weak": "last", "flag": "last", "nothing": None}),
-            "mean",
-        )
+        words = {"count": self.reduce, "hidden": self.reduce, "weak": "last", "flag": "last", "nothing": None}
+        others = "last" if self.reduce == "max" else self.reduce  # not everything has a largest
+        return ("mean", words | dict.fromkeys(self.metrics, others)), "mean"
 
     def step(self, state: Any, batch: Any, key: Any, scale: Any, schedule: str | None) -> Any:
         """The training step, or several."""
