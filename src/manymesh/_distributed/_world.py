@@ -71,7 +71,7 @@ class World:
       asked: name of the transport that was asked for; None where the backend decides.
       carriers: name of a transport -> what carries arrays by it, once it was needed.
       over: whether the script of this process has ended before those of others, which do not go on.
-      agreed: what all processes have agreed to mean, so that they need not ask again.
+      agreed: what all processes have agreed to mean, so that they need not ask again -> its number, from 1.
       number: that of this process for the system.
     """
 
@@ -89,7 +89,7 @@ class World:
     over: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
     carriers: dict[str, Any] = field(default_factory=dict)
-    agreed: set[Any] = field(default_factory=set)
+    agreed: dict[Any, int] = field(default_factory=dict)
     number: int = field(default_factory=os.getpid)
     _sent: dict[int, int] = field(default_factory=dict)
     _received: dict[int, int] = field(default_factory=dict)
