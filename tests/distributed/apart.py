@@ -1,12 +1,16 @@
 """A script whose processes go different ways, in the way that its first argument says, where nobody dies."""
 
+import signal
 import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import manymesh as mm
+from manymesh._distributed._world import several
 
 
 def made(size, device):
@@ -24,6 +28,79 @@ def fetches_in_another_order(me):
     trees = made(4, 0), made(5, 1)
     for tree in (*trees, *(reversed(trees) if me == 0 else trees)):
         mm.fetch(tree)
+
+
+def pipeline(first=jnp.sin):
+    """A step that goes from process 1 to process 0."""
+    front, back = mm.task(first, "front", devices=[1]), mm.task(lambda x: jnp.sum(x * 2), "back", devices=[0])
+    return mm.jit(lambda x: back(front(x)))
+
+
+def fails_again_and_again(me):
+    """In process 1, which goes on with the next batch each time, before process 0 has ended."""
+    jax.config.update("jax_debug_nans", True)
+    step = pipeline(jnp.log)
+    for number in range(8):
+        try:
+            float(step(np.full(4, 1 if number < 3 else -1, np.float32)))
+        except FloatingPointError:
+            print("a batch is left out")
+    assert me == 1, "process 0 waits for what those would have sent"
+
+
+def is_interrupted(me):
+    """Process 1 alone, in the midst of a call, which the script catches."""
+    step, x = pipeline(), np.ones(4, np.float32)
+    float(step(x))
+    if me == 1:
+        several().counts_sent = lambda target: signal.raise_signal(signal.SIGINT)
+    try:
+        float(step(x))
+    except KeyboardInterrupt:
+        return
+    assert me == 1, "process 0 waits for what was to come"
+
+
+def is_interrupted_in_a_fetch(me):
+    """Process 1 alone, before it has sent what process 0 asks for."""
+    x = made(4, 1)
+    if me == 1:
+        several().counts_sent = lambda target: signal.raise_signal(signal.SIGINT)
+    try:
+        mm.fetch(x)
+    except KeyboardInterrupt:
+        return
+    assert me == 1, "process 0 waits for what was to come"
+
+
+def is_interrupted_as_it_compiles(me):
+    """Process 1 alone, which stays where it is."""
+    step, x = pipeline(), made(4, 1)
+    if me == 1:
+        jax.stages.Lowered.compile = lambda *_, **__: signal.raise_signal(signal.SIGINT)
+    try:
+        float(step(x))
+    except KeyboardInterrupt:
+        time.sleep(1000)
+
+
+def catches_what_a_callback_raised(me):
+    """In both processes: it comes to the other one with the value, which both ask for."""
+    called = threading.Event()
+
+    def raises(x):
+        called.wait(10)
+        raise ValueError("on purpose")
+
+    front = mm.task(jnp.sin, "front", devices=[0])
+    back = mm.task(lambda x: jax.pure_callback(raises, jax.ShapeDtypeStruct((4,), "float32"), x), "back", devices=[1])
+    y = mm.jit(lambda x: back(front(x)))(np.ones(4, np.float32))
+    called.set()
+    try:
+        mm.fetch(y)
+    except jax.errors.JaxRuntimeError:
+        return
+    raise AssertionError(f"process {me} has not heard of it")
 
 
 if __name__ == "__main__":

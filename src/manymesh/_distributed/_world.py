@@ -15,6 +15,7 @@ from ._wires import Message, Wires
 # memory; fewer makes it wait for the receiver.
 WINDOW = 16
 ACKNOWLEDGED_EVERY = 8
+FAILURES = 16  # the most that a process tells of; whoever is in the first of them ends
 
 
 class Doing(NamedTuple):
@@ -25,8 +26,8 @@ class Doing(NamedTuple):
       label: what the last of them is.
       busy: what it does before it can go on; empty where it runs.
       left: whether its script has ended.
-      failed: the number of the last of them that an exception ended here; 0 for none.
-      why: that exception, in a line.
+      failed: the numbers of those that an exception ended here and that others may still be in, each with that exception in
+        a line.
       unlike: how the arguments that it compiles for differ from those that it has compiled for before, if it has.
     """
 
@@ -34,8 +35,7 @@ class Doing(NamedTuple):
     label: str = ""
     busy: str = ""
     left: bool = False
-    failed: int = 0
-    why: str = ""
+    failed: tuple[tuple[int, str], ...] = ()
     unlike: str = ""
 
 
@@ -117,7 +117,9 @@ class World:
 
     def fails(self, number: int, why: str) -> None:
         """Notes that an exception ended something that all do together. Who waits for what was still to come is told."""
-        self.doing = self.doing._replace(failed=number, why=why)
+        last = min((p.calls for p in self.progress.values() if not p.left), default=number)
+        known = [x for x in self.doing.failed if x[0] >= last]
+        self.doing = self.doing._replace(failed=(*known, (number, why))[:FAILURES])
 
     def is_ready(self) -> None:
         """What held the process up, as a compilation does, is over."""

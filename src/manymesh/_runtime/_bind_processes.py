@@ -193,9 +193,9 @@ class ProcessesExecutor(Executor):
     def _fails(self, error: BaseException) -> None:
         """An exception ends a call here. The others are told: the script may catch it, and they wait for what was to come.
 
-        Ctrl-C comes to all processes, and what is about processes comes of what is known to the others.
+        What is about processes comes of what is known to the others.
         """
-        if self._launches.dispatching and not isinstance(error, (KeyboardInterrupt, ProcessError)):
+        if self._launches.dispatching and not isinstance(error, ProcessError):
             floats = isinstance(error, _compat.InternalFloatingPointError)  # whoever catches it says the task
             why = "FloatingPointError: a NaN or an infinity, which is looked for" if floats else in_a_line(error)
             self._world.fails(self._number, why)

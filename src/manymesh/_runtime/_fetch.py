@@ -10,6 +10,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from .. import _compat
 from .._distributed._agree import agree
+from .._distributed._words import in_a_line
 from .._distributed._world import Waiting, World, world
 from .._errors import ProcessError
 from .._plan._digest import describe
@@ -64,11 +65,16 @@ def fetch(tree: PyTree, process: int | None = None) -> PyTree:
         number, label, processes.others, lambda: bool(finished), lambda: "a value is waited for"
     )
     values: list[Any] = []
-    for k, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        values.append(_value(k, _compat.key_words(x), sharding, takers))
-        if processes.process not in takers:
-            values[-1] = None
-    finished.append(True)
+    try:
+        for k, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+            values.append(_value(k, _compat.key_words(x), sharding, takers))
+            if processes.process not in takers:
+                values[-1] = None
+    except BaseException as error:
+        processes.fails(number, in_a_line(error))  # the script may catch it, and the others wait for what was to come
+        raise
+    finally:
+        finished.append(True)
     return structure.unflatten(values)
 
 
