@@ -179,7 +179,7 @@ class Arrivals:
         if given == everywhere() and p.sharding.is_fully_replicated and not p.aval.shape:
             if p.slot is None:
                 return None
-            (own,) = _compat.pieces(x)
+            (own,) = _compat.pieces(_compat.key_words(x))
             order = [d for d in _compat.device_order(p.sharding) if d.process_index == jax.process_index()]
             # Not the same buffer: what the call donates is not the caller's copy.
             return assembled(
