@@ -84,6 +84,19 @@ def is_interrupted_as_it_compiles(me):
         time.sleep(1000)
 
 
+def compiles_for_long(me):
+    """Process 1, which has more to compile; process 0 waits in the agreement about what comes next."""
+    if me == 1:
+        compiled = jax.stages.Lowered.compile
+
+        def slowly(*args, **kwargs):
+            time.sleep(8)
+            return compiled(*args, **kwargs)
+
+        jax.stages.Lowered.compile = slowly
+    float(pipeline()(np.ones(4, np.float32)))
+
+
 def catches_what_a_callback_raised(me):
     """In both processes: it comes to the other one with the value, which both ask for."""
     called = threading.Event()

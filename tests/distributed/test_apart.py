@@ -55,6 +55,12 @@ def test_processes_that_go_different_ways_end_with_words(case):
     assert "ended well 0" not in output
 
 
+def test_who_compiles_for_long_is_waited_for():
+    """Longer than `stall_timeout`, also by who has to agree with it about the first arguments."""
+    code, output = run("compiles_for_long")
+    assert code == 0, output
+
+
 def test_processes_that_caught_the_error_of_a_callback_end_well():
     """Though JAX, as it cleans up, comes to that error once more in the process that had it."""
     code, output = run("catches_what_a_callback_raised")

@@ -155,13 +155,13 @@ class World:
         """Writes a text for the other processes."""
         self.store.key_value_set(f"manymesh/{key}", value)
 
-    def read(self, key: str, timeout: float | None = None, check: Callable[[], None] = lambda: None) -> str:
+    def read(self, key: str, timeout: float | None = None, check: Callable[[], bool] = lambda: True) -> str:
         """Reads a text that another process writes, maybe later.
 
         Args:
           key: what it is called.
           timeout: seconds to wait; `stall_timeout` by default.
-          check: called about twice a second; raises where waiting makes no sense any more.
+          check: called about twice a second; gives whether the time counts, and raises where waiting makes no sense any more.
 
         Raises:
           TimeoutError: nobody wrote it.
@@ -171,13 +171,13 @@ class World:
             if (found := _compat.stored_text(self.store, name, min(0.5, left))) is not None:
                 return found
             try:
-                check()
+                counts = check()
             except Exception:
                 # It may have written this, and have gone on to what makes waiting senseless, since we looked.
                 if (found := _compat.stored_text(self.store, name, 0)) is not None:
                     return found
                 raise
-            left -= 0.5
+            left -= 0.5 * counts
         raise TimeoutError(key)
 
 
