@@ -84,7 +84,7 @@ def is_interrupted_as_it_compiles(me):
         time.sleep(1000)
 
 
-def compiles_for_long(me):
+def compiles_for_long(me, x=np.ones(4, np.float32)):  # noqa: B008  # which nobody changes
     """Process 1, which has more to compile; process 0 waits in the agreement about what comes next."""
     if me == 1:
         compiled = jax.stages.Lowered.compile
@@ -94,7 +94,14 @@ def compiles_for_long(me):
             return compiled(*args, **kwargs)
 
         jax.stages.Lowered.compile = slowly
-    float(pipeline()(np.ones(4, np.float32)))
+    float(pipeline()(x))
+
+
+def compiles_for_long_what_needs_no_agreement(me):
+    """The same, with an argument that is there already: process 0 waits for what process 1 sends."""
+    ((described,), _) = pipeline().lower(jax.ShapeDtypeStruct((4,), "float32")).arguments
+    there = described.sharding
+    compiles_for_long(me, jax.make_array_from_callback((4,), there, lambda _: np.ones(4, np.float32), dtype="float32"))
 
 
 def catches_what_a_callback_raised(me):

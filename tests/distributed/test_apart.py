@@ -55,9 +55,10 @@ def test_processes_that_go_different_ways_end_with_words(case):
     assert "ended well 0" not in output
 
 
-def test_who_compiles_for_long_is_waited_for():
+@pytest.mark.parametrize("case", ["compiles_for_long", "compiles_for_long_what_needs_no_agreement"])
+def test_who_compiles_for_long_is_waited_for(case):
     """Longer than `stall_timeout`, also by who has to agree with it about the first arguments."""
-    code, output = run("compiles_for_long")
+    code, output = run(case)
     assert code == 0, output
 
 
