@@ -36,6 +36,13 @@ def pipeline(first=jnp.sin):
     return mm.jit(lambda x: back(front(x)))
 
 
+def puts_arguments_elsewhere(me):
+    """Each process in another of two ways that both have taken before."""
+    step, host, placed = pipeline(), np.ones(4, np.float32), made(4, 0)
+    for x in (host, placed, host, placed, host if me == 0 else placed):
+        float(step(x))
+
+
 def fails_again_and_again(me):
     """In process 1, which goes on with the next batch each time, before process 0 has ended."""
     jax.config.update("jax_debug_nans", True)

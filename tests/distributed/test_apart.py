@@ -19,6 +19,7 @@ CASES = {
         ENDED_WITH_OTHERS,
         "while this one is in manymesh.fetch (tree ",
     ),
+    "puts_arguments_elsewhere": (ENDED_WITH_OTHERS, "with arguments that were put elsewhere than here"),
     "fails_again_and_again": (
         ENDED_WITH_OTHERS,
         "did not finish call 4 of <lambda> (program 1), which ended there with FloatingPointError",

@@ -119,6 +119,11 @@ class Watch(threading.Thread):
             elif known.calls >= waiting.number:
                 if known.calls == waiting.number and known.label and known.label != waiting.label:
                     self.end(f"{world.name(p)} is in {known.label}, while this one is in {waiting.label}")
+                if known.calls == waiting.number and known.label and known.given != waiting.given:
+                    self.end(
+                        f"{world.name(p)} is in {known.label} with arguments that were put elsewhere than here; every process has "
+                        "to call a step with arguments that are put on the same devices, or nowhere"
+                    )
                 self._behind[p] = self._gone[p] = 0.0
             elif known.left:
                 self._gone[p] += elapsed

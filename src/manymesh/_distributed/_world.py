@@ -29,6 +29,7 @@ class Doing(NamedTuple):
       failed: the numbers of those that an exception ended here and that others may still be in, each with that exception in
         a line.
       unlike: how the arguments that it compiles for differ from those that it has compiled for before, if it has.
+      given: which of the ways, on which all have agreed, the arguments come in; 0 where that is said by the label.
     """
 
     calls: int = 0
@@ -37,6 +38,7 @@ class Doing(NamedTuple):
     left: bool = False
     failed: tuple[tuple[int, str], ...] = ()
     unlike: str = ""
+    given: int = 0
 
 
 @dataclass(eq=False)
@@ -49,6 +51,7 @@ class Waiting:
       others: the processes that take part.
       finished: whether it is.
       text: what waits, for a message; empty where nothing does.
+      given: as in `Doing`.
     """
 
     number: int
@@ -56,6 +59,7 @@ class Waiting:
     others: frozenset[int]
     finished: Callable[[], bool]
     text: Callable[[], str]
+    given: int = 0
 
 
 @dataclass(eq=False)
@@ -110,9 +114,9 @@ class World:
         """The numbers of the other processes."""
         return frozenset(range(self.count)) - {self.process}
 
-    def begin(self, label: str, busy: str = "", unlike: str = "") -> int:
+    def begin(self, label: str, busy: str = "", unlike: str = "", given: int = 0) -> int:
         """Counts something that all processes do together; gives its number, from 1."""
-        self.doing = self.doing._replace(calls=self.doing.calls + 1, label=label, busy=busy, unlike=unlike)
+        self.doing = self.doing._replace(calls=self.doing.calls + 1, label=label, busy=busy, unlike=unlike, given=given)
         return self.doing.calls
 
     def fails(self, number: int, why: str) -> None:

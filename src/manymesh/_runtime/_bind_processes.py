@@ -169,16 +169,16 @@ class ProcessesExecutor(Executor):
         self._arrivals.fill(slots, args, self._begin, self._name)
         return slots, {}
 
-    def _begin(self) -> None:
+    def _begin(self, given: int) -> None:
         self._calls += 1
         self._label = f"call {self._calls} of {self._name}"
-        self._number = self._world.begin(self._label)
+        self._number = self._world.begin(self._label, given=given)
         self._carrier.begin(self._number)
         self._launches.dispatching = True
-        self._world.waiting = self._waiting(self._number)
+        self._world.waiting = self._waiting(self._number, given)
 
-    def _waiting(self, number: int) -> Waiting:
-        return waiting_for(number, self._label, self._others, self._launches, self._program, self._plan)
+    def _waiting(self, number: int, given: int) -> Waiting:
+        return waiting_for(number, self._label, self._others, self._launches, self._program, self._plan, given)
 
     def finish(self, results: list[Any]) -> None:
         """Completes results, of which those are None that other processes made."""
