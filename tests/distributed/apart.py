@@ -112,15 +112,19 @@ def compiles_for_long_what_needs_no_agreement(me):
 
 
 def catches_what_a_callback_raised(me):
-    """In both processes: it comes to the other one with the value, which both ask for."""
-    called = threading.Event()
+    """In both processes: it comes to the other one with the value, which both ask for, after the call."""
+    called, result = threading.Event(), jax.ShapeDtypeStruct((4,), "float32")
+
+    def sleeps(x):
+        time.sleep(1)  # until process 1 has launched what reads it, which then waits for it beside the call
+        return x
 
     def raises(x):
         called.wait(10)
         raise ValueError("on purpose")
 
-    front = mm.task(jnp.sin, "front", devices=[0])
-    back = mm.task(lambda x: jax.pure_callback(raises, jax.ShapeDtypeStruct((4,), "float32"), x), "back", devices=[1])
+    front = mm.task(lambda x: jax.pure_callback(sleeps, result, x), "front", devices=[0])
+    back = mm.task(lambda x: jax.pure_callback(raises, result, x), "back", devices=[1])
     y = mm.jit(lambda x: back(front(x)))(np.ones(4, np.float32))
     called.set()
     try:
