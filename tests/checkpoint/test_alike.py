@@ -17,7 +17,7 @@ BOTH = """
 import shutil, sys, time
 import jax, numpy as np
 import manymesh as mm
-from manymesh._checkpoint import _write
+from manymesh._checkpoint import _manager, _write
 from manymesh._checkpoint._read import Reading
 from manymesh._checkpoint._write import Writing
 from manymesh.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
@@ -158,6 +158,18 @@ for number in manager.all_steps():  # back to an earlier step
 assert value(manager.restore(2, like=p)) == (2, 2) and manager.all_steps() == [2]
 manager.save(3, p)
 assert manager.all_steps() == [2, 3]
+
+remove = _manager._remove
+def slowly(path):
+    time.sleep(0.5)
+    remove(path)
+_manager._remove = slowly
+manager.delete(3)  # which process 0 does, and process 1 sees
+assert manager.latest_step() == 2
+manager.save(3, p)
+assert manager.latest_step() == 3
+if me == 1:
+    says("process 0 has not removed it for 3 s", save=lambda: manager.delete(3))
 print("done")
 """
 

@@ -208,6 +208,13 @@ def arguments():
     return results, np.tanh(x @ w) @ w
 
 
+def a_key_of_all():
+    """A step on a key of which every process has a copy: what it draws, and the key handed through."""
+    key = jax.jit(lambda: jax.random.key(3), out_shardings=everywhere())()
+    draw = mm.task(lambda k: jax.random.normal(k, (3,)), "draw", mesh=mesh(5, 6))
+    return mm.fetch(mm.jit(lambda k: (draw(k), k))(key))
+
+
 def moved_results():
     """A result that is wanted on a submesh of the other process, and one that is an argument handed through."""
     front = mm.task(lambda x: x + 1, "front", devices=[0])

@@ -16,7 +16,7 @@ import pytest
 
 from manymesh._distributed._launch import run_processes
 from manymesh._distributed._watch import ENDED_WITH_OTHERS
-from manymesh._distributed._words import first_line
+from manymesh._distributed._words import LONGEST, first_line, in_a_line
 
 pytestmark = [pytest.mark.once, pytest.mark.xdist_group("failures")]
 
@@ -102,6 +102,12 @@ def test_survivors_end_with_words(case, waiting):
 def test_an_exception_in_a_line(text, line):
     """Also where its text is that of another one, as of a callback that failed."""
     assert first_line(RuntimeError(text)) == line
+
+
+def test_a_message_has_a_length():
+    """What connections carry has a limit, and an exception may show a whole array."""
+    assert in_a_line(ValueError("x" * LONGEST)) == f"ValueError: {'x' * LONGEST}"
+    assert in_a_line(ValueError("x" * 70000)) == f"ValueError: {'x' * LONGEST}…"
 
 
 def test_a_process_that_never_starts(waiting):

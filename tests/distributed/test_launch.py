@@ -49,6 +49,17 @@ def test_lines_have_the_number_of_their_process(script, capsys):
     assert gone(output)
 
 
+def test_the_devices_of_a_process_are_those_that_were_asked_for(monkeypatch):
+    """Whatever number the environment says."""
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")
+    code = "import jax; print('devices', jax.local_device_count())"
+    for devices, found in ((2, 2), (None, 4)):
+        output = io.StringIO()
+        more = {"JAX_PLATFORMS": "cpu"} | ({} if devices else {"XLA_FLAGS": ""})
+        assert run_processes([sys.executable, "-c", code], 1, devices, output=output, more=more) == 0
+        assert f"[0] devices {found}\n" in output.getvalue()
+
+
 def test_the_first_failure_is_the_exit_code(script, capsys):
     """Also where others end well, and where others hang: these are ended."""
     assert main(["launch", "-n", "2", script, "fail"]) == 3

@@ -135,6 +135,12 @@ def test_processes_that_differ_are_refused(pool, case, words):
             assert word in text
 
 
+def test_a_key_of_which_every_process_has_a_copy(pool):
+    for drawn, words in pool.call("programs.a_key_of_all"):
+        np.testing.assert_allclose(drawn, jax.random.normal(jax.random.key(3), (3,)), rtol=1e-6)
+        assert words.tolist() == [0, 3]
+
+
 def test_processes_at_different_places_are_told_where(pool):
     """And not that everything differs."""
     for text in pool.call("programs.disagreement", "place"):

@@ -200,13 +200,21 @@ class Lowered(Shown):
           MeshError: a submesh has `planned_devices`.
           ProcessError: processes derived different programs, or did not join each other.
         """
+        processes = world()
+        try:
+            return self._compiled(processes, compiler_options)
+        finally:
+            if processes is not None:
+                processes.is_ready()  # however it ended: the others wait no longer for this one than for any
+
+    def _compiled(self, processes: World | None, compiler_options: Mapping[str, Any] | None) -> Compiled:
         step = self._step
         require_devices(step.name, self.program.submeshes)
         options = {**(step.compiler_options or {}), **(compiler_options or {})}
         executables = step.executables.setdefault(_compat.trace_settings(), Executables())
         before = (executables.compiled, executables.reused)
         layout = self.layout
-        owner, processes = ownership(self.program.submeshes, jax.process_index()), world()
+        owner = ownership(self.program.submeshes, jax.process_index())
         if processes is None:
             check_joined(step.name, self.program.submeshes)
         else:
@@ -229,8 +237,6 @@ class Lowered(Shown):
             moved, self._found, functools.partial(names_of_inputs, self.program, self._in_tree),
             frozenset(self._wanted), self._memory_in, self._memory_out, self._types_to_see_to(),
         )  # fmt: skip
-        if processes is not None:
-            processes.is_ready()
         compiled.explain = functools.partial(explain_float, step.name, self._plain, self.program)
         compiled.estimate = lambda: self._estimate
         return compiled

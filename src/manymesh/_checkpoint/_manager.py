@@ -20,6 +20,7 @@ from .._errors import ArgumentError, CheckpointError, CheckpointNotFoundError
 from .._types import PyTree
 from ._api import as_path
 from ._format import ASIDE, ITEM, check_names_of_steps, read_metadata, steps_in, translated, unfinished_steps
+from ._processes import Processes
 from ._read import read
 from ._write import Writing, prepare
 
@@ -183,15 +184,18 @@ class Manager:
 
     @_compat.boundary
     def delete(self, step: SupportsIndex) -> None:
-        """Removes a checkpoint.
+        """Removes a checkpoint. Of several processes the first removes it, and the others wait until it is gone.
 
         Raises:
           CheckpointNotFoundError: it was not saved.
-          CheckpointError: it cannot be removed.
+          CheckpointError: it cannot be removed, or the first process does not come to it.
         """
+        processes = Processes.of_this_run()
         with self._lock:
             path = self._path(_as_step(step, "delete(step)"), "delete(step)")
-            if jax.process_index() == 0:
+            if not processes.first:
+                processes.wait_until_gone(path)
+            else:
                 with translated(f"{path} cannot be removed"):
                     if not path.exists():
                         raise CheckpointNotFoundError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +165,23 @@ class Processes:
                 raise CheckpointError(
                     f"process {self.index} is in {occasion.doing}, and {name} is not: {why}; {occasion.remedy}"
                 )
+
+    def wait_until_gone(self, path: Path) -> None:
+        """Waits until the first process has removed a checkpoint, which nobody in this process is to find any more.
+
+        Raises:
+          CheckpointError: it has not.
+        """
+        run = world()
+        limit = PATIENCE if run is None else run.stall_timeout
+        end = time.monotonic() + limit
+        while path.exists():
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"{path}: process 0 has not removed it for {limit:g} s; every process has to call delete(step), and the first "
+                    "one removes it"
+                )
+            time.sleep(0.02)
 
     def meet(self, place: str, error: Exception | None, state: str = "nothing was saved, because of") -> None:
         """Waits until every process is at the same place, and raises in all of them what went wrong in one.

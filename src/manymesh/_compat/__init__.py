@@ -85,6 +85,7 @@ from ._processes import backends_have_started as backends_have_started
 from ._processes import cluster_name as cluster_name
 from ._processes import coordination_client as coordination_client
 from ._processes import coordinator_address as coordinator_address
+from ._processes import leave_with_farewell as leave_with_farewell
 from ._processes import leave_without_farewell as leave_without_farewell
 from ._processes import process_numbers as process_numbers
 from ._processes import start_coordination_service as start_coordination_service

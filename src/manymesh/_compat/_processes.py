@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 from typing import Any
 
@@ -60,6 +61,14 @@ def leave_without_farewell() -> None:
     state = distributed.global_state
     for kept in (state.preemption_sync_manager, state.client, state.service, *xla_bridge._backends.values()):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # nothing takes them apart before the process is gone
+
+
+def leave_with_farewell() -> None:
+    """Does what JAX does when Python ends, its farewell too where what it does before that fails."""
+    atexit.unregister(api.clean_up)
+    with contextlib.suppress(Exception):  # another one of JAX's, which runs later, says what it is
+        api.clean_up()
+    distributed.shutdown()
 
 
 def stored_text(client: Any, key: str, seconds: float) -> str | None:

@@ -79,7 +79,7 @@ def agree(
 def _read(world: World, what: str, number: int, p: int, key: str) -> str:
     passed = 0.0
 
-    def check() -> None:
+    def check() -> bool:
         nonlocal passed
         other = world.progress[p]
         own = f", where {world.doing.unlike}" if world.doing.unlike else ""
@@ -93,6 +93,7 @@ def _read(world: World, what: str, number: int, p: int, key: str) -> str:
             passed += 0.5
             if passed > world.death_timeout:
                 raise ProcessError(f"{what}: the script of {world.name(p)} has ended, after {counted(other.calls)}")
+        return not other.busy  # as with what it compiles, which may take long
 
     try:
         return world.read(key, check=check)

@@ -173,6 +173,7 @@ def _environment(devices: int | None) -> dict[str, str]:
     variables["PYTHONUNBUFFERED"] = "1"
     variables.update(past_proxies(variables, HOST))
     if devices is not None:
+        variables.pop("JAX_NUM_CPU_DEVICES", None)  # which JAX heeds before XLA's flag
         flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", variables.get("XLA_FLAGS", ""))
         variables["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
         variables.setdefault("JAX_PLATFORMS", "cpu")

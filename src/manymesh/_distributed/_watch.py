@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 
 from ._wires import Message
+from ._words import INTERRUPTED
 from ._world import SLOW, Doing, World, counted, flood_of
 
 PERIOD = 0.25  # seconds between two signs of life
@@ -81,6 +82,7 @@ class Watch(threading.Thread):
         if known is None or known.left or message["calls"] < known.calls:
             return
         doing = Doing(*(message[name] for name in Doing._fields))
+        doing = doing._replace(failed=tuple((number, why) for number, why in doing.failed))  # JSON has lists
         if doing != known:
             world.wires.flood(message, besides=peer)
             world.progress[message["origin"]] = doing
@@ -100,20 +102,28 @@ class Watch(threading.Thread):
             self._told = now
             world.wires.flood(flood_of("progress", world, **now._asdict()))
         waiting = world.waiting
-        if waiting is None or waiting.finished():
+        interrupted = waiting is not None and dict(now.failed).get(waiting.number) == INTERRUPTED
+        if waiting is None or waiting.finished() or interrupted:
             self._behind.clear()
             self._gone.clear()
             return
         for p in waiting.others:
             known = world.progress[p]
             goes_on, self._seen[p] = self._seen.get(p) != known.calls, known.calls
-            if known.failed == waiting.number:
+            why = dict(known.failed).get(waiting.number)
+            if why is not None:
                 self._gone[p] += elapsed
-                if self._gone[p] > world.death_timeout:
-                    self.end(f"{world.name(p)} did not finish {waiting.label}, which ended there with {known.why}")
+                # Ctrl-C mostly comes to all, and what each still does then is not cut short.
+                if self._gone[p] > (world.stall_timeout if why == INTERRUPTED else world.death_timeout):
+                    self.end(f"{world.name(p)} did not finish {waiting.label}, which ended there with {why}")
             elif known.calls >= waiting.number:
                 if known.calls == waiting.number and known.label and known.label != waiting.label:
                     self.end(f"{world.name(p)} is in {known.label}, while this one is in {waiting.label}")
+                if known.calls == waiting.number and known.label and known.given != waiting.given:
+                    self.end(
+                        f"{world.name(p)} is in {known.label} with arguments that were put elsewhere than here; every process has "
+                        "to call a step with arguments that are put on the same devices, or nowhere"
+                    )
                 self._behind[p] = self._gone[p] = 0.0
             elif known.left:
                 self._gone[p] += elapsed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+LONGEST = 1000  # characters of what an exception says; it may show a whole array
+INTERRUPTED = "KeyboardInterrupt"  # what `in_a_line` gives for Ctrl-C
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -24,5 +26,6 @@ def first_line(error: BaseException) -> str:
 
 
 def in_a_line(error: BaseException) -> str:
-    """The kind of an exception, and `first_line`."""
-    return f"{type(error).__name__}: {first_line(error)}"
+    """The kind of an exception, and `first_line`, of which a message takes no more than `LONGEST`."""
+    kind, line = type(error).__name__, first_line(error)
+    return f"{kind}: {line[:LONGEST]}{'…' * (len(line) > LONGEST)}" if line != kind else kind

@@ -15,6 +15,7 @@ from ._wires import Message, Wires
 # memory; fewer makes it wait for the receiver.
 WINDOW = 16
 ACKNOWLEDGED_EVERY = 8
+FAILURES = 16  # the most that a process tells of; whoever is in the first of them ends
 
 
 class Doing(NamedTuple):
@@ -25,18 +26,19 @@ class Doing(NamedTuple):
       label: what the last of them is.
       busy: what it does before it can go on; empty where it runs.
       left: whether its script has ended.
-      failed: the number of the last of them that an exception ended here; 0 for none.
-      why: that exception, in a line.
+      failed: the numbers of those that an exception ended here and that others may still be in, each with that exception in
+        a line.
       unlike: how the arguments that it compiles for differ from those that it has compiled for before, if it has.
+      given: which of the ways, on which all have agreed, the arguments come in; 0 where that is said by the label.
     """
 
     calls: int = 0
     label: str = ""
     busy: str = ""
     left: bool = False
-    failed: int = 0
-    why: str = ""
+    failed: tuple[tuple[int, str], ...] = ()
     unlike: str = ""
+    given: int = 0
 
 
 @dataclass(eq=False)
@@ -49,6 +51,7 @@ class Waiting:
       others: the processes that take part.
       finished: whether it is.
       text: what waits, for a message; empty where nothing does.
+      given: as in `Doing`.
     """
 
     number: int
@@ -56,6 +59,7 @@ class Waiting:
     others: frozenset[int]
     finished: Callable[[], bool]
     text: Callable[[], str]
+    given: int = 0
 
 
 @dataclass(eq=False)
@@ -71,7 +75,7 @@ class World:
       asked: name of the transport that was asked for; None where the backend decides.
       carriers: name of a transport -> what carries arrays by it, once it was needed.
       over: whether the script of this process has ended before those of others, which do not go on.
-      agreed: what all processes have agreed to mean, so that they need not ask again.
+      agreed: what all processes have agreed to mean, so that they need not ask again -> its number, from 1.
       number: that of this process for the system.
     """
 
@@ -89,7 +93,7 @@ class World:
     over: bool = False
     changed: threading.Condition = field(default_factory=threading.Condition)
     carriers: dict[str, Any] = field(default_factory=dict)
-    agreed: set[Any] = field(default_factory=set)
+    agreed: dict[Any, int] = field(default_factory=dict)
     number: int = field(default_factory=os.getpid)
     _sent: dict[int, int] = field(default_factory=dict)
     _received: dict[int, int] = field(default_factory=dict)
@@ -110,14 +114,16 @@ class World:
         """The numbers of the other processes."""
         return frozenset(range(self.count)) - {self.process}
 
-    def begin(self, label: str, busy: str = "", unlike: str = "") -> int:
+    def begin(self, label: str, busy: str = "", unlike: str = "", given: int = 0) -> int:
         """Counts something that all processes do together; gives its number, from 1."""
-        self.doing = self.doing._replace(calls=self.doing.calls + 1, label=label, busy=busy, unlike=unlike)
+        self.doing = self.doing._replace(calls=self.doing.calls + 1, label=label, busy=busy, unlike=unlike, given=given)
         return self.doing.calls
 
     def fails(self, number: int, why: str) -> None:
         """Notes that an exception ended something that all do together. Who waits for what was still to come is told."""
-        self.doing = self.doing._replace(failed=number, why=why)
+        last = min((p.calls for p in self.progress.values() if not p.left), default=number)
+        known = [x for x in self.doing.failed if x[0] >= last]
+        self.doing = self.doing._replace(failed=(*known, (number, why))[:FAILURES])
 
     def is_ready(self) -> None:
         """What held the process up, as a compilation does, is over."""
@@ -153,13 +159,13 @@ class World:
         """Writes a text for the other processes."""
         self.store.key_value_set(f"manymesh/{key}", value)
 
-    def read(self, key: str, timeout: float | None = None, check: Callable[[], None] = lambda: None) -> str:
+    def read(self, key: str, timeout: float | None = None, check: Callable[[], bool] = lambda: True) -> str:
         """Reads a text that another process writes, maybe later.
 
         Args:
           key: what it is called.
           timeout: seconds to wait; `stall_timeout` by default.
-          check: called about twice a second; raises where waiting makes no sense any more.
+          check: called about twice a second; gives whether the time counts, and raises where waiting makes no sense any more.
 
         Raises:
           TimeoutError: nobody wrote it.
@@ -169,13 +175,13 @@ class World:
             if (found := _compat.stored_text(self.store, name, min(0.5, left))) is not None:
                 return found
             try:
-                check()
+                counts = check()
             except Exception:
                 # It may have written this, and have gone on to what makes waiting senseless, since we looked.
                 if (found := _compat.stored_text(self.store, name, 0)) is not None:
                     return found
                 raise
-            left -= 0.5
+            left -= 0.5 * counts
         raise TimeoutError(key)
 
 

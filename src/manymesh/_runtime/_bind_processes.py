@@ -169,16 +169,16 @@ class ProcessesExecutor(Executor):
         self._arrivals.fill(slots, args, self._begin, self._name)
         return slots, {}
 
-    def _begin(self) -> None:
+    def _begin(self, given: int) -> None:
         self._calls += 1
         self._label = f"call {self._calls} of {self._name}"
-        self._number = self._world.begin(self._label)
+        self._number = self._world.begin(self._label, given=given)
         self._carrier.begin(self._number)
         self._launches.dispatching = True
-        self._world.waiting = self._waiting(self._number)
+        self._world.waiting = self._waiting(self._number, given)
 
-    def _waiting(self, number: int) -> Waiting:
-        return waiting_for(number, self._label, self._others, self._launches, self._program, self._plan)
+    def _waiting(self, number: int, given: int) -> Waiting:
+        return waiting_for(number, self._label, self._others, self._launches, self._program, self._plan, given)
 
     def finish(self, results: list[Any]) -> None:
         """Completes results, of which those are None that other processes made."""
@@ -193,9 +193,9 @@ class ProcessesExecutor(Executor):
     def _fails(self, error: BaseException) -> None:
         """An exception ends a call here. The others are told: the script may catch it, and they wait for what was to come.
 
-        Ctrl-C comes to all processes, and what is about processes comes of what is known to the others.
+        What is about processes comes of what is known to the others.
         """
-        if self._launches.dispatching and not isinstance(error, (KeyboardInterrupt, ProcessError)):
+        if self._launches.dispatching and not isinstance(error, ProcessError):
             floats = isinstance(error, _compat.InternalFloatingPointError)  # whoever catches it says the task
             why = "FloatingPointError: a NaN or an infinity, which is looked for" if floats else in_a_line(error)
             self._world.fails(self._number, why)

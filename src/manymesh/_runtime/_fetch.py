@@ -10,6 +10,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from .. import _compat
 from .._distributed._agree import agree
+from .._distributed._words import in_a_line
 from .._distributed._world import Waiting, World, world
 from .._errors import ProcessError
 from .._plan._digest import describe
@@ -56,33 +57,41 @@ def fetch(tree: PyTree, process: int | None = None) -> PyTree:
         return structure.unflatten([np.asarray(_compat.key_words(x)) for x in leaves])
     takers = range(count) if process is None else (process,)
     shardings = [committed_sharding(x) for x in leaves]
-    _agree(processes, leaves, shardings)
-    number = processes.begin("manymesh.fetch")
+    label = f"manymesh.fetch (tree {_agree(processes, leaves, shardings, process)})"
+    number = processes.begin(label)
     carrier().begin(number)
     finished: list[bool] = []
     processes.waiting = Waiting(
-        number, "manymesh.fetch", processes.others, lambda: bool(finished), lambda: "a value is waited for"
+        number, label, processes.others, lambda: bool(finished), lambda: "a value is waited for"
     )
     values: list[Any] = []
-    for k, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        values.append(_value(k, _compat.key_words(x), sharding, takers))
-        if processes.process not in takers:
-            values[-1] = None
-    finished.append(True)
+    try:
+        for k, (x, sharding) in enumerate(zip(leaves, shardings, strict=True)):
+            values.append(_value(k, _compat.key_words(x), sharding, takers))
+            if processes.process not in takers:
+                values[-1] = None
+    except BaseException as error:
+        processes.fails(number, in_a_line(error))  # the script may catch it, and the others wait for what was to come
+        raise
+    finally:
+        finished.append(True)
     return structure.unflatten(values)
 
 
-def _agree(processes: World, leaves: list[Any], shardings: list[Sharding | None]) -> None:
-    """The first time that such leaves are fetched, all processes have to mean the same."""
-    said = tuple(
-        f"leaf {k}: {(np.shape(x), str(jax.typeof(x).dtype)) if s is not None else None} {describe(s)}"
-        for k, (x, s) in enumerate(zip(leaves, shardings, strict=True))
+def _agree(processes: World, leaves: list[Any], shardings: list[Sharding | None], taker: int | None) -> int:
+    """The first time that such leaves are fetched, all processes have to mean the same. Gives which of these it was."""
+    said = (
+        f"for {'all processes' if taker is None else f'process {taker}'}",
+        *(
+            f"leaf {k}: {(np.shape(x), str(jax.typeof(x).dtype)) if s is not None else None} {describe(s)}"
+            for k, (x, s) in enumerate(zip(leaves, shardings, strict=True))
+        ),
     )
-    if said in processes.agreed:
-        return
-    number = processes.begin("manymesh.fetch of a new tree")
-    agree(processes, "manymesh.fetch", number, {"arrays": "\n".join(said)}, lambda _: said)
-    processes.agreed.add(said)
+    if said not in processes.agreed:
+        number = processes.begin("manymesh.fetch of a new tree")
+        agree(processes, "manymesh.fetch", number, {"arrays": "\n".join(said)}, lambda _: said)
+        processes.agreed[said] = len(processes.agreed) + 1
+    return processes.agreed[said]
 
 
 def _value(number: int, x: Any, sharding: Sharding | None, takers: Any) -> Any:

@@ -122,15 +122,15 @@ class Arrivals:
         self._names = names
         self.accepted: list[Any] = [p.sharding for p in places]
         self.crossings: dict[tuple[int, Sharding], Crossing] = {}
-        self.agreed: set[tuple[Any, ...]] = set()
+        self.agreed: dict[tuple[Any, ...], int] = {}  # in which ways arguments have come -> which it was, from 1
 
-    def fill(self, slots: list[Any], args: Sequence[Any], begin: Callable[[], None], name: str) -> None:
+    def fill(self, slots: list[Any], args: Sequence[Any], begin: Callable[[int], None], name: str) -> None:
         """Puts the arguments of a call into its slots.
 
         Args:
           slots: those of the call.
           args: arrays or host values.
-          begin: starts the call.
+          begin: starts the call, told in which of the ways that were agreed on they come; 0 where all are in their places.
           name: what the step is called, for messages.
         """
         accepted, strange = self.accepted, False
@@ -142,9 +142,7 @@ class Arrivals:
                     accepted[n] = given
                 else:
                     strange = True
-        if strange:
-            self._agree([committed_sharding(x) for x in args], name)
-        begin()
+        begin(self._agree([committed_sharding(x) for x in args], name) if strange else 0)
         for n, p in enumerate(self.places):
             x = args[p.position]
             if getattr(x, "sharding", None) is not accepted[n]:
@@ -152,7 +150,7 @@ class Arrivals:
             if p.slot is not None:
                 slots[p.slot] = x
 
-    def _agree(self, shardings: list[Sharding | None], name: str) -> None:
+    def _agree(self, shardings: list[Sharding | None], name: str) -> int:
         """The first time that arguments come so, all processes have to say the same: they move what the others expect."""
         key = tuple(shardings)
         if key not in self.agreed:
@@ -160,7 +158,8 @@ class Arrivals:
             said = [f"{argument}: {describe(s)}" for argument, s in zip(self._names(), shardings, strict=True)]
             number = world.begin(f"the arguments of {name}")
             agree(world, f"the arguments of {name}", number, {"arguments": "\n".join(said)}, lambda _: said)
-            self.agreed.add(key)
+            self.agreed[key] = len(self.agreed) + 1
+        return self.agreed[key]
 
     def crossing(self, n: int, given: Sharding) -> Crossing:
         """How an argument gets to the n-th place from where it was put."""
@@ -179,7 +178,7 @@ class Arrivals:
         if given == everywhere() and p.sharding.is_fully_replicated and not p.aval.shape:
             if p.slot is None:
                 return None
-            (own,) = _compat.pieces(x)
+            (own,) = _compat.pieces(_compat.key_words(x))
             order = [d for d in _compat.device_order(p.sharding) if d.process_index == jax.process_index()]
             # Not the same buffer: what the call donates is not the caller's copy.
             return assembled(
@@ -258,7 +257,7 @@ class Departures:
 
 
 def waiting_for(
-    number: int, label: str, others: frozenset[int], launches: Launches, program: Program, plan: Plan
+    number: int, label: str, others: frozenset[int], launches: Launches, program: Program, plan: Plan, given: int
 ) -> Waiting:
     """What a call waits for, to be asked when somebody is missed."""
 
@@ -279,4 +278,4 @@ def waiting_for(
         of = f" with values of submesh {', '.join(map(str, sorted(sources)))}" if sources else ""
         return f"task {f.name!r}{microbatch} on submesh {f.submesh} is not finished{of}"
 
-    return Waiting(number, label, others, finished, text)
+    return Waiting(number, label, others, finished, text, given)

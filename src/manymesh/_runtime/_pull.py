@@ -8,12 +8,15 @@ from typing import Any
 import jax
 from jax.experimental import transfer
 
-from .._distributed._world import World
+from .._distributed._world import SLOW, World
+from .._errors import ProcessError
 from ._carrier import Carrier, Carry, Give, Piece, ends
 from ._launches import Launches
 
 # Numbers of a transfer: 31 bits say which call, 21 what of it, 12 for whom.
 NUMBER_BITS, TARGET_BITS = 21, 12
+# Seconds after `stall_timeout`, when the watch says who is missed, if something is known to be waited for.
+_LATER = 5.0
 
 
 class Puller:
@@ -73,11 +76,22 @@ class Puller:
         """Asks a process for arrays."""
         connection = self._connections.get(source)
         if connection is None:
-            address = self.world.read(f"transfer/{source}")
-            connection = self._connections[source] = self._server.connect(address)
+            connection = self._connections[source] = self._server.connect(self._address(source))
         arrays: Sequence[Any] = connection.pull(self._call | within, wanted)
         self.world.counts_received(source)
         return arrays
+
+    def _address(self, source: int) -> str:
+        """Where a process offers arrays, which it says once it has compiled; how long that takes is its affair."""
+        world = self.world
+        limit = world.stall_timeout + _LATER
+        try:
+            return world.read(f"transfer/{source}", limit, lambda: not world.progress[source].busy)
+        except TimeoutError:
+            raise ProcessError(
+                f"{world.doing.label}: {world.name(source)} did not come to it within {limit:g} s; every process has to call the same "
+                f"steps in the same order; {SLOW}"
+            ) from None
 
 
 def _within(number: int, target: int) -> int:
