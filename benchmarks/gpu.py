@@ -222,8 +222,12 @@ class Step:
         self.batch = jax.device_put(size.batch(), device)
         jitted = (jax.jit if how == "plain" else mm.jit)(train, donate_argnums=0)
         begin = time.perf_counter()
-        self.compiled = jitted.lower(self.state, self.batch).compile()
+        lowered = jitted.lower(self.state, self.batch)
+        self.compiled = lowered.compile()
         self.seconds = time.perf_counter() - begin
+        # None where nothing is known of the device.
+        reports = [] if how == "plain" else [lowered.report(), self.compiled.report()]
+        self.predicted = [report.prediction and report.prediction.seconds for report in reports]
 
     @staticmethod
     def _accumulated(grad: Any, microbatches: int | None) -> Any:
@@ -261,10 +265,10 @@ def compare(size: Size, how: str, microbatches: int | None, rounds: int, seconds
     pieces = "one batch" if microbatches is None else f"{microbatches} microbatches"
     places = "on one submesh" if how == "tasks" else "on submeshes of their own"
     name = f"GPT-2 in {size.tasks} tasks {places}, {pieces}, {size.attention or 'default'} attention"
-    told = steps["mm"].compiled.report().prediction  # None where nothing is known of the device
+    before, after = map(_milliseconds, steps["mm"].predicted)
     print(
         f"{name}: ratio {found}; best steps: {ours:.2f} ms, one jit {theirs:.2f} ms, "
-        f"{size.flops() / theirs / 1e9:.0f} TFLOP/s; predicted {_milliseconds(told and told.seconds)}; "
+        f"{size.flops() / theirs / 1e9:.0f} TFLOP/s; predicted {before} before compiling, {after} after; "
         f"compiled in {steps['mm'].seconds:.1f} s, one jit {steps['plain'].seconds:.1f} s; "
         f"losses {_few(losses['mm'])}, one jit {_few(losses['plain'])}",
         flush=True,

@@ -82,7 +82,9 @@ def _splits(layout: Layout, f: Fragment, variables: Sequence[Var], axes: Mapping
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds of one run of a fragment, by what they go for; arithmetic and memory go on at the same time.
+    """Seconds of one run of a fragment, by what they go for.
+
+    They add up: of the kernels that a device runs one after the other, products compute, and the others wait for memory.
 
     Attributes:
       compute, memory, exchange, launch: seconds for arithmetic, for its memory, for sums over its devices, to start it.
@@ -96,7 +98,7 @@ class Roofline:
     @property
     def seconds(self) -> float:
         """The whole run."""
-        return max(self.compute, self.memory) + self.exchange + self.launch
+        return self.compute + self.memory + self.exchange + self.launch
 
     @property
     def bound(self) -> str:
