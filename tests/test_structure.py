@@ -36,6 +36,7 @@ LAYERS = (
     "_findings",
     "_scope",
     "_stands_for",
+    "_changed",
     "meta",
     "_topology",
     "_task",

@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from . import _compat
+from ._changed import changed
 from ._errors import ArgumentError, AxisError, ManyMeshError, TaskError
 from ._findings import Finding
 from ._implicit import Matcher
@@ -277,6 +278,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         with _surroundings(record, described, scope):
             out = fun(*a, **k)
         out_leaves, tree = jax.tree.flatten(out)
+        _check_unchanged(described, full, (a, k), out_leaves)
         dynamic = {id(leaf): leaf for leaf in out_leaves if is_dynamic(leaf)}  # what is returned twice is one result
         number = {key: i for i, key in enumerate(dynamic)}
         out_tree.append((tree, [_Result(number[id(leaf)]) if is_dynamic(leaf) else leaf for leaf in out_leaves]))
@@ -297,6 +299,15 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         raise
     tree, leaves = out_tree[-1]
     return jax.tree.unflatten(tree, [outs[x.number] if isinstance(x, _Result) else x for x in leaves])
+
+
+def _check_unchanged(described: Task, given: list[Any], after: PyTree, results: list[Any]) -> None:
+    """Refuses a function that changes objects among its arguments in place: a task is given objects of its own."""
+    if (lost := changed(given, after, results)) is not None:
+        raise TaskError(
+            f"task {described.name!r}: the function changes {lost} in place, which would be lost, for a task is given objects of "
+            "its own; use manymesh.nnx.task for modules of Flax NNX, which brings the change back, or return what is new"
+        )
 
 
 def _at_border(value: Any, operand: int) -> Any:

@@ -19,6 +19,7 @@ import numpy as np
 
 from . import _compat, schedules
 from ._batch import Cut, check_arguments, in_words, whole_by_keyword
+from ._changed import changed
 from ._errors import MicrobatchError, ScheduleError
 from ._findings import Finding
 from ._mark import Recording, constrain, current_recording, is_spec
@@ -539,23 +540,13 @@ def _arrays(
 
 
 def _check_unchanged(name: str, given: list[Any], after: tuple[list[Any], dict[str, Any]]) -> None:
-    """Refuses a function that changes objects among its arguments in place: each microbatch is given them anew.
-
-    In dicts and lists a function may change what it likes, as in any function of JAX.
-    """
-    found, known = jax.tree_util.tree_leaves_with_path(after), set(map(id, given))
-    changed = [path for path, x in found if id(x) not in known and id(_compat.before_calls(x)) not in known]
-    lost = [path for path in changed if any(hasattr(key, "name") for key in path)]
-    if not lost:
-        return
-    (which, argument, *rest), *more = lost
-    called = f"args[{argument.idx}]" if which.idx == 0 else str(argument.key)
-    others = f" and {len(more)} more" if more else ""
-    raise MicrobatchError(
-        f"microbatch({name}): the function changes {called}{jax.tree_util.keystr(tuple(rest))}{others} in place, which would be "
-        "lost, for every microbatch is given what the call was given; use manymesh.nnx.microbatch for modules of Flax NNX, "
-        "which carries it from one microbatch to the next, or return what is new, as with state_argnum="
-    )
+    """Refuses a function that changes objects among its arguments in place: each microbatch is given them anew."""
+    if (lost := changed(given, after)) is not None:
+        raise MicrobatchError(
+            f"microbatch({name}): the function changes {lost} in place, which would be lost, for every microbatch is given what "
+            "the call was given; use manymesh.nnx.microbatch for modules of Flax NNX, "
+            "which carries it from one microbatch to the next, or return what is new, as with state_argnum="
+        )
 
 
 def state_of(name: str, argnum: int, out: PyTree, structure: Any) -> tuple[Any, Any]:

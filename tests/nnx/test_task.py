@@ -273,6 +273,23 @@ def test_a_method_that_calls_the_one_it_overrides_opens_one_scope() -> None:
         assert [f.name for f in mm.nnx.jit(lambda m, x: m(x)).lower(Root(), X).program.fragments if f.tasks] == ["head"]
 
 
+def test_a_task_of_functions_refuses_to_lose_what_changes() -> None:
+    """`mm.task` gives the function a module of its own. What is returned is not lost, and nothing is of what is only read."""
+    norm, x = nnx.BatchNorm(4, rngs=nnx.Rngs(0)), jnp.arange(12.0).reshape(3, 4)
+    changing = mm.task(lambda norm, x: norm(x), "norm", devices=[0])
+    with pytest.raises(
+        mm.errors.TaskError, match=r"task 'norm': the function changes args\[0\].* 1 more in place.*nnx\.task"
+    ):
+        mm.nnx.jit(lambda norm, x: changing(norm, x))(norm, x)
+    returning = mm.task(lambda norm, x: (norm(x), norm), "norm", devices=[0])
+    y, after = mm.nnx.jit(lambda norm, x: returning(norm, x))(norm, x)
+    expected = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(y, expected(x), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(after.mean[...], expected.mean[...], rtol=1e-6)
+    reading = mm.task(lambda norm, x: norm(x, use_running_average=True), "norm", devices=[0])
+    np.testing.assert_allclose(mm.nnx.jit(lambda norm, x: reading(norm, x))(norm, x), x / jnp.sqrt(1 + 1e-5), rtol=1e-5)
+
+
 def test_what_cannot_be_a_task() -> None:
     import flax.linen as nn
 
