@@ -302,12 +302,22 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
 
 
 def _check_unchanged(described: Task, given: list[Any], after: PyTree, results: list[Any]) -> None:
-    """Refuses a function that changes objects among its arguments in place: a task is given objects of its own."""
-    if (lost := changed(given, after, results)) is not None:
+    """Refuses a function that changes modules among its arguments in place: a task is given modules of its own.
+
+    A `State` of Equinox says itself that it was used twice.
+    """
+    modules = jax.tree.map(
+        lambda x: x if _is_of_nnx(x) else None, after, is_leaf=lambda x: not isinstance(x, dict | list | tuple)
+    )
+    if (lost := changed(given, modules, results)) is not None:
         raise TaskError(
-            f"task {described.name!r}: the function changes {lost} in place, which would be lost, for a task is given objects of "
-            "its own; use manymesh.nnx.task for modules of Flax NNX, which brings the change back, or return what is new"
+            f"task {described.name!r}: the function changes {lost} in place, which would be lost, for a task is given modules of "
+            "its own; use manymesh.nnx.task, which brings the change back, or return what is new"
         )
+
+
+def _is_of_nnx(x: Any) -> bool:
+    return any(c.__module__.startswith("flax.nnx.") for c in type(x).__mro__)
 
 
 def _at_border(value: Any, operand: int) -> Any:
