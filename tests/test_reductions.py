@@ -387,6 +387,14 @@ def experts(w, x):
     return C(jnp.sum(y, 0), ("batch", None))
 
 
+def filtering(w, x):
+    """Positions go through a grouped convolution with a weight, of which JAX maps the gradient only in part."""
+    positions = jnp.linspace(0, 1, 64).reshape(1, 8, 8)
+    dims = ("NWC", "WIO", "NWC")
+    kernel = jax.lax.conv_general_dilated(positions, w, (1,), "SAME", dimension_numbers=dims, feature_group_count=8)
+    return jnp.tanh(C(x, ("batch", None)) @ kernel[0])
+
+
 def rows_of(p, x, fun):
     """What ``fun`` makes of all rows of a task's result."""
     run = mm.task(lambda w, x: fun(dense(w, x)), "one", mesh=meshes(4, 1)[0], logical_axes=RULES)
@@ -430,6 +438,11 @@ REFUSED = {
         step_of(lambda p, x: rows_of(p, x, filled)), (8, 8),
         "one float32[2] on submesh 0, in every microbatch: gather is applied to it in every microbatch, and cannot be "
         "applied to parts",
+    ),
+    "groups": (
+        training(two(filtering, on=meshes(4, 1))), (3, 1, 8),
+        "one_bwd float32[3,1,8] on submesh 0, in every microbatch: conv_general_dilated is applied to it in every microbatch, "
+        "and cannot be applied to parts",
     ),
     "experts": (
         training(two(experts, on=meshes(4, 1))), (4, 8, 8),
