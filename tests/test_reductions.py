@@ -296,6 +296,23 @@ def test_the_sharding_travels():
     summed_once(training(lambda p, x: outside(p, C(x, ("data", None)))), pair(8, 8), array(8, 8))
 
 
+def test_a_count_of_two_submeshes_of_which_one_is_a_device():
+    """Each computes it of its own rows: on one it is a sum over devices, on the other it is not."""
+    devices = np.array(jax.devices())
+    several, alone = (Mesh(d.reshape(-1, 1), ("data", "model")) for d in (devices[:4], devices[4:5]))
+    masked = lambda w, x, m, n: dense(w, x) * m[:, None] / n  # noqa: E731
+    first = mm.task(masked, "one", mesh=several, logical_axes=RULES)
+    second = mm.task(lambda w, x, n: jnp.tanh(x @ w) / n, "two", mesh=alone)
+
+    def loss(p, batch):
+        x, mask, weights = batch
+        count = jnp.dot(mask, weights)
+        return jnp.mean(second(p["two"], first(p["one"], x, mask, count), count)) * count
+
+    args = pair(8, 8), (array(8, 8), jnp.arange(8.0), jnp.ones(8))
+    assert_same(mm.jit(training(loss))(*args), reference(jax.jit(training(loss)), *args))
+
+
 def test_tied_weights_and_terms_without_a_batch():
     """A weight of three tasks on two submeshes, and a penalty on the weights inside the loop."""
     on = meshes(4, 1)

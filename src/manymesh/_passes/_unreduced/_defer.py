@@ -185,6 +185,8 @@ class _Planner:
         reduced = [k for k, x in enumerate(eqn.invars) if self._is_reduced(plan, frame, x)]
         if name == "optimization_barrier":
             return [k for k, out in enumerate(eqn.outvars) if out is v]
+        if not reduced:  # what is computed on several submeshes may be a sum over devices on another one only
+            raise _Refused
         if name == "select_n" and 0 not in reduced:
             return reduced
         if name in TOGETHER:
