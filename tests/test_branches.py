@@ -235,6 +235,24 @@ def test_a_registered_scope_in_a_branch():
         assert sorted(names(chosen, parameters(), rows())) == ["one", "one_2", "two"]
 
 
+def test_a_registered_scope_in_a_branch_waits_for_its_index():
+    """Also one of cheap equations, where scopes before and after the conditional, which come up again, are brought together."""
+
+    def scoped(name, fun, *args):
+        with jax.named_scope(name):
+            return fun(*args)
+
+    def chosen(p, x):
+        first = scoped("one", dense, p["front"], x)
+        twice = lambda x: scoped("two", jnp.sin, scoped("three", jnp.cos, x))  # noqa: E731
+        picked = lax.cond(jnp.sum(first) > 0, twice, lambda x: x, x)
+        again = scoped("one", dense, p["front"], scoped("four", jnp.tanh, x))
+        return first, picked, again, scoped("four", jnp.exp, x)
+
+    with mm.register_task("one|three|four", devices=[0]), mm.register_task("two", devices=[1]):
+        runs_as(chosen, parameters(), rows())
+
+
 def test_a_loop_of_unknown_length_on_one_submesh():
     """It is one fragment there, its tasks inside, beside tasks of other submeshes."""
     other = mm.task(dense, "other", devices=[0])

@@ -296,6 +296,23 @@ def test_the_sharding_travels():
     summed_once(training(lambda p, x: outside(p, C(x, ("data", None)))), pair(8, 8), array(8, 8))
 
 
+def test_a_count_of_two_submeshes_of_which_one_is_a_device():
+    """Each computes it of its own rows: on one it is a sum over devices, on the other it is not."""
+    devices = np.array(jax.devices())
+    several, alone = (Mesh(d.reshape(-1, 1), ("data", "model")) for d in (devices[:4], devices[4:5]))
+    masked = lambda w, x, m, n: dense(w, x) * m[:, None] / n  # noqa: E731
+    first = mm.task(masked, "one", mesh=several, logical_axes=RULES)
+    second = mm.task(lambda w, x, n: jnp.tanh(x @ w) / n, "two", mesh=alone)
+
+    def loss(p, batch):
+        x, mask, weights = batch
+        count = jnp.dot(mask, weights)
+        return jnp.mean(second(p["two"], first(p["one"], x, mask, count), count)) * count
+
+    args = pair(8, 8), (array(8, 8), jnp.arange(8.0), jnp.ones(8))
+    assert_same(mm.jit(training(loss))(*args), reference(jax.jit(training(loss)), *args))
+
+
 def test_tied_weights_and_terms_without_a_batch():
     """A weight of three tasks on two submeshes, and a penalty on the weights inside the loop."""
     on = meshes(4, 1)
@@ -387,6 +404,14 @@ def experts(w, x):
     return C(jnp.sum(y, 0), ("batch", None))
 
 
+def filtering(w, x):
+    """Positions go through a grouped convolution with a weight, of which JAX maps the gradient only in part."""
+    positions = jnp.linspace(0, 1, 64).reshape(1, 8, 8)
+    dims = ("NWC", "WIO", "NWC")
+    kernel = jax.lax.conv_general_dilated(positions, w, (1,), "SAME", dimension_numbers=dims, feature_group_count=8)
+    return jnp.tanh(C(x, ("batch", None)) @ kernel[0])
+
+
 def rows_of(p, x, fun):
     """What ``fun`` makes of all rows of a task's result."""
     run = mm.task(lambda w, x: fun(dense(w, x)), "one", mesh=meshes(4, 1)[0], logical_axes=RULES)
@@ -430,6 +455,11 @@ REFUSED = {
         step_of(lambda p, x: rows_of(p, x, filled)), (8, 8),
         "one float32[2] on submesh 0, in every microbatch: gather is applied to it in every microbatch, and cannot be "
         "applied to parts",
+    ),
+    "groups": (
+        training(two(filtering, on=meshes(4, 1))), (3, 1, 8),
+        "one_bwd float32[3,1,8] on submesh 0, in every microbatch: conv_general_dilated is applied to it in every microbatch, "
+        "and cannot be applied to parts",
     ),
     "experts": (
         training(two(experts, on=meshes(4, 1))), (4, 8, 8),

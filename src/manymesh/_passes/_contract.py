@@ -93,16 +93,14 @@ def _items(flat: FlatProgram, scope: int | None, bodies: Mapping[int | None, lis
     items = []
     for n in flat.nodes:
         if n.loop == scope:
-            # A group reads the index of its branch, whether or not each of its equations does.
-            guard = [v for v, _ in n.guard if _compat.is_var(v)]
-            items.append(Item([n], list(dict.fromkeys([*n.inputs, *guard])), list(n.outputs)))
+            items.append(_merged([n]))
         elif scope is None and n.loop is not None and last[n.loop] is n:
             items.append(_whole(flat.loops[n.loop], bodies[n.loop]))
     return items
 
 
 def _whole(loop: Loop, body: list[Node]) -> Item:
-    reads = [v for n in body for v in n.inputs]
+    reads = _merged(body).reads
     reads += [v for v in (c.init for c in loop.carries) if _compat.is_var(v)]
     reads += [v for p in loop.xs for v in p.outer if _compat.is_var(v)]
     writes = [c.final for c in loop.carries] + [v for p in loop.ys for v in p.outer if _compat.is_var(v)]
@@ -138,7 +136,9 @@ class _Cutter:
 def _merged(nodes: list[Node]) -> Item:
     writes = list(dict.fromkeys(v for n in nodes for v in n.outputs))
     own = set(writes)
-    return Item(nodes, [v for v in dict.fromkeys(v for n in nodes for v in n.inputs) if v not in own], writes)
+    # A group reads the index of its branch, whether or not each of its equations does.
+    reads = (v for n in nodes for v in (*n.inputs, *(index for index, _ in n.guard)) if _compat.is_var(v))
+    return Item(nodes, [v for v in dict.fromkeys(reads) if v not in own], writes)
 
 
 def _parts(window: list[Item], members: set[Node]) -> dict[Item, int]:

@@ -25,7 +25,7 @@ from ..._program._fragments import Reduction
 from ..._program._nodes import Carry, Node, nbytes
 from ...meta._rules import parts_of
 from ._dims import Analysis, Frame, Value, constraint_entries
-from ._linear import EITHER, TOGETHER, is_linear_in_first, is_zero, summed_dims
+from ._linear import EITHER, TOGETHER, is_linear_in_first, is_zero, mixes_groups, summed_dims
 from ._links import shape_of
 from ._rewrite import Unreduced, rewrite, starts_at_zero
 
@@ -185,6 +185,8 @@ class _Planner:
         reduced = [k for k, x in enumerate(eqn.invars) if self._is_reduced(plan, frame, x)]
         if name == "optimization_barrier":
             return [k for k, out in enumerate(eqn.outvars) if out is v]
+        if not reduced:  # what is computed on several submeshes may be a sum over devices on another one only
+            raise _Refused
         if name == "select_n" and 0 not in reduced:
             return reduced
         if name in TOGETHER:
@@ -195,7 +197,9 @@ class _Planner:
             return [0]
         elif name in EITHER and eqn.invars[0] is not eqn.invars[1]:
             # Of a gradient and a number that multiplies it, the gradient.
-            return [max(reduced, key=lambda k: (not self._is_spread(frame, eqn.invars[k]), nbytes(eqn.invars[k].aval)))]
+            k = max(reduced, key=lambda k: (not self._is_spread(frame, eqn.invars[k]), nbytes(eqn.invars[k].aval)))
+            if not mixes_groups(eqn, k):
+                return [k]
         raise _Refused(f"{name} is applied to it in every microbatch, and cannot be applied to parts")
 
     def _is_reduced(self, plan: Unreduced, frame: Frame, v: Atom) -> bool:

@@ -89,6 +89,16 @@ def is_linear_in_first(eqn: Eqn) -> bool:
     return name in FIRST
 
 
+def mixes_groups(eqn: Eqn, at: int) -> bool:
+    """Whether a new dimension of an operand would lie between the groups of a convolution and their features.
+
+    JAX maps it only in part, and XLA gathers what is sharded over that dimension.
+    """
+    if eqn.primitive.name != "conv_general_dilated":
+        return False
+    return bool(eqn.params["batch_group_count"] > 1 or (at == 1 and eqn.params["feature_group_count"] > 1))
+
+
 def is_zero(frame: Frame, v: Atom) -> bool:
     """Whether a value is known to be all zeros, also where a call hands it in or makes it."""
     while _compat.is_var(v):
