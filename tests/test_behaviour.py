@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -298,6 +299,23 @@ def test_arrays_of_64_bits_where_these_are_switched_off():
         mm.jit(loss)(parameters(), x)
     with jax.enable_x64(True):
         assert mm.jit(loss)(parameters(), x).dtype == jnp.float64
+
+
+def test_64_bits_that_a_step_switches_on_for_a_part():
+    """What it makes there is read by a task, and row by row, where they are switched off again."""
+
+    def f(p, x):
+        with jax.enable_x64(True):
+            number = (100 * x).astype("int64") + 2**40
+            h = x.astype("float64") + 1e-9
+
+        def narrow(w, h):  # makes it one of 32 bits
+            return jnp.sin(lax.convert_element_type(h, "float32") @ w)
+
+        h = mm.task(narrow, "narrow", devices=[0])(p["front"], h)
+        return lax.scan(lambda h, row: (back(p["back"], h), row), h, number)
+
+    assert assert_agrees(f, parameters(), rows(3))[1].dtype == "int64"
 
 
 def test_64_bits_where_they_are_allowed_and_not_the_default():

@@ -363,6 +363,28 @@ def test_tasks_that_differ_in_more_than_their_equations():
     assert_agrees(jax.value_and_grad(f, (0, 1)), parameters()["front"], rows())
 
 
+def test_random_numbers_drawn_otherwise_are_others():
+    """`jax.threefry_partitionable` counts where a key is used: in tasks, and between them."""
+
+    def as_before(key, fun):
+        with jax.threefry_partitionable(False):
+            return fun(key)
+
+    def noise(key):
+        return jax.random.uniform(key, (WIDTH,))
+
+    now = mm.task(lambda key, x: x + noise(key), "now", devices=[0])
+    before = mm.task(lambda key, x: x + as_before(key, noise), "before", devices=[1])
+
+    def f(key, x):
+        x = before(key, now(key, x))
+        first, second = as_before(key, jax.random.split), jax.random.split(key)
+        return x, now(first[0], x), now(second[0], x)
+
+    assert len({id(body) for body in task_bodies(f, jax.random.key(0), rows())}) == 2
+    assert_agrees(f, jax.random.key(0), rows())
+
+
 def test_equal_tasks_on_submeshes_of_other_shapes():
     """A constraint says something else there."""
     tall = Mesh(np.array(jax.devices()[4:]).reshape(4, 1), ("data", "model"))

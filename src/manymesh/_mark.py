@@ -340,7 +340,7 @@ def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, oper
     if not jax.sharding.get_abstract_mesh().empty:
         return list(jitted(*operands))
     # What comes from another task brings along the mesh of that task, which JAX under vmap would enter inside this one.
-    traced = jitted.trace(*[_compat.abstract(jax.typeof(x)) for x in operands])
+    traced = jitted.trace(*[_compat.on_no_mesh(jax.typeof(x)) for x in operands])
     _check_constraints(described, traced.jaxpr)
     # JAX cannot differentiate a loop around a jitted function that makes references.
     # What it closes over are operands: traced values, and constants such as a mask of NumPy's. So layers that have their own

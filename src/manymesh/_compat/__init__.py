@@ -107,6 +107,7 @@ from ._tracing import jit_is_disabled as jit_is_disabled
 from ._tracing import linear_identity as linear_identity
 from ._tracing import manual_axes as manual_axes
 from ._tracing import named_settings as named_settings
+from ._tracing import on_no_mesh as on_no_mesh
 from ._tracing import separate_jit_caches as separate_jit_caches
 from ._tracing import trace_settings as trace_settings
 from ._tracing import traced_dtype as traced_dtype

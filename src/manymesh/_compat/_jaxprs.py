@@ -483,8 +483,9 @@ def line_within(eqn: Eqn) -> str:
 
 
 def eqn_context(eqn: Eqn) -> tuple[Any, ...]:
-    """What `jax.experimental.compute_on` and the like say about an equation; hashable."""
-    return (eqn.ctx.compute_type, str(eqn.ctx.xla_metadata) if eqn.ctx.xla_metadata else None)
+    """What `jax.experimental.compute_on`, `jax.threefry_partitionable` and the like say about an equation; hashable."""
+    ctx = eqn.ctx
+    return (ctx.compute_type, str(ctx.xla_metadata) if ctx.xla_metadata else None, ctx.threefry_partitionable)
 
 
 def keeps_order(eqn: Eqn) -> bool:

@@ -147,7 +147,7 @@ def linear_identity(
         return prim.bind(*primals, **params), [prim.bind(*terms, **of_terms) for terms in zip(*series, strict=True)]
 
     prim.def_impl(lambda x, **_: x)
-    prim.def_abstract_eval(lambda x, **_: x if keeps_mesh else _without_mesh(x))
+    prim.def_abstract_eval(lambda x, **_: x if keeps_mesh else on_no_mesh(x))
     ad.deflinear2(prim, lambda ct, _, **params: [prim.bind(ct, **params)])
     if of_values:
         ad.primitive_jvps[prim] = with_tangent
@@ -219,7 +219,8 @@ def with_weak_type(x: Any, weak: bool) -> Any:
     return lax_internals._convert_element_type(x, x.dtype, weak_type=weak)
 
 
-def _without_mesh(aval: Any) -> Any:
+def on_no_mesh(aval: Any) -> Any:
+    """An abstract value that does not say how it lies; of 64 bits, it is one of 64 bits to a trace where these are switched off."""
     return jax.core.ShapedArray(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 

@@ -36,7 +36,7 @@ class Known:
     def is_zero(self, atom: Atom) -> bool:
         """Whether a value is known to be zero throughout."""
         value = self(atom)
-        return value is not None and value.size > 0 and not any(value.strides) and value.ravel()[0] == 0
+        return value is not None and value.size > 0 and not any(value.strides) and value.flat[0] == 0
 
     def hold(self, v: Var, const: object) -> None:
         """Keeps what a constant is. An array on devices is read only where every process could."""

@@ -39,8 +39,8 @@ def trace_nodes(
 
 def trace_eqns(fun: Callable[..., Any], operands: Sequence[Atom]) -> tuple[list[Eqn], list[Any]]:
     """As `trace_nodes`, without what a node says besides its equation."""
-    avals = [_compat.abstract(v.aval) for v in operands]
-    with _compat.without_mesh():
+    avals = [_compat.on_no_mesh(v.aval) for v in operands]
+    with _compat.without_mesh(), _compat.wide_values(operands):
         parts = _compat.open_jaxpr(jax.make_jaxpr(fun)(*avals))
     assert not parts.consts, "internal functions close over nothing"
     env: dict[Var, Atom] = dict(zip(parts.invars, operands, strict=True))
