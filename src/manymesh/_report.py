@@ -189,8 +189,10 @@ def make_report(
         if executables is None
         else [counted[k] if e is None else _xla(found, k, e) for k, e in enumerate(executables)]
     )
-    flops, traffic = [f.flops for f in figures], [f.nbytes for f in figures]
-    taken = times or durations(found, hardware, flops, traffic)
+    flops = [f.flops for f in figures]
+    # XLA does not know what the kernels of libraries do, such as those of cuDNN, and counts little for them.
+    most = [(max(n.flops, own.flops), max(n.nbytes, own.nbytes)) for n, own in zip(figures, counted, strict=True)]
+    taken = times or durations(found, hardware, [n for n, _ in most], [n for _, n in most])
     course = run_clock(program, plan, taken)
     by = "measured fragments" if times is not None else "FLOPs" if hardware is None else hardware.name
     runs = Counter(ins.fragment for ins in plan.instructions if isinstance(ins, Run))
@@ -201,7 +203,7 @@ def make_report(
         if times is not None and times.issues:
             seconds = taken.runs[f.index] + times.issues[f.index]
         if times is None and hardware is not None:
-            bound = roofline(found.works[f.index], hardware, n.flops, n.nbytes).bound
+            bound = roofline(found.works[f.index], hardware, *most[f.index]).bound
         number = None if executables is None else _number(executables[f.index], f.index, numbers)
         lines.append(
             FragmentLine(
