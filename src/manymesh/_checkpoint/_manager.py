@@ -284,6 +284,8 @@ class Manager:
                 old = self.directory / str(step)
                 try:
                     _remove(old)
+                except FileNotFoundError:  # somebody else has removed it, such as another manager
+                    continue
                 except OSError as error:
                     what = f"step {saved} is saved, but {old}, beyond max_to_keep, could not be removed"
                     raise _OldStepError(f"{what}: {error}") from error
