@@ -40,9 +40,9 @@ METRICS: dict[str, Callable[[Any, Any], Any]] = {
 
 # Of gradients, updates and parameters.
 WATCHED: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "norm": lambda grads, updates, params: optax.global_norm(grads),
+    "norm": lambda grads, updates, params: optax.tree.norm(grads),
     "norms": lambda grads, updates, params: jax.tree.map(lambda g: jnp.sqrt(jnp.sum(g * g)), grads),
-    "size of updates": lambda grads, updates, params: optax.global_norm(updates) / (0.1 + optax.global_norm(params)),
+    "size of updates": lambda grads, updates, params: optax.tree.norm(updates) / (0.1 + optax.tree.norm(params)),
     "finite": lambda grads, updates, params: jnp.all(
         jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
     ),
@@ -55,6 +55,6 @@ WATCHED: dict[str, Callable[[Any, Any, Any], Any]] = {
 PENALTIES: dict[str, Callable[[Any], Any]] = {
     "squares": lambda params: 0.01 * sum(jnp.sum(p * p) for p in jax.tree.leaves(params)),
     "magnitudes": lambda params: 0.01 * sum(jnp.abs(p).mean() for p in jax.tree.leaves(params)),
-    "norm": lambda params: 0.01 * optax.global_norm(params),
+    "norm": lambda params: 0.01 * optax.tree.norm(params),
     "halves": lambda params: 0.5 * 1e-2 * jax.tree.reduce(lambda a, p: a + (p**2).mean(), params, 0.0),
 }
