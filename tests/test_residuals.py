@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import manymesh as mm
@@ -225,6 +226,21 @@ def test_a_number_is_not_kept():
     kept = [v.aval.shape for f in body if f.kind == "F" for v in f.outvars if v in read]
     assert kept and () not in kept
     assert_agrees(gradient(recurrence), *arguments())
+
+
+def test_what_the_host_and_loops_make_of_nothing_is_made_once():
+    """The backward pass reads what the forward pass did, whatever the host would say to it."""
+
+    def layer(w, x):
+        table = jax.pure_callback(lambda: np.full(WIDTH, 2.0, "f4"), jax.ShapeDtypeStruct((WIDTH,), "f4"))
+        powers = lax.while_loop(lambda p: p < 1000, lambda p: p * 2, 1)
+        return x @ (w * table) / powers
+
+    fun = jax.grad(lambda w, x: jnp.sum(mm.task(layer, "layer", devices=[0])(w, x)))
+    program = mm.jit(fun).lower(*arguments()).program
+    found = Counter(e.primitive.name for f in program.fragments for e in inlined(f.jaxpr.eqns)[0])
+    assert found["pure_callback"] == found["while"] == 1
+    assert_agrees(fun, *arguments())
 
 
 def eight(layer):

@@ -91,10 +91,18 @@ def test_zeros():
     """Also of more bytes than there are, as the gradient of a stack starts from that is planned for another machine."""
     closed = _compat.open_jaxpr(
         jax.make_jaxpr(
-            lambda: (jnp.zeros((2, 3)), jnp.ones(2), jnp.arange(1), jnp.zeros(0), jnp.zeros((2**24, 2**24)))
+            lambda: (
+                jnp.zeros((2, 3)),
+                jnp.ones(2),
+                jnp.arange(1),
+                jnp.zeros(0),
+                jnp.zeros((2**24, 2**24)),
+                jnp.full(2, -0.0, jnp.bfloat16),
+                jnp.full(2, 0j),
+            )
         )()
     )
     known = Known()
     for eqn in closed.eqns:
         known.learn(eqn)
-    assert [known.is_zero(v) for v in closed.outvars] == [True, False, True, False, True]
+    assert [known.is_zero(v) for v in closed.outvars] == [True, False, True, False, True, False, True]

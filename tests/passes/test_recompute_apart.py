@@ -397,6 +397,26 @@ def test_an_encoder_called_twice_is_a_pipeline():
     assert_agrees(step(loss).fun, parameters(), batch())
 
 
+@pytest.mark.parametrize("numbers", [(0.0, -0.0), (np.nan, 1.0)])
+def test_numbers_that_calls_are_told_apart_by(numbers):
+    """The two zeros are two numbers, and what is none is itself."""
+
+    def where(w, x, number):
+        return layer(w, x) + jnp.nan_to_num(jnp.copysign(1.0, number) + jnp.abs(number))
+
+    first = jax.jit(mm.task(where, "first", devices=[0]))
+    second = mm.task(layer, "second", devices=[1])
+
+    @jax.checkpoint
+    def chained(ws, x):
+        one, other = (first(ws[0], x, jnp.float32(number)) for number in numbers)
+        return second(ws[1], one + 3 * other)
+
+    whole = step(lambda ws, x: jnp.mean(chained(ws, x) ** 2))
+    assert whole.lower(parameters()[:2], batch()).program.loops[0].in_order
+    assert_agrees(whole.fun, parameters()[:2], batch())
+
+
 # Scopes, which no call marks
 
 

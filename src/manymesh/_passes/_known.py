@@ -34,9 +34,9 @@ class Known:
         return self._values.get(atom)
 
     def is_zero(self, atom: Atom) -> bool:
-        """Whether a value is known to be zero throughout."""
+        """Whether a value is known to be zero throughout, and not a negative one."""
         value = self(atom)
-        return value is not None and value.size > 0 and not any(value.strides) and value.flat[0] == 0
+        return value is not None and value.size > 0 and not any(value.strides) and not any(value.flat[0].tobytes())
 
     def hold(self, v: Var, const: object) -> None:
         """Keeps what a constant is. An array on devices is read only where every process could."""

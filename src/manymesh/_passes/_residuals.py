@@ -22,6 +22,7 @@ from .._compat import AbstractJaxpr, AbstractValue, Atom, Eqn, OpenJaxpr, Var
 from .._mark import constraint_p
 from .._program._calls import inlined
 from .._program._flat import FlatProgram
+from .._program._harmless import is_harmless
 from .._program._nodes import Node, nbytes
 from .._program._rewrite import substitute, with_atoms
 from .._task import mesh_devices
@@ -289,7 +290,8 @@ def _dearer(invars: Sequence[Var], eqns: Sequence[Eqn], cheap: frozenset[str]) -
 def _is_cheap(eqn: Eqn, cheap: frozenset[str]) -> bool:
     if eqn.primitive.name == "integer_pow" and 0 < eqn.params["y"] <= _SMALL_POWER:
         return True
-    constant = not any(_compat.is_var(v) for v in eqn.invars)
+    # What is made of nothing, but for what the host or a loop makes of it.
+    constant = is_harmless(eqn) and not any(_compat.is_var(v) for v in eqn.invars)
     return (constant or eqn.primitive.name in cheap) and not eqn.effects
 
 
