@@ -264,7 +264,6 @@ SIMPLE: dict[str, Callable[[Any, Surroundings], Any]] = {
     "index": lambda x, c: c.kernel[c.ids % WIDTH] * x,
     "index_pairs": lambda x, c: c.kernel[c.ids % WIDTH, (c.ids + 1) % WIDTH][:, None] + x,
     "index_dynamically": lambda x, c: c.kernel[c.ids[0] % WIDTH] + x,
-    "index_of_infinity": lambda x, c: x + c.kernel[jnp.full((), np.inf).astype(jnp.int32)],
     "index_of_fraction": lambda x, c: x + c.kernel[jnp.floor(jnp.float32(1.7)).astype(jnp.int32)],
     "index_computed": lambda x, c: x + c.kernel[jnp.int32(jnp.nan_to_num(jnp.tanh(x[:, 0]) * 3 + 3) // 2)],
     "index_out_of_range": lambda x, c: x + c.kernel[c.ids] + c.kernel.at[c.ids].get(mode="fill", fill_value=0.5),
