@@ -30,6 +30,8 @@ FIRST = frozenset(
         "dynamic_slice", "gather", "split", "unstack", "sharding_constraint", "manymesh_constraint",
     )
 )  # fmt: skip
+# Bytes of the integers that nobody counts to the end of.
+_COUNTS = 4
 # Linear in one of two operands.
 EITHER = frozenset(("mul", "dot_general", "conv_general_dilated"))
 
@@ -80,6 +82,8 @@ def is_linear_in_first(eqn: Eqn) -> bool:
         new = eqn.params["new_dtype"]
         if old == "u" and (new.kind not in wholes or new.itemsize > dtype.itemsize):
             return False  # a term below zero is a large number
+        if old == "i" and dtype.itemsize < _COUNTS and (new.kind in floats or new.itemsize > dtype.itemsize):
+            return False  # the sum may be too large for its type, and its terms not
         return (old in wholes and new.kind in (*wholes, *floats)) or (old in floats and new.kind in floats)
     if name == "div":  # of integers it rounds
         return old in floats
