@@ -534,6 +534,30 @@ def train_step(optimizer, p, opt, x, **options):
     return optax.apply_updates(p, updates), opt, value
 
 
+def test_ordered_effects_of_scopes_keep_their_turn():
+    """Scopes that come up again are tasks of their own where effects of others are between."""
+    seen = []
+
+    def told(word, w, x, scope):
+        with jax.named_scope(scope):
+            jax.debug.callback(lambda _: seen.append(word), x, ordered=True)
+            return dense(w, x)
+
+    def step(w, x):
+        first, other = told("first", w, x, "one"), told("other", w, x, "two")
+        jax.debug.callback(lambda _: seen.append("outside"), x, ordered=True)
+        return told("first again", w, first, "one"), told("other again", w, other, "two")
+
+    arguments = jnp.eye(4), rows()
+    with mm.register_task("one", devices=[0]), mm.register_task("two", devices=[1]):
+        expected = reference(jax.jit(step), *arguments)
+        jax.effects_barrier()
+        seen.clear()
+        assert_same(mm.jit(step)(*arguments), expected)
+        jax.effects_barrier()
+    assert seen == ["first", "other", "outside", "first again", "other again"]
+
+
 @pytest.mark.parametrize("looped", [False, True])
 def test_ordered_effects_outside_tasks_keep_their_turn(looped):
     """Before those of a task that comes later, also where only the update behind it reads what they go with."""

@@ -422,6 +422,17 @@ def filled(y):
     return jnp.take(jnp.sum(y, 0), jnp.array([0, 99]), mode="fill", fill_value=1.0)
 
 
+def counted_in_bytes(y):
+    """More than there is room for: the sum goes around, as in plain JAX."""
+    return jnp.sum(jnp.full(y.shape, 50, jnp.int8) * (y > -2).astype(jnp.int8), 0, dtype=jnp.int8).astype(jnp.int32)
+
+
+def too_large_in_parts(y):
+    """Rows that are too large for float16, and have a sum that is not."""
+    signs = jnp.array([1.0, 1.0, -1.0, -1.0])[:, None]
+    return jnp.sum(9e4 * signs * (y > -2), 0).astype(jnp.float16).astype(jnp.float32)
+
+
 REFUSED = {
     "fsdp": (
         training(two(fsdp, on=meshes(4, 1))), (8, 8),
@@ -450,6 +461,16 @@ REFUSED = {
         (8, 8),
         "one int32[] on submesh 0, in every microbatch: div is applied to it in every microbatch, and cannot be applied "
         "to parts",
+    ),
+    "narrow counts": (
+        step_of(lambda p, x: rows_of(p, x, counted_in_bytes), reduce="sum"), (8, 8),
+        "one int32[8] on submesh 0, in every microbatch: convert_element_type is applied to it in every microbatch, and cannot be "
+        "applied to parts",
+    ),
+    "half precision": (
+        step_of(lambda p, x: rows_of(p, x, too_large_in_parts), reduce="sum"), (8, 8),
+        "one float32[8] on submesh 0, in every microbatch: convert_element_type is applied to it in every microbatch, and cannot be "
+        "applied to parts",
     ),
     "filling": (
         step_of(lambda p, x: rows_of(p, x, filled)), (8, 8),

@@ -219,6 +219,25 @@ def test_what_is_compared_with_one_of_them_is_compared_once(name):
     assert_agrees(grad, *args)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_compared_with_the_larger_of_two_is_compared_once(dtype):
+    """The larger one is there for the backward pass, and what it is compared with is not, but could be computed again."""
+
+    def layer(w, x):
+        one = x * w[0] + w[1]
+        z = jnp.maximum(one.astype("float32"), x * x).astype(x.dtype)
+        return z * z + jnp.where(one >= z, x, w[1]) * w[0], z
+
+    front = mm.task(layer, "front", devices=[0])
+    back = mm.task(lambda y, z: (jnp.sum(y**2) * jnp.sum(z**2)).astype("float32"), "back", devices=[1])
+    grad = jax.grad(lambda w, x: back(*front(w, x)))
+    w, x = (jnp.asarray(np.random.default_rng(n).integers(-8, 8, (n, 8)) / 4, dtype) for n in (2, 6))
+    (backward,) = [f for f in mm.jit(grad).lower(w, x).program.fragments if f.name == "front_bwd"]
+    assert "ge" not in {e.primitive.name for e in inlined(list(backward.jaxpr.eqns))[0]}
+    if dtype == "float32":
+        assert_agrees(grad, w, x)
+
+
 def test_a_number_is_not_kept():
     """The backward pass has its own zeros."""
     body = list(mm.jit(gradient(recurrence)).lower(*arguments()).program.body(0))

@@ -8,9 +8,13 @@ other, so that two of them never wait for each other.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+
+import jax
+import numpy as np
 
 from .. import _compat
 from .._compat import Atom, Var
@@ -22,11 +26,30 @@ from .._task import Task
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """Equations that run as a whole: one, a part of a group, or a loop."""
+    """Equations that run as a whole: one, a part of a group, or a loop.
+
+    Attributes:
+      nodes: the equations.
+      reads, writes: what they read of others, and what they make.
+      after: what they come after though they do not read it: the index of their branch, and the turn of an ordered effect.
+      turns: what stands for their own turns.
+    """
 
     nodes: list[Node]
     reads: list[Var]
     writes: list[Var]
+    after: list[Var]
+    turns: list[Var] = field(default_factory=list)
+
+    @property
+    def needs(self) -> list[Var]:
+        """All that has to be there before."""
+        return [*self.reads, *self.after]
+
+    @property
+    def gives(self) -> list[Var]:
+        """All that is there afterwards."""
+        return [*self.writes, *self.turns]
 
 
 class Group(NamedTuple):
@@ -78,7 +101,10 @@ def cut_convex(flat: FlatProgram, groups: Mapping[Group, list[Node]]) -> tuple[F
     parts: list[Part] = []
     bodies: dict[int | None, list[Node]] = {}
     for loop in [*range(len(flat.loops)), None]:
-        worker = _Cutter(_items(flat, loop, bodies))
+        items = _items(flat, loop, bodies)
+        if loop is None:
+            _keep_order(items)
+        worker = _Cutter(items)
         for group, members in groups.items():
             if group.loop == loop and members:
                 made = worker.cut(members)
@@ -93,18 +119,33 @@ def _items(flat: FlatProgram, scope: int | None, bodies: Mapping[int | None, lis
     items = []
     for n in flat.nodes:
         if n.loop == scope:
-            items.append(_merged([n]))
+            items.append(Item([n], list(dict.fromkeys(n.inputs)), list(n.outputs), _branch([n])))
         elif scope is None and n.loop is not None and last[n.loop] is n:
             items.append(_whole(flat.loops[n.loop], bodies[n.loop]))
     return items
 
 
 def _whole(loop: Loop, body: list[Node]) -> Item:
-    reads = _merged(body).reads
+    reads = [v for n in body for v in n.inputs]
     reads += [v for v in (c.init for c in loop.carries) if _compat.is_var(v)]
     reads += [v for p in loop.xs for v in p.outer if _compat.is_var(v)]
     writes = [c.final for c in loop.carries] + [v for p in loop.ys for v in p.outer if _compat.is_var(v)]
-    return Item(body, list(dict.fromkeys(reads)), writes)
+    return Item(body, list(dict.fromkeys(reads)), writes, _branch(body))
+
+
+def _branch(nodes: Sequence[Node]) -> list[Var]:
+    """The indices of branches: a group runs in its branch, whether or not each of its equations does."""
+    return list(dict.fromkeys(v for n in nodes for v, _ in n.guard if _compat.is_var(v)))
+
+
+def _keep_order(items: Sequence[Item]) -> None:
+    """Lets each item with an ordered effect come after the one before."""
+    turn: Var | None = None
+    for item in items:
+        if any(_compat.keeps_order(n.eqn) for n in item.nodes):
+            item.after += [] if turn is None else [turn]
+            turn = _compat.new_var(jax.core.ShapedArray((), np.dtype(bool)))
+            item.turns.append(turn)
 
 
 class _Cutter:
@@ -121,10 +162,10 @@ class _Cutter:
         mine = set(members)
         part = _parts(window, mine)
         count = max(part.values()) + 1
-        nodes: list[list[Node]] = [[] for _ in range(count)]
+        own: list[list[Item]] = [[] for _ in range(count)]
         for item, number in part.items():
-            nodes[number] += item.nodes
-        made = [_merged(ns) for ns in nodes]
+            own[number].append(item)
+        made = [_merged(items) for items in own]
         rest = [item for item in window if item not in part]
         ordered = _sorted(rest, made, {n: i for i, n in enumerate(n for item in window for n in item.nodes)})
         self.items[low : high + 1] = [*ordered, *[None] * (high + 1 - low - len(ordered))]
@@ -133,12 +174,19 @@ class _Cutter:
         return made
 
 
-def _merged(nodes: list[Node]) -> Item:
-    writes = list(dict.fromkeys(v for n in nodes for v in n.outputs))
-    own = set(writes)
-    # A group reads the index of its branch, whether or not each of its equations does.
-    reads = (v for n in nodes for v in (*n.inputs, *(index for index, _ in n.guard)) if _compat.is_var(v))
-    return Item(nodes, [v for v in dict.fromkeys(reads) if v not in own], writes)
+def _merged(items: Sequence[Item]) -> Item:
+    own = {v for item in items for v in item.gives}
+
+    def of_others(many: Iterable[list[Var]]) -> list[Var]:
+        return [v for v in dict.fromkeys(itertools.chain.from_iterable(many)) if v not in own]
+
+    return Item(
+        [n for item in items for n in item.nodes],
+        of_others(item.reads for item in items),
+        list(dict.fromkeys(v for item in items for v in item.writes)),
+        of_others(item.after for item in items),
+        [v for item in items for v in item.turns],
+    )
 
 
 def _parts(window: list[Item], members: set[Node]) -> dict[Item, int]:
@@ -148,13 +196,13 @@ def _parts(window: list[Item], members: set[Node]) -> dict[Item, int]:
     part: dict[Item, int] = {}
     for item in window:
         if item.nodes[0] in members:
-            found = [own[v] for v in item.reads if v in own] + [left[v] + 1 for v in item.reads if v in left]
+            found = [own[v] for v in item.needs if v in own] + [left[v] + 1 for v in item.needs if v in left]
             part[item] = max(found, default=0)
-            own.update(dict.fromkeys(item.writes, part[item]))
+            own.update(dict.fromkeys(item.gives, part[item]))
         else:
-            found = [own[v] for v in item.reads if v in own] + [left[v] for v in item.reads if v in left]
+            found = [own[v] for v in item.needs if v in own] + [left[v] for v in item.needs if v in left]
             if found:
-                left.update(dict.fromkeys(item.writes, max(found)))
+                left.update(dict.fromkeys(item.gives, max(found)))
     if any(part.values()):
         _sink(window, part)
     return part
@@ -165,22 +213,22 @@ def _sink(window: list[Item], part: dict[Item, int]) -> None:
     first: dict[Var, int] = {}
     for item in reversed(window):
         if item not in part:
-            first.update(dict.fromkeys(item.reads, -1))
+            first.update(dict.fromkeys(item.needs, -1))
             continue
-        later = min((first[v] for v in item.writes if v in first), default=-1)
+        later = min((first[v] for v in item.gives if v in first), default=-1)
         part[item] = max(part[item], later)
-        for v in item.reads:
+        for v in item.needs:
             first[v] = min(first.get(v, part[item]), part[item])
 
 
 def _sorted(rest: list[Item], made: list[Item], position: Mapping[Node, int]) -> list[Item]:
     """A topological order, ties by position of the last node."""
     items = sorted([*rest, *made], key=lambda item: position[item.nodes[-1]])
-    maker = {v: i for i, item in enumerate(items) for v in item.writes}
+    maker = {v: i for i, item in enumerate(items) for v in item.gives}
     after: list[list[int]] = [[] for _ in items]
     missing = [0] * len(items)
     for i, item in enumerate(items):
-        for p in {maker[v] for v in item.reads if v in maker} - {i}:
+        for p in {maker[v] for v in item.needs if v in maker} - {i}:
             after[p].append(i)
             missing[i] += 1
     ready = [i for i in range(len(items)) if not missing[i]]

@@ -46,11 +46,14 @@ _FUNCTIONS = {
 _MOVES = {
     "broadcast_in_dim", "copy", "name", "reshape", "reshard", "sharding_constraint", "squeeze", "stop_gradient", constraint_p.name,
 }  # fmt: skip
+_SAME = _MOVES | {"convert_element_type"}
 _COMPARES = {"eq", "eq_to", "ge", "gt", "le", "le_to", "lt", "lt_to", "ne"}
 # What gives some of the elements that it reads as they are.
 _PICKS = {
     "cummax", "cummin", "gather", "reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min", "sort", "top_k",
 }  # fmt: skip
+# What gives one of the elements that it reads at each place, and is computed on the way.
+_CHOOSES = {"clamp", "max", "min"}
 _SUMS = {"add", "add_any"}
 # What is expensive and reads what is computed on the way.
 _FUSED = {
@@ -307,16 +310,47 @@ def _looks_for_element(eqn: Eqn, producer: Mapping[Var, Eqn], cheap: frozenset[s
     return any(not here.isdisjoint(_computed_again(e.invars, producer, cheap | _PICKS)[0]) for e in picks)
 
 
+def _torn(wanted: Iterable[Var], saved: set[Var], producer: Mapping[Var, Eqn], cheap: frozenset[str]) -> set[Var]:
+    """The comparisons of an element that would be computed again with one that was kept, and chosen of it and others.
+
+    The larger of two, say. As above none of the two may be equal to it; if both are computed again, one is.
+    """
+    again = _computed_again(wanted, producer, cheap, saved)[0]
+    found = set[Var]()
+    for v in again:
+        eqn = producer[v]
+        if eqn.primitive.name not in _COMPARES or not jnp.issubdtype(_compat.dtype(eqn.invars[0]), jnp.inexact):
+            continue
+        here = [_computed_again([x], producer, cheap, saved)[0] for x in eqn.invars]
+        for x, own, others in zip(eqn.invars, here, here[::-1], strict=True):
+            read = [x, *(o for w in own for o in producer[w].invars)]
+            kept = [o for o in read if _compat.is_var(o) and o in saved]
+            if _chosen_of(_computed_again(kept, producer, cheap)[0], others, producer):
+                found.add(v)
+    return found
+
+
+def _chosen_of(values: set[Var], others: set[Var], producer: Mapping[Var, Eqn]) -> bool:
+    """Whether some of the values are chosen among others, as these are or cast."""
+    for e in (producer[v] for v in values):
+        for v in e.invars if e.primitive.name in _CHOOSES else ():
+            while _compat.is_var(v) and (made := producer.get(v)) is not None and made.primitive.name in _SAME:
+                v = made.invars[0]
+            if _compat.is_var(v) and v in others:
+                return True
+    return False
+
+
 def _computed_again(
-    values: Iterable[Atom], producer: Mapping[Var, Eqn], cheap: frozenset[str]
+    values: Iterable[Atom], producer: Mapping[Var, Eqn], cheap: frozenset[str], saved: Collection[Var] = ()
 ) -> tuple[set[Var], list[Eqn]]:
-    """What is cheap to compute on the way to values, and the equations before it that pick elements."""
+    """What is cheap to compute on the way to values, from what is saved on, and the equations before it that pick elements."""
     found: set[Var] = set()
     picks: list[Eqn] = []
     todo = list(values)
     while todo:
         v = todo.pop()
-        if not _compat.is_var(v) or v in found or (made := producer.get(v)) is None:
+        if not _compat.is_var(v) or v in found or v in saved or (made := producer.get(v)) is None:
             continue
         if _is_cheap(made, cheap):
             found.add(v)
@@ -336,6 +370,18 @@ def cheapest(
     producer = {v: e for e in eqns for v in e.outvars if _compat.is_var(v)}
     cost = {} if cheap is _CHEAP else _dearer(invars, eqns, cheap)
     cost |= dict.fromkeys(free, 0)
+    kept = set[Var]()
+    while True:
+        saved = _cut(wanted, kept, cost, producer, cheap)
+        if not (torn := _torn(wanted, saved, producer, cheap)):
+            return saved
+        kept |= torn
+
+
+def _cut(
+    wanted: Sequence[Var], kept: set[Var], cost: Mapping[Var, float], producer: Mapping[Var, Eqn], cheap: frozenset[str]
+) -> set[Var]:
+    """The same, where some values are not computed again whatever it costs to keep them."""
     network = _Network()
     source, sink = object(), object()
     stack, seen = list(wanted), set(wanted)
@@ -343,7 +389,7 @@ def cheapest(
         v = stack.pop()
         network.add((v, "in"), (v, "out"), cost.get(v, nbytes(v.aval)))
         eqn = producer.get(v)
-        if eqn is None or not _is_cheap(eqn, cheap) or _looks_for_element(eqn, producer, cheap):
+        if eqn is None or v in kept or not _is_cheap(eqn, cheap) or _looks_for_element(eqn, producer, cheap):
             network.add(source, (v, "in"), _BEYOND)
             continue
         for operand in eqn.invars:

@@ -100,7 +100,7 @@ def _seen_operand(n: Node) -> Var | None:
     return found[0] if (found := scaled_by(n)) is not None else linear_operand(n)
 
 
-def exponents(v: Var) -> int:
+def exponents(v: Atom) -> int:
     """The exponent of the largest number of a value's dtype; 0 if that is of no floating-point numbers."""
     dtype = _compat.dtype(v)
     return int(jnp.finfo(dtype).maxexp) if jnp.issubdtype(dtype, jnp.inexact) else 0  # type: ignore[no-untyped-call]

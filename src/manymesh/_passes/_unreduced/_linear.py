@@ -8,6 +8,7 @@ from ... import _compat
 from ..._compat import Atom, Eqn
 from ..._mark import box_constraint_p
 from ..._program._nodes import shape_and_dtype
+from .._sums import exponents
 from ._dims import Frame
 from ._links import SCATTERS, shape_of, updated_dims
 
@@ -30,6 +31,8 @@ FIRST = frozenset(
         "dynamic_slice", "gather", "split", "unstack", "sharding_constraint", "manymesh_constraint",
     )
 )  # fmt: skip
+# Bytes of the integers that nobody counts to the end of.
+_COUNTS = 4
 # Linear in one of two operands.
 EITHER = frozenset(("mul", "dot_general", "conv_general_dilated"))
 
@@ -80,7 +83,12 @@ def is_linear_in_first(eqn: Eqn) -> bool:
         new = eqn.params["new_dtype"]
         if old == "u" and (new.kind not in wholes or new.itemsize > dtype.itemsize):
             return False  # a term below zero is a large number
-        return (old in wholes and new.kind in (*wholes, *floats)) or (old in floats and new.kind in floats)
+        if old == "i" and dtype.itemsize < _COUNTS and (new.kind in floats or new.itemsize > dtype.itemsize):
+            return False  # the sum may be too large for its type, and its terms not
+        if old in wholes:
+            return new.kind in (*wholes, *floats)
+        # Terms may be too large for a type that ends earlier, and their sum not.
+        return old in floats and new.kind in floats and exponents(eqn.invars[0]) <= exponents(eqn.outvars[0])
     if name == "div":  # of integers it rounds
         return old in floats
     if name == "gather" and "FILL" in str(eqn.params["mode"]):  # each term would bring the filling
