@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 import manymesh as mm
 from flat import program, run, text
+from manymesh._passes._unreduced._linear import is_linear_in_first
 
 TASK = """
     inputs: w f32[4,4], x f32[8,4]
@@ -89,3 +90,17 @@ def test_terms_below_zero_of_unsigned_numbers(dtype):
     assert float(step(x)) == 200 - x.size
     (reduction,) = step.lower(x).report().reductions
     assert bool(reduction.axes) == (dtype == "int32")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "linear"),
+    [
+        ("int4", "int32", False), ("int4", "float32", False), ("uint4", "int8", False), ("int8", "int16", False),
+        ("uint32", "float32", False), ("int16", "int8", True), ("int32", "float32", True), ("uint32", "int32", True),
+        ("float32", "float16", False), ("float32", "bfloat16", True), ("float8_e4m3fn", "float32", True), ("bool", "int32", False),
+    ],
+)  # fmt: skip
+def test_casts_of_parts(old, new, linear):
+    """Parts of a sum may be too large, or below zero, for a type that their sum fits, and the sum for its own."""
+    (eqn,) = jax.make_jaxpr(lambda x: x.astype(new))(jax.ShapeDtypeStruct((2,), old)).eqns
+    assert is_linear_in_first(eqn) == linear

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
 
 from ... import _compat
 from ..._compat import Atom, Eqn
@@ -31,8 +34,8 @@ FIRST = frozenset(
         "dynamic_slice", "gather", "split", "unstack", "sharding_constraint", "manymesh_constraint",
     )
 )  # fmt: skip
-# Bytes of the integers that nobody counts to the end of.
-_COUNTS = 4
+# Bits of the integers that nobody counts to the end of.
+_COUNTS = 32
 # Linear in one of two operands.
 EITHER = frozenset(("mul", "dot_general", "conv_general_dilated"))
 
@@ -78,23 +81,37 @@ def is_linear_in_first(eqn: Eqn) -> bool:
     """Whether an equation, applied to the terms of a sum in its first operand, gives terms of its result, up to rounding."""
     name = eqn.primitive.name
     dtype, wholes, floats = shape_and_dtype(eqn.invars[0])[1], ("i", "u"), ("f", "V", "c")
-    old = getattr(dtype, "kind", "key")
+    old = _kind(dtype)
     if name == "convert_element_type":
-        new = eqn.params["new_dtype"]
-        if old == "u" and (new.kind not in wholes or new.itemsize > dtype.itemsize):
+        new = _kind(eqn.params["new_dtype"])
+        wider = new in floats or _bits(eqn.params["new_dtype"]) > _bits(dtype)
+        if old == "u" and wider:
             return False  # a term below zero is a large number
-        if old == "i" and dtype.itemsize < _COUNTS and (new.kind in floats or new.itemsize > dtype.itemsize):
+        if old == "i" and _bits(dtype) < _COUNTS and wider:
             return False  # the sum may be too large for its type, and its terms not
         if old in wholes:
-            return new.kind in (*wholes, *floats)
+            return new in (*wholes, *floats)
         # Terms may be too large for a type that ends earlier, and their sum not.
-        return old in floats and new.kind in floats and exponents(eqn.invars[0]) <= exponents(eqn.outvars[0])
+        return old in floats and new in floats and exponents(eqn.invars[0]) <= exponents(eqn.outvars[0])
     if name == "div":  # of integers it rounds
         return old in floats
     if name == "gather" and "FILL" in str(eqn.params["mode"]):  # each term would bring the filling
         fill = eqn.params["fill_value"]
         return fill == 0 if fill is not None else old in floats
     return name in FIRST
+
+
+def _kind(dtype: Any) -> str:
+    """NumPy's letter for a dtype, of integers of a few bits as well."""
+    for letter, integers in (("u", jnp.unsignedinteger), ("i", jnp.signedinteger)):
+        if jnp.issubdtype(dtype, integers):
+            return letter
+    return getattr(dtype, "kind", "key")
+
+
+def _bits(dtype: Any) -> int:
+    """The bits of a number; 0 of what is no integer."""
+    return int(jnp.iinfo(dtype).bits) if jnp.issubdtype(dtype, jnp.integer) else 0  # type: ignore[no-untyped-call]
 
 
 def mixes_groups(eqn: Eqn, at: int) -> bool:
