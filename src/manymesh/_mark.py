@@ -180,7 +180,8 @@ def task(
       ``jax.vjp``, ``jax.vmap`` and ``jax.checkpoint``. Anywhere else it is ``fun``.
 
     Raises:
-      ValueError: as for `Task`; and, while tracing, a task on one submesh inside a task on another.
+      ValueError: as for `Task`; and, while tracing, a task on one submesh inside a task on another, or a function that changes
+        a module of Flax NNX that it is given, and does not return it.
 
     Example:
       >>> import jax, jax.numpy as jnp, manymesh as mm
