@@ -107,6 +107,20 @@ def test_a_fragment_that_uses_two_cores_alone_shares_them():
     assert times[2.0] == pytest.approx(4 * (sum(FORWARD[:2]) + sum(BACKWARD[:2])))
 
 
+@pytest.mark.parametrize("unit", [1e-3, 1e4 / 3, 1e8 / 7])
+def test_cores_are_shared_alike_on_a_clock_of_any_length(unit):
+    """A large model on this machine takes years: late on the clock, what rounding leaves of a run is less than a tick."""
+    lowered, _ = pipeline("1f1b", 4, 7)
+    found = durations(lowered)
+
+    def course(unit):
+        runs, transfers = [unit * t for t in found.runs], {k: unit * t for k, t in found.transfers.items()}
+        return run_clock(lowered.program, lowered.plan, Durations(runs, transfers, cores=2.1, demand=[1.3] * len(runs)))
+
+    assert course(unit).seconds == pytest.approx(unit * course(1.0).seconds)
+    assert list(course(unit).ends) == pytest.approx([unit * end for end in course(1.0).ends])
+
+
 def test_the_thread_that_issues_holds_everything_up():
     """Where issuing takes longer than running, a step takes what issuing takes."""
     lowered = mm.jit(microbatched()).lower(parameters(), rows())

@@ -247,16 +247,17 @@ class _Sharing:
         """Goes to the next moment at which something ends or is issued; how many ended."""
         demand = {k: self._demand(k) for k in self.running}
         speed = min(1.0, self.cores / max(sum(demand.values()), 1e-9))
-        moments = [self.now + work / speed for work in self.running.values()] + list(self.moving.values())
+        finished = {k: self.now + work / speed for k, work in self.running.items()}
+        moments = [*finished.values(), *self.moving.values()]
         heads = [self.issued[positions[-1]] for positions in self.waiting.values() if positions]
         moments += [t for t in heads if t > self.now]
         moments += self.coming.values()
         assert moments, "a plan in which something always can go on"
         following = min(moments)
         done = 0
-        for k in list(self.running):
+        for k, end in finished.items():
             self.running[k] -= (following - self.now) * speed
-            if self.running[k] <= 1e-12:
+            if end <= following or self.running[k] <= 1e-12:  # late on the clock, what is left may be less than a tick
                 del self.running[k]
                 done += 1
                 self._ends(k, self.plan.instructions[k], following)
