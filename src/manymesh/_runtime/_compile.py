@@ -19,7 +19,7 @@ Request = Generator["Future[Any]", Any, Any]
 
 @dataclass(eq=False)
 class Executables:
-    """Compiled fragments by structure, shardings and donation; shared by the programs of one ``mm.jit``.
+    """Compiled fragments by structure, shardings and donation; shared by the programs of one ``mm.jit``, and by threads.
 
     Stages of one kind compile once: for the devices of another submesh of the same form the executable of the
     first is loaded again. JAX ties executables to devices, so each submesh has to have its own.
@@ -36,6 +36,8 @@ class Executables:
     reused: int = 0
     _first: dict[Any, tuple[Mesh, Future[Any]]] = field(default_factory=dict)
     _saved: dict[Any, Future[Any]] = field(default_factory=dict)
+    # Where it is made -> what was asked for there: what makes executables equal, the submesh, the work.
+    _asked: dict[ThreadPoolExecutor, list[tuple[Any, Mesh, Future[Any]]]] = field(default_factory=dict)
 
     def request(
         self, pool: ThreadPoolExecutor, key: Any, mesh: Mesh, lower: Callable[[], Callable[[], Any]]
@@ -49,23 +51,29 @@ class Executables:
           lower: called here, because JAX's settings belong to a thread; what it returns is called in the pool.
         """
         while True:
-            if (key, mesh) in self.by_key:
+            future = self.by_key.get((key, mesh))
+            if future is not None:
                 self.reused += 1
             elif (first := self._first.get(key)) is not None and _can_load_again(first[0], mesh):
-                self.by_key[key, mesh] = self._load_again(pool, key, *first, mesh)
+                future = self._load_again(pool, key, *first, mesh)
+                self._keep(pool, key, mesh, future)
                 self.reused += 1
             else:
-                self.by_key[key, mesh] = pool.submit(lower())
+                future = pool.submit(lower())
+                self._keep(pool, key, mesh, future)
                 self.compiled += 1
-                self._first.setdefault(key, (mesh, self.by_key[key, mesh]))
-            future = self.by_key[key, mesh]
+                self._first.setdefault(key, (mesh, future))
             executable = yield future
             if executable is not None:
                 return executable
             self.reused -= 1
             self._first.pop(key, None)  # neither this one nor another can be loaded for other devices
             if self.by_key.get((key, mesh)) is future:
-                del self.by_key[key, mesh]
+                self.by_key.pop((key, mesh), None)
+
+    def _keep(self, pool: ThreadPoolExecutor, key: Any, mesh: Mesh, future: Future[Any]) -> None:
+        self._asked.setdefault(pool, []).append((key, mesh, future))
+        self.by_key[key, mesh] = future
 
     def _load_again(
         self, pool: ThreadPoolExecutor, key: Any, source: Mesh, made: Future[Any], target: Mesh
@@ -75,11 +83,19 @@ class Executables:
             saved = self._saved[key] = _then(pool, made, _compat.save_executable)
         return _then(pool, saved, functools.partial(_compat.load_executable, source=source, target=target))
 
-    def settle(self) -> None:
-        """Drops what is needed only while a program is compiled, and what did not compile, so that another call tries."""
+    def settle(self, pool: ThreadPoolExecutor) -> None:
+        """Drops what is needed only while a program is compiled, and what did not compile, so that another call tries.
+
+        Args:
+          pool: where it was compiled. What another thread compiles meanwhile stays.
+        """
         self._saved.clear()
-        self.by_key = {k: f for k, f in self.by_key.items() if f.done() and not f.cancelled() and not f.exception()}
-        self._first = {k: (mesh, f) for k, (mesh, f) in self._first.items() if (k, mesh) in self.by_key}
+        for key, mesh, future in self._asked.pop(pool, ()):
+            if not future.done() or future.cancelled() or future.exception():
+                if self.by_key.get((key, mesh)) is future:
+                    self.by_key.pop((key, mesh), None)
+                if self._first.get(key) == (mesh, future):
+                    self._first.pop(key, None)
 
 
 def _can_load_again(a: Mesh, b: Mesh) -> bool:

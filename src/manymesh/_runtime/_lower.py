@@ -87,7 +87,7 @@ def lower(
             pool.shutdown(cancel_futures=True)
             raise
         finally:
-            cache.settle()
+            cache.settle(pool)
     return Lowered(program, plan, layout, executables, worker.starts)
 
 
