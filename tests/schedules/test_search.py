@@ -194,3 +194,10 @@ def test_list_scheduling_is_legal_within_its_memory(placement, count: int, split
     peaks = peak_memory(order, activation)
     assert all(peak <= cap * (1 + 1e-6) for peak, cap in zip(peaks, caps, strict=True))
     assert max(live_activations(order)) >= 1
+
+
+@pytest.mark.parametrize("found", [None, 3.0])
+def test_a_function_that_gives_no_costs_is_named(found):
+    """As one without a return."""
+    with pytest.raises(ScheduleError, match=r"costs\(4\) gives .*expected the Costs of one of 4 microbatches"):
+        search(lambda count: found, 2, [4])

@@ -110,6 +110,11 @@ def search(
     failures: list[ScheduleError] = []
     for count in num_microbatches:
         cost = cost_of(count)
+        if not isinstance(cost, Costs):
+            raise ScheduleError(
+                f"search: costs({count}) gives {type(cost).__name__} {cost!r}, expected the Costs of one of {count} microbatches; "
+                "return them."
+            )
         for placement in tried:
             limits = _limits(memory, max(placement) + 1)
             for schedule, order in _candidates(schedules, placement, count, cost, limits, failures):
