@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import numpy as np
 
 from .. import _compat
 from .._compiled import Compiled
@@ -114,7 +113,8 @@ class _Batches:
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)))
+    """What a call of the step would see: also a random key, and a Python number, whose type is weak."""
+    return _compat.abstract(x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x))
 
 
 def _plain(fun: Callable[[], Any]) -> Callable[[], Any]:
