@@ -150,3 +150,17 @@ def test_bad_arguments():
         mm.parallelize(f, init_params=init_params)
     with pytest.raises(ValueError, match=r"'second' runs on devices \[6, 7\], .* devices=\[0, 1, 2, 3, 4, 5\]"):
         mm.parallelize(f, init_params=init_params, initial_batch=np.ones((8, 16)), devices=range(6))
+
+
+def test_a_batch_with_a_random_key_and_a_number():
+    """The step is compiled for what the calls bring: a typed key, and a number whose type is weak."""
+
+    def loss(params, batch):
+        noise = jax.random.uniform(batch["key"], (8, 8))
+        return f(params, batch["x"]) + noise * batch["scale"]
+
+    _, f = model()
+    batch = {"x": np.ones((8, 16), np.float32), "key": jax.random.key(3), "scale": 2}
+    run, init, batches = mm.parallelize(loss, init_params=init_params, get_input_batch=lambda: batch)
+    assert_same(run(init(), batches()), reference(loss, init_params(), batch))
+    assert "1 program" in repr(run._jitted)

@@ -349,3 +349,16 @@ def test_keys_are_looked_after_in_the_whole_step():
         assert_same(mm.jit(step)(*args)[0], reference(step, *args)[0])
         with pytest.raises(jax.errors.KeyReuseError):
             mm.jit(lambda p, x, key: noise(x, key) + noise(x, key))(*args)
+
+
+def test_an_argument_without_a_name_is_static_or_donated_by_its_number() -> None:
+    """A keyword that is called like it is another argument."""
+    task = mm.task(lambda x: 2 * x, "task", devices=[1])
+
+    def step(k, /, x, **more):
+        return task(x) * k + more["k"]
+
+    other = jnp.ones(2)
+    assert mm.jit(step, static_argnums=0)(3, jnp.ones(2), k=other).tolist() == [7.0, 7.0]
+    assert mm.jit(step, donate_argnums=0)(jnp.ones(2), jnp.ones(2), k=other).tolist() == [3.0, 3.0]
+    assert not other.is_deleted()

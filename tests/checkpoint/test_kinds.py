@@ -295,3 +295,19 @@ def test_leaves_of_the_program(tmp_path) -> None:
         mm.checkpoint.save(tmp_path / "named", {"model": model})
     assert len(seen) == 1 and seen[0].filename == __file__
     assert mm.checkpoint.restore(tmp_path / "named", {"model": model})["model"].generator is model.generator
+
+
+def test_arrays_of_64_bits_come_back_where_these_are_switched_off(tmp_path) -> None:
+    with jax.enable_x64(True):
+        numbers = jnp.array([2**40 + 1, 5])
+        state = {
+            "anywhere": numbers,
+            "there": jax.device_put(numbers, NamedSharding(FIRST, P("x"))),
+            "weak": jnp.asarray(1e-300),
+        }
+    mm.checkpoint.save(tmp_path / "wide", state)
+    for like in (state, {"there": jax.ShapeDtypeStruct((2,), "int64", sharding=NamedSharding(SECOND, P()))}):
+        found = mm.checkpoint.restore(tmp_path / "wide", like)
+        assert all(x.addressable_shards[0].data.dtype == x.dtype for x in jax.tree.leaves(found))
+        assert np.asarray(found["there"]).tolist() == [2**40 + 1, 5]
+    assert_same_bits(mm.checkpoint.restore(tmp_path / "wide", state), state)

@@ -377,6 +377,28 @@ def test_a_save_removes_what_a_killed_one_left(tmp_path) -> None:
     assert os.listdir(tmp_path) == ["8"]
 
 
+def test_managers_of_one_directory_leave_each_other_alone(tmp_path, monkeypatch) -> None:
+    """As when a cell of a notebook makes the manager anew while the last checkpoint is still being written."""
+    begun, go_on, commit = threading.Event(), threading.Event(), Database.commit
+
+    def slowly(self: Database) -> None:
+        begun.set()
+        assert go_on.wait(30)
+        commit(self)
+
+    monkeypatch.setattr(Database, "commit", slowly)
+    with mm.checkpoint.Manager(tmp_path) as one, mm.checkpoint.Manager(tmp_path) as other:
+        one.save(1, state_of(1))
+        assert begun.wait(30)
+        with pytest.raises(CheckpointError, match="1 is being saved already"):
+            mm.checkpoint.Manager(tmp_path, asynchronous=False).save(1, state_of(1))
+        other.save(2, state_of(2))
+        time.sleep(0.1)
+        go_on.set()
+        one.wait_until_finished()
+        assert [restored(other, step) for step in (1, 2)] == [1, 2]
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     import conftest  # noqa: F401  # devices, before JAX starts its backend

@@ -417,3 +417,23 @@ def test_a_name_that_no_rule_knows_is_an_error_if_strict():
 
     with raises(ValueError, "'modle'"):
         parallelize_step(Model(), OPTIMIZER, mesh(), jnp.ones((4, 3)), strict=True)
+
+
+def test_random_keys_in_the_state_and_in_the_batch():
+    """An optimizer that adds noise keeps a typed key; so may a batch that brings its own noise."""
+    model, (x, y) = Halves(), batch()
+    given = {"x": x, "y": y, "noise": jax.random.key(4)}
+
+    def loss(params, given):
+        noise = jax.random.normal(given["noise"], given["x"].shape)
+        return model.apply({"params": params}, given["x"] + noise, given["y"])
+
+    optimizer = optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(1)), optax.sgd(0.1))
+    step, state, _, prepare = parallelize_step(
+        model, optimizer, mesh(), local_batch=given, loss_fn=loss, inputs=lambda given: (given["x"], given["y"])
+    )
+    with mm.ignore_transforms():
+        expected, _ = step(jax.tree.map(jnp.array, state), given)
+    found, state = step(state, prepare(given))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert "0 programs" in repr(step._jitted) and int(state.opt_state[0].count) == 1

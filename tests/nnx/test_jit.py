@@ -328,3 +328,10 @@ def test_one_microbatch_is_the_plain_call() -> None:
     step = mm.nnx.jit(mm.nnx.microbatch(lambda model, x: jnp.sum(model(x)), argnum=-1, num_microbatches=1))
     np.testing.assert_allclose(step(model, X), jnp.sum(model.dense(X)), rtol=1e-5)
     assert int(model.calls[...]) == 1
+
+
+def test_one_decorator_makes_several_steps() -> None:
+    jit = mm.nnx.jit(out_shardings=None)
+    steps = jit(lambda model, x: model(x)), jit(lambda model, x: 2 * model(x))
+    one, other = (step(placed(), X) for step in steps)
+    np.testing.assert_allclose(other, 2 * one, rtol=1e-6)

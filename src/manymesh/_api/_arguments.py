@@ -83,8 +83,10 @@ def named(fun: Any, numbers: tuple[int, ...], names: tuple[str, ...]) -> tuple[t
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if all(p.kind != p.VAR_POSITIONAL for p in parameters):
         numbers = tuple(k + len(positional) if k < 0 else k for k in numbers)
-    more_names = tuple(positional[k] for k in numbers if -len(positional) <= k < len(positional))
-    more_numbers = tuple(positional.index(n) for n in names if n in positional)
+    nameless = {p.name for p in parameters if p.kind == p.POSITIONAL_ONLY}  # a keyword of that name is another argument
+    in_range = (positional[k] for k in numbers if -len(positional) <= k < len(positional))
+    more_names = tuple(name for name in in_range if name not in nameless)
+    more_numbers = tuple(positional.index(n) for n in names if n in positional and n not in nameless)
     return tuple(sorted({*numbers, *more_numbers})), tuple(sorted({*names, *more_names}))
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import numpy as np
 
 from .. import _compat
 from .._compiled import Compiled
@@ -72,7 +71,7 @@ def parallelize(
         if get_input_batch is None:
             raise ArgumentError("parallelize needs the shape of a batch: give get_input_batch, or initial_batch")
         first.append(get_input_batch())
-    batch = jax.tree.map(_shape, first[0] if first else initial_batch)
+    batch = jax.tree.map(seen, first[0] if first else initial_batch)
     arguments = (batch,) if init_params is None else (jax.eval_shape(_plain(init_params)), batch)
     step = Parallelized(jit(fun), arguments)
     if devices is not None:
@@ -113,8 +112,9 @@ class _Batches:
         return jax.tree.map(self._compiled.bring, batch, self._shardings)
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)))
+def seen(x: Any) -> jax.ShapeDtypeStruct:
+    """What a call of the step would see: also a random key, and a Python number, whose type is weak."""
+    return _compat.abstract(x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x))
 
 
 def _plain(fun: Callable[[], Any]) -> Callable[[], Any]:

@@ -22,7 +22,7 @@ from ._api import as_path
 from ._format import ASIDE, ITEM, check_names_of_steps, read_metadata, steps_in, translated, unfinished_steps
 from ._processes import Processes
 from ._read import read
-from ._write import Writing, prepare
+from ._write import Writing, is_under_way, prepare
 
 T = TypeVar("T")
 
@@ -269,7 +269,8 @@ class Manager:
     def _write(self, writing: Writing) -> None:
         if writing.processes.first and not self._clean and self.directory.is_dir():
             for left in unfinished_steps(self.directory):
-                shutil.rmtree(left, ignore_errors=True)
+                if not is_under_way(left):  # another manager of this process writes it
+                    shutil.rmtree(left, ignore_errors=True)
         self._clean = True
         writing.run(functools.partial(self._remove_old, int(writing.path.name)))
 

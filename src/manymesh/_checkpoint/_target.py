@@ -87,6 +87,10 @@ class Target:
           parts: for each of the boxes, what is there.
           random: implementation of the random keys that it consists of.
         """
+        with _compat.wide_dtypes([self.dtype]):
+            return self._make(parts, random)
+
+    def _make(self, parts: Mapping[Any, np.ndarray[Any, Any]], random: str | None) -> Any:
         if self.sharding is None:
             return self._on_host(parts[None], random)
         indices = self._indices(self.sharding)

@@ -28,6 +28,7 @@ from ._snapshot import Part, snapshot
 from ._store import Database, merge
 
 _numbers = itertools.count()  # saves begin in the same order in every process
+_under_way: dict[Path, Writing] = {}  # what this process is writing, whichever manager began it
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,13 @@ class Writing:
         Raises:
           CheckpointError: a process could not, so nothing was saved; or ``afterwards`` raised, and it is saved.
         """
+        try:
+            self._run(afterwards)
+        finally:
+            if _under_way.get(self.aside) is self:
+                del _under_way[self.aside]
+
+    def _run(self, afterwards: Callable[[], None] | None) -> None:
         self.processes.agree(self.number, self.path, self.calls)
         if self.processes.count > 1:
             check_alike(self.path, self._place_of("alike"), self.processes, self.parts, self.metadata)
@@ -94,6 +102,8 @@ class Writing:
 
     def _make(self) -> None:
         if self.processes.first:
+            if _under_way.setdefault(self.aside, self) is not self:
+                raise CheckpointError(f"{self.path} is being saved already, by another call; wait for that one")
             if self.aside.exists():
                 shutil.rmtree(self.aside)
             self.directory.mkdir(parents=True)
@@ -182,6 +192,11 @@ def prepare(path: Path, item: str | None, tree: PyTree, metadata: Any, *, keep: 
         check_left_out(path, leaves)
         parts = snapshot(leaves, processes, keep=keep)
     return Writing(path, item, leaves, parts, metadata, processes, number, calls)
+
+
+def is_under_way(aside: Path) -> bool:
+    """Whether this process is writing there."""
+    return aside in _under_way
 
 
 def _sync(directory: Path) -> None:

@@ -114,6 +114,7 @@ from ._tracing import traced_dtype as traced_dtype
 from ._tracing import typed as typed
 from ._tracing import untyped as untyped
 from ._tracing import vmapped as vmapped
+from ._tracing import wide_dtypes as wide_dtypes
 from ._tracing import wide_types as wide_types
 from ._tracing import wide_values as wide_values
 from ._tracing import with_weak_type as with_weak_type

@@ -82,7 +82,14 @@ def wide_types(jaxpr: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def wide_values(variables: Iterable[Any]) -> Iterator[None]:
     """Keeps the values of variables of 64 bits as they are, where these are switched off by now."""
-    wide = not config.enable_x64.value and any(getattr(v.aval, "dtype", None) in WIDE for v in variables)
+    with wide_dtypes(getattr(v.aval, "dtype", None) for v in variables):
+        yield
+
+
+@contextlib.contextmanager
+def wide_dtypes(dtypes: Iterable[Any]) -> Iterator[None]:
+    """Keeps arrays of dtypes of 64 bits as they are, where these are switched off by now."""
+    wide = not config.enable_x64.value and any(dtype in WIDE for dtype in dtypes)
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
         yield
 

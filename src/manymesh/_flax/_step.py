@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from .. import _compat
 from .._api._jit import jit
+from .._api._parallelize import seen
 from .._compiled import Compiled
 from .._errors import ArgumentError, MeshError
 from .._implicit import registered
@@ -228,7 +229,7 @@ def _abstract_batch(global_batch: PyTree, local_batch: PyTree) -> Any:
             "neither" if global_batch is None else "both"
         ))  # fmt: skip
     given = _of_all(local_batch, jax.process_count()) if global_batch is None else global_batch
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.numpy.result_type(x)), given)
+    return jax.tree.map(seen, given)
 
 
 def _placed(model: nn.Module, mesh: Mesh, keys: Any, pick: Callable[[Any], Any], batch: PyTree) -> nn.Module:
@@ -279,8 +280,8 @@ def _of_all(local: Any, processes: int) -> Any:
         shape = jax.numpy.shape(x)
         if not shape:
             raise ArgumentError("parallelize_step: a scalar in local_batch cannot be joined over processes")
-        dtype = jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x))
-        return jax.ShapeDtypeStruct((processes * shape[0], *shape[1:]), dtype)
+        one = seen(x)
+        return jax.ShapeDtypeStruct((processes * shape[0], *shape[1:]), one.dtype, weak_type=one.weak_type)
 
     return local if processes == 1 else jax.tree.map(of_all, local)
 
@@ -316,8 +317,7 @@ def _of_rows(shapes: Any) -> Any:
 
 def _shapes(tree: PyTree) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
-    kinds = tuple((jax.numpy.shape(x), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x))) for x in leaves)
-    return kinds, treedef
+    return tuple((x.shape, x.dtype) for x in map(seen, leaves)), treedef
 
 
 def _text(tree: PyTree) -> str:

@@ -31,10 +31,10 @@ class Jitted(FunctionLike[P, R]):
     def __init__(self, fun: Callable[P, R], options: dict[str, Any]) -> None:
         functools.update_wrapper(self, fun)
         self.fun = fun
-        out_shardings = options.pop("out_shardings")
+        out_shardings = options["out_shardings"]
         wanted = None if out_shardings is None else (None, out_shardings)
         self._jitted: PlainJitted[..., PureResult] = plain_jit(
-            _carried(pure(rooted(fun))), out_shardings=wanted, **options
+            _carried(pure(rooted(fun))), **{**options, "out_shardings": wanted}
         )
 
     def __repr__(self) -> str:
