@@ -304,6 +304,24 @@ def test_looking_up_reads_what_is_looked_up():
     assert found.bytes_read < 4 * 1000 * 8 / 10
 
 
+@pytest.mark.parametrize(("said", "expected"), [(None, 2 * 64**3), (7, 7)])
+def test_operations_of_a_pallas_kernel(said, expected):
+    """Those of its products, for each block of its grid; or what it says itself."""
+    from jax.experimental import pallas as pl
+
+    def kernel(a, b, out):
+        out[...] = a[...] @ b[...]
+
+    rows, whole = pl.BlockSpec((16, 64), lambda i: (i, 0)), pl.BlockSpec((64, 64), lambda i: (0, 0))
+    estimate = None if said is None else pl.CostEstimate(flops=said, transcendentals=0, bytes_accessed=0)
+    call = pl.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct((64, 64), np.float32), grid=(4,), in_specs=[rows, whole], out_specs=rows,
+        cost_estimate=estimate, interpret=True,
+    )  # fmt: skip
+    counted = work(jax.make_jaxpr(call)(*[jax.ShapeDtypeStruct((64, 64), np.float32)] * 2), {}, [((), ())] * 2)
+    assert dict(counted.matmul_flops) == {"float32": expected}
+
+
 def test_nothing_is_done_by_nothing():
     """A jaxpr without equations whose result is its argument: it is read."""
     found = counted(lambda x: x, (4, 4))

@@ -186,6 +186,8 @@ class _Counter:
             self.matmul[dtype] += rule(op.eqn) / math.prod(self.axes[a] for a in axes)
         elif op.name in ("scan", "while", "cond", "shard_map"):
             self._inside(at, op)
+        elif op.name == "pallas_call":
+            self.matmul[str(_compat.dtype(op.eqn.invars[0]))] += kernel_flops(op.eqn)
         elif _reads_all(op.name) and op.reads and op.reads[0] != NOTHING:
             k = op.reads[2] if op.name.startswith("scatter") and op.reads[2] != NOTHING else op.reads[0]
             self.other += math.prod(self.found.shapes[k]) / self.ways[k]
@@ -238,6 +240,24 @@ class _Counter:
             self.repeated_bytes += (times - 1) * (most.bytes_read + most.bytes_written) + most.repeated_bytes
         self.open_loops += most.open_loops
         self.inner_room[at] = max((Room(w.temporary_bytes, w.largest) for w in each), key=lambda room: room.nbytes)
+
+
+def kernel_flops(eqn: Eqn) -> float:
+    """Operations of a Pallas kernel: what it says itself (`pl.CostEstimate`), else the products in its body, for each of its grid."""
+    said = eqn.params.get("cost_estimate")
+    if said is not None:
+        return float(said.flops)
+
+    def products(jaxpr: AbstractJaxpr) -> float:
+        found = 0.0
+        for e in _compat.open_jaxpr(jaxpr).eqns:
+            rule = _FLOPS.get(e.primitive.name)
+            times = _compat.scan_parts(e).length if e.primitive.name == "scan" else 1
+            found += rule(e) if rule is not None else times * sum(map(products, _compat.jaxprs_in(e)))
+        return found
+
+    grid = [n for n in eqn.params["grid_mapping"].grid if isinstance(n, int)]  # what is known before the call
+    return math.prod(grid) * products(eqn.params["jaxpr"])
 
 
 def _ranked(split: Split, v: Var) -> Split:
