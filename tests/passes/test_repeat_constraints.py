@@ -47,3 +47,17 @@ def test_one_of_a_microbatch_stays():
     flat = body("0: ", "h * lax.reduce_sum(c, (0, 1))", operand="h @ w @ w")
     assert len(constraints(flat)) == 1
     assert run("repeat_constraints", flat) is flat
+
+
+def test_the_order_is_that_of_the_program():
+    """Of many that one reader reads, in every process: no order of a set, which is that of addresses."""
+    many = range(12)
+    inputs = ", ".join(f"w{k} f32[4,4]" for k in many)
+    lines = "\n".join(f"    c{k} = lax.with_sharding_constraint(w{k}, {SPEC})" for k in many)
+    flat = program(
+        f"tasks: front 0\ninputs: {inputs}\n{lines}\n    y = front: {' + '.join(f'c{k}' for k in many)}\n"
+        f"    z = front_bwd: y * {' + '.join(f'c{k}' for k in many)}\n    results: z"
+    )
+    after = run("repeat_constraints", flat)
+    read = [n.inputs[0] for n in after.nodes if n.primitive == "sharding_constraint"]
+    assert read == [*flat.invars, *flat.invars]

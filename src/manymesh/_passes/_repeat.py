@@ -23,7 +23,8 @@ def repeat_constraints(flat: FlatProgram) -> FlatProgram:
     for every microbatch in flight where it does so inside a loop, because the backward pass reads it too.
     """
     index = flat.index
-    constant = {n for n in flat.nodes if n.task is None and n.primitive in _CONSTRAINTS and _is_constant(n, flat)}
+    found = (n for n in flat.nodes if n.task is None and n.primitive in _CONSTRAINTS and _is_constant(n, flat))
+    constant = dict.fromkeys(found)  # in order: other processes make the same program
     reads: dict[Node, dict[Var, Var]] = defaultdict(dict)
     before: dict[Node, list[Node]] = defaultdict(list)
     gone: set[Node] = set()
@@ -35,7 +36,7 @@ def repeat_constraints(flat: FlatProgram) -> FlatProgram:
             groups[reader.task or reader.colocated_with, reader.phase, reader.loop].append(reader)
         stays = len(groups) < 2 and all(r.loop == n.loop for r in readers)
         # Of a constraint of a constraint the last one is repeated first, in this run; the one before it in the next.
-        if stays or result in index.leaving or not constant.isdisjoint(readers):
+        if stays or result in index.leaving or not constant.keys().isdisjoint(readers):
             continue
         gone.add(n)
         for users in groups.values():
