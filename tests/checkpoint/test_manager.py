@@ -195,7 +195,7 @@ def test_an_old_step_that_cannot_be_removed_is_named(asynchronous, monkeypatch, 
             raise PermissionError(f"cannot remove {path}")
 
         patch.setattr(shutil, "rmtree", refuse)
-        words = r"^step 2 is saved, but .*1, beyond max_to_keep, could not be removed: cannot remove"
+        words = r"^.*2 is saved, but .*1, beyond max_to_keep, could not be removed: cannot remove"
         with pytest.raises(CheckpointError, match=words):
             manager.save(2, state_of(2))
             manager.wait_until_finished()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import os
@@ -78,7 +79,7 @@ class Manager:
         self._max_to_keep = None if max_to_keep is None else operator.index(max_to_keep)
         self._interval, self._asynchronous = operator.index(save_interval_steps), asynchronous
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._error: tuple[str, BaseException] | None = None
         self._clean = False  # whether what earlier runs left unfinished has been removed
         self._tried = False  # whether anything was written, or tried to be
         self._restored: int | None = None  # the step that was restored last
@@ -215,11 +216,8 @@ class Manager:
                 self._thread.join()
                 self._thread = None
             if self._error is not None:
-                error, self._error = self._error, None
-                saved = isinstance(error, _OldStepError)
-                raise CheckpointError(
-                    str(error) if saved else f"a checkpoint in {self.directory} was not saved: {error}"
-                ) from error
+                (what, error), self._error = self._error, None
+                raise CheckpointError(what) from error
 
     @_compat.boundary
     def close(self) -> None:
@@ -264,7 +262,11 @@ class Manager:
         try:
             self._write(writing)
         except BaseException as error:  # raised in the thread of the user
-            self._error = error
+            saved = (
+                isinstance(error, CheckpointError) and writing.path.exists()
+            )  # but not all that comes after it is done
+            what = str(error) if saved else f"a checkpoint in {self.directory} was not saved: {error}"
+            self._error = what, error
 
     def _write(self, writing: Writing) -> None:
         if writing.processes.first and not self._clean and self.directory.is_dir():
@@ -283,17 +285,11 @@ class Manager:
             going = [*reversed(given_up), *others[: len(others) - len(given_up)]]
             for step in going[: max(len(others) + 1 - self._max_to_keep, 0)]:
                 old = self.directory / str(step)
-                try:
+                with (
+                    translated(f"{old}, beyond max_to_keep, could not be removed"),
+                    contextlib.suppress(FileNotFoundError),  # somebody else has removed it, such as another manager
+                ):
                     _remove(old)
-                except FileNotFoundError:  # somebody else has removed it, such as another manager
-                    continue
-                except OSError as error:
-                    what = f"step {saved} is saved, but {old}, beyond max_to_keep, could not be removed"
-                    raise _OldStepError(f"{what}: {error}") from error
-
-
-class _OldStepError(CheckpointError):
-    """A step is saved, and one before it could not be removed."""
 
 
 def _number(value: SupportsIndex) -> int | None:

@@ -183,7 +183,7 @@ class Processes:
                 )
             time.sleep(0.02)
 
-    def meet(self, place: str, error: Exception | None, state: str = "nothing was saved, because of") -> None:
+    def meet(self, place: str, error: Exception | None, state: str = "nothing was saved, because of ") -> None:
         """Waits until every process is at the same place, and raises in all of them what went wrong in one.
 
         A barrier of the coordination service and no collective: it runs in a thread of its own, while the main thread
@@ -207,7 +207,7 @@ class Processes:
             client.wait_at_barrier(key, timeout_in_ms=int(PATIENCE * 1000))
             failed = [text for _, text in client.key_value_dir_get(f"{key}/failed/")]
             if failed and error is None:
-                raise CheckpointError(f"{state} {'; '.join(failed)}")
+                raise CheckpointError(f"{state}{'; '.join(failed)}")
         if error is not None:
             raise error
 

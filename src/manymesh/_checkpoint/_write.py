@@ -84,17 +84,22 @@ class Writing:
         self.processes.agree(self.number, self.path, self.calls)
         if self.processes.count > 1:
             check_alike(self.path, self._place_of("alike"), self.processes, self.parts, self.metadata)
-        works = [("made", self._make), ("written", self._write), ("current", self._finish)]
+        for place, work in (("made", self._make), ("written", self._write), ("current", self._finish)):
+            self._together(place, work)
         if afterwards is not None:
-            works.append(("after", afterwards if self.processes.first else lambda: None))
-        for place, work in works:
-            error = None
             try:
-                work()
-            except Exception as raised:  # the others are waiting, and have to hear of it whatever it is
-                error = raised
-            state = f"{self.path} is saved, but" if place == "after" else "nothing was saved, because of"
-            self.processes.meet(self._place_of(place), error, state)
+                self._together("after", afterwards if self.processes.first else lambda: None, state="")
+            except Exception as raised:
+                raise CheckpointError(f"{self.path} is saved, but {raised}") from raised
+
+    def _together(self, place: str, work: Callable[[], None], **words: str) -> None:
+        """Does a part of the work, and waits until every process has done its own."""
+        error = None
+        try:
+            work()
+        except Exception as raised:  # the others are waiting, and have to hear of it whatever it is
+            error = raised
+        self.processes.meet(self._place_of(place), error, **words)
 
     def _place_of(self, name: str) -> str:
         """What processes call a place at which they meet."""

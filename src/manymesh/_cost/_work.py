@@ -186,8 +186,6 @@ class _Counter:
             self.matmul[dtype] += rule(op.eqn) / math.prod(self.axes[a] for a in axes)
         elif op.name in ("scan", "while", "cond", "shard_map"):
             self._inside(at, op)
-        elif op.name == "pallas_call":
-            self.matmul[str(_compat.dtype(op.eqn.invars[0]))] += kernel_flops(op.eqn)
         elif _reads_all(op.name) and op.reads and op.reads[0] != NOTHING:
             k = op.reads[2] if op.name.startswith("scatter") and op.reads[2] != NOTHING else op.reads[0]
             self.other += math.prod(self.found.shapes[k]) / self.ways[k]
@@ -242,24 +240,6 @@ class _Counter:
         self.inner_room[at] = max((Room(w.temporary_bytes, w.largest) for w in each), key=lambda room: room.nbytes)
 
 
-def kernel_flops(eqn: Eqn) -> float:
-    """Operations of a Pallas kernel: what it says itself (`pl.CostEstimate`), else the products in its body, for each of its grid."""
-    said = eqn.params.get("cost_estimate")
-    if said is not None:
-        return float(said.flops)
-
-    def products(jaxpr: AbstractJaxpr) -> float:
-        found = 0.0
-        for e in _compat.open_jaxpr(jaxpr).eqns:
-            rule = _FLOPS.get(e.primitive.name)
-            times = _compat.scan_parts(e).length if e.primitive.name == "scan" else 1
-            found += rule(e) if rule is not None else times * sum(map(products, _compat.jaxprs_in(e)))
-        return found
-
-    grid = [n for n in eqn.params["grid_mapping"].grid if isinstance(n, int)]  # what is known before the call
-    return math.prod(grid) * products(eqn.params["jaxpr"])
-
-
 def _ranked(split: Split, v: Var) -> Split:
     """A split for a value; a literal operand has none, whatever its rank, and rows are added to one part of an accumulator."""
     rank = len(shape_of(v))
@@ -295,8 +275,27 @@ def _conv(eqn: Eqn) -> float:
     return float(_each(eqn) * math.prod(shape_of(eqn.outvars[0])) * terms / zeros)
 
 
+def _kernel(eqn: Eqn) -> float:
+    """What a Pallas kernel says itself (`pl.CostEstimate`), else the products in its body, for each block of its grid."""
+    said = eqn.params.get("cost_estimate")
+    if said is not None:
+        return float(said.flops)
+    grid = [n for n in eqn.params["grid_mapping"].grid if isinstance(n, int)]  # what is known before the call
+    return math.prod(grid) * _products(eqn.params["jaxpr"])
+
+
+def _products(jaxpr: AbstractJaxpr) -> float:
+    found = 0.0
+    for e in _compat.open_jaxpr(jaxpr).eqns:
+        rule = _FLOPS.get(e.primitive.name)
+        times = _compat.scan_parts(e).length if e.primitive.name == "scan" else 1
+        found += rule(e) if rule is not None else times * sum(map(_products, _compat.jaxprs_in(e)))
+    return found
+
+
 _FLOPS: dict[str, Callable[[Eqn], float]] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _conv,
+    "pallas_call": _kernel,
 }

@@ -188,7 +188,9 @@ class _Placer:
                 home.update(self._input_homes(besides=home))
                 rest = self._sweep(open_nodes, lambda n: self._vote_states(n, home), "state")
             if len(rest) == len(open_nodes):  # what is added up goes with what it is made of, once that is somewhere
-                rest = self._sweep(open_nodes[::-1], self._vote_outputs_but_sums, "read by")[::-1]
+                rest = self._sweep(
+                    open_nodes[::-1], lambda n: None if n in self.sums else self._vote_outputs(n), "read by"
+                )[::-1]
             if len(rest) == len(open_nodes):
                 rest = self._sweep(open_nodes[::-1], self._vote_outputs, "read by")[::-1]
             if len(rest) == len(open_nodes):
@@ -469,9 +471,6 @@ class _Placer:
     @staticmethod
     def _repeats(n: Node) -> bool:
         return n.backward or n.loop is not None
-
-    def _vote_outputs_but_sums(self, n: Node) -> int | None:
-        return None if n in self.sums else self._vote_outputs(n)
 
     def _vote_outputs(self, n: Node) -> int | None:
         votes: dict[int, int] = defaultdict(int)
