@@ -84,7 +84,7 @@ def test_a_stack_has_all_layers_that_were_saved(tmp_path) -> None:
     """A smaller one is another model, as an array of another shape is; layers alone may be asked for."""
     mm.checkpoint.save(tmp_path / "c", {f"layer_{k}": {"w": jnp.full(2, k)} for k in range(3)})
     stacked = {"layers": "layer_{}"}
-    words = r"layers/w stacks 2 layers, but the checkpoint has another one, layer_2/w"
+    words = r"layers/w stacks 2 layers, but the checkpoint has another one, layer_2/w; like= has to stack all"
     with pytest.raises(CheckpointError, match=words):
         mm.checkpoint.restore(tmp_path / "c", {"layers": {"w": jnp.ones((2, 2), int)}}, stacked=stacked)
     found = mm.checkpoint.restore(tmp_path / "c", {"layer_1": {"w": jnp.ones(2, int)}}, stacked=stacked)

@@ -108,7 +108,8 @@ def match(
             missing.append(f"{leaf} is not in the checkpoint{close_matches(leaf.name, records)}")
         elif source.beyond is not None:
             stacks = f"{leaf} stacks {len(source.records)} layers"
-            missing.append(f"{stacks}, but the checkpoint has another one, {text(source.beyond.name)}")
+            more = f"but the checkpoint has another one, {text(source.beyond.name)}"
+            missing.append(f"{stacks}, {more}; like= has to stack all of them, or to name those wanted one by one")
         else:
             sources[i] = source
     return sources, missing
