@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from ._errors import ArgumentError, ProcessError
 from ._hardware import Hardware
 from ._layout._stacked import StackedValue
 from ._measure import loop_costs, measure, measured_durations
+from ._moved_again import MovedAgain
 from ._plan._donation import hand_over
 from ._plan._instructions import Plan, Receive, Run
 from ._plan._number import arguments_elsewhere, home_between_calls
@@ -143,7 +145,7 @@ class Compiled(Shown):
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the step."""
-        return self.call_flat(self._flatten(args, kwargs))
+        return self.run(self._flatten(args, kwargs))
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of arguments that are what the step was compiled for."""
@@ -172,6 +174,20 @@ class Compiled(Shown):
             f"{'; '.join(parts)}; static arguments are left out of the call as None, and the function that mm.jit returned "
             "compiles for each structure"
         )
+
+    def run(self, leaves: list[Any]) -> PyTree:
+        """Runs the step on the flat list of the leaves with which a user calls it."""
+        if self._moved_again.calls:
+            self._moved_again.look(leaves)
+        return self.call_flat(leaves)
+
+    @functools.cached_property
+    def _moved_again(self) -> MovedAgain:
+        return MovedAgain(self.name, self._homes_read(), self._path)
+
+    def _homes_read(self) -> list[Sharding | None]:
+        """The home of each leaf of the arguments; None where nothing reads it."""
+        return [home if places else None for home, places in zip(self.homes, self.places(), strict=True)]
 
     def call_flat(self, leaves: list[Any], observer: Observer | None = None) -> PyTree:
         """Runs the step on the flat list of its arguments' leaves; an observer is told what is done."""

@@ -108,6 +108,17 @@ def shortened(text: str, most: int = MOST, whole: str = "") -> str:
     return "\n".join(found)
 
 
+def format_bytes(count: float) -> str:
+    """A number of bytes with a binary unit: ``640 B``, ``1.5 KiB``."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        count /= 1024
+        if count < 1024 or unit == "TiB":
+            break
+    return f"{count:.1f} {unit}"
+
+
 def joined(names: Sequence[str], most: int = 3) -> str:
     """``layer_0 .. layer_47 (48)`` for many names, all of a few."""
     return ", ".join(names) if len(names) <= most else f"{names[0]} .. {names[-1]} ({len(names)})"

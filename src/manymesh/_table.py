@@ -14,7 +14,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from . import meta
 from ._errors import ArgumentError
-from ._shown import as_written, page_width, rich_html
+from ._shown import as_written, format_bytes, page_width, rich_html
 from ._types import PyTree
 from .meta._named import axes_of, is_named_node, value_of
 from .meta._tasks import TasksLike
@@ -243,13 +243,3 @@ def format_ids(ids: tuple[int, ...]) -> str:
     if len(ids) > 2 and list(ids) == list(range(ids[0], ids[-1] + 1)):
         return f"{ids[0]}-{ids[-1]}"
     return ",".join(map(str, ids))
-
-
-def format_bytes(count: int) -> str:
-    """``512 B``, ``64.0 KiB``, ``1.5 MiB``."""
-    if count < 1024:
-        return f"{count} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        if (count := count / 1024) < 1024 or unit == "GiB":  # type: ignore[assignment]  # from here on a float
-            break
-    return f"{count:.1f} {unit}"

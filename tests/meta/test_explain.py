@@ -241,7 +241,7 @@ def test_the_table_is_as_wide_as_it_needs_to_be_and_folds_for_rich(monkeypatch: 
 
 @given(st.integers(0, 2**50))
 def test_bytes_are_written_with_a_unit(count: int) -> None:
-    from manymesh.meta._report import format_bytes
+    from manymesh._shown import format_bytes
 
     number, unit = format_bytes(count).split()
     size = float(number) * 1024 ** ["B", "KiB", "MiB", "GiB", "TiB"].index(unit)

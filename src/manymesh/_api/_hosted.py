@@ -434,6 +434,10 @@ class CompiledParts(_InParts, Compiled):
                 x.delete()
         return result
 
+    def _homes_read(self) -> list[Sharding | None]:
+        read = {v: home for v, home, _ in self._reads(self._items, ())}
+        return [read.get(v) for v in self._invars]
+
     def _run(self, items: Sequence[_Item], env: dict[Var, Any], observer: Observer | None) -> PyTree:
         """Runs parts on the values of ``env``, which is kept up to date; the result of the last one."""
         result: PyTree = None
@@ -481,7 +485,7 @@ class CompiledParts(_InParts, Compiled):
             compiled = self.parts[program.name]
             found = zip(program.operands, compiled.homes, compiled.places(), strict=True)
             for v, home, taken in found:
-                if v not in made:
+                if taken and v not in made:
                     homes.setdefault(v, home)
                     places.setdefault(v, set()).update(taken)
         return tuple((v, home, bool(places[v] - {home})) for v, home in homes.items())

@@ -210,7 +210,7 @@ class Jitted(FunctionLike[P, R], Shown):
                 f"mm.jit({self.name}) is called while JAX traces another function, such as one of jax.jit; a step runs as "
                 "programs of its own and cannot be a part of another one: apply jax.jit inside the function that mm.jit wraps"
             )
-        result = self._compiled_for(given, called=True).call_flat(given.leaves)
+        result = self._compiled_for(given, called=True).run(given.leaves)
         return result
 
     @_compat.boundary

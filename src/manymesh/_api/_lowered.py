@@ -25,6 +25,7 @@ from .._layout._solve import solve
 from .._layout._stacked import Joints, stacked_inputs, stacked_outputs
 from .._plan._digest import digest, lines
 from .._plan._instructions import Plan
+from .._plan._number import home_between_calls
 from .._program import Program
 from .._program._stacked import positions
 from .._progress import compiling
@@ -170,8 +171,7 @@ class Lowered(Shown):
         program, layout = self.program, self.layout
         described = []
         for v in program.invars[len(program.consts) :]:
-            places = program.input_submeshes[v]
-            sharding = layout.sharding(v, program.home[v] if program.home[v] in places else places[0])
+            sharding = layout.sharding(v, home_between_calls(program, v))
             weak = bool(getattr(v.aval, "weak_type", False))
             described.append(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding, weak_type=weak))
         stacked = stacked_inputs(program, layout, self._joints)

@@ -24,7 +24,7 @@ from .._mark import ignore_transforms, task
 from .._microbatch import microbatch
 from .._plan._instructions import Tag
 from .._runtime._transport import Batch, LocalTransport
-from .._table import format_bytes
+from .._shown import format_bytes
 from ._between import COUNTS, MARK
 
 _WORDS = 1 << 20  # float32 values that are sent to see how fast: 4 MiB

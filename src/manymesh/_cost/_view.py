@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._hardware import Hardware
 from .._program import Reduction
-from .._shown import joined, numbers, page_width
+from .._shown import format_bytes, joined, numbers, page_width
 from ._crossings import ValueLine
 from ._idle import IdleAxis
 from ._lines import EdgeLine, FragmentLine, LoopLine, Off, Prediction, SharedDevices
@@ -89,8 +89,8 @@ def too_small(memory: Mapping[Any, Memory], hardware: Hardware | None) -> Iterat
     room = hardware.memory_bytes
     over = [m.peak_bytes for m in memory.values() if m.peak_bytes > room]
     if over:
-        where = f"{len(over)} of {len(memory)} devices need more, up to {_bytes(max(over))}"
-        yield f"DOES NOT FIT the {_bytes(room)} of {hardware.name}: {where}"
+        where = f"{len(over)} of {len(memory)} devices need more, up to {format_bytes(max(over))}"
+        yield f"DOES NOT FIT the {format_bytes(room)} of {hardware.name}: {where}"
 
 
 def tasks(lines: Sequence[TaskLine]) -> RenderableType:
@@ -103,10 +103,10 @@ def tasks(lines: Sequence[TaskLine]) -> RenderableType:
 
     def cells(line: Any) -> tuple[str, ...]:
         stage = "" if line.stage is None else str(line.stage)
-        size = f"{line.parameters:,} ({_bytes(line.parameter_bytes)})" if line.parameters else ""
+        size = f"{line.parameters:,} ({format_bytes(line.parameter_bytes)})" if line.parameters else ""
         return (
             line.name, str(line.submesh), stage, str(line.runs), _flops(line.forward_flops), _flops(line.backward_flops),
-            _bytes(line.bytes_read), size,
+            format_bytes(line.bytes_read), size,
         )  # fmt: skip
 
     for row in _folded([cells(line) for line in lines], named=(0, 1, 2)):
@@ -124,7 +124,7 @@ def fragments(lines: Sequence[FragmentLine]) -> Iterator[str]:
         rows.append(
             (
                 f.name, f"submesh {f.submesh}", f"{f.kind}{stage}", f"x{f.runs}", executable, f"{f.inputs} -> {f.outputs}",
-                _flops(f.figures.flops), _bytes(f.figures.nbytes), f"+{_bytes(f.figures.temporary_bytes)}", seconds,
+                _flops(f.figures.flops), format_bytes(f.figures.nbytes), f"+{format_bytes(f.figures.temporary_bytes)}", seconds,
             )
         )  # fmt: skip
     shown = list(_folded(rows, named=(0, 1, 2, 4)))
@@ -146,7 +146,7 @@ def values(lines: Sequence[ValueLine], edges: Sequence[EdgeLine]) -> Iterator[Re
     rows = [
         (
             v.name if v.values == 1 else f"{v.values} x {v.name}", str(v.source), str(v.target), v.type, v.layout,
-            _bytes(v.nbytes), str(v.times), _bytes(v.total_bytes),
+            format_bytes(v.nbytes), str(v.times), format_bytes(v.total_bytes),
         )
         for v in lines
     ]  # fmt: skip
@@ -189,8 +189,8 @@ def devices(memory: Mapping[Any, Memory]) -> RenderableType:
     for column in ("devices", "arriving", "peak", "at", *kinds):
         table.add_column(column, justify="left" if column in ("devices", "at") else "right", overflow="fold")
     for devices, m in _alike(memory.items()):
-        made = [_bytes(m.made_of.get(kind, 0)) for kind in kinds]
-        table.add_row(devices, _bytes(m.argument_bytes), _bytes(m.peak_bytes), m.at, *made)
+        made = [format_bytes(m.made_of.get(kind, 0)) for kind in kinds]
+        table.add_row(devices, format_bytes(m.argument_bytes), format_bytes(m.peak_bytes), m.at, *made)
     return table
 
 
@@ -201,11 +201,11 @@ def peaks(memory: Mapping[Any, Memory], hardware: Hardware | None) -> Iterator[s
         device, m = most
         yield f"the peak of {device}, {m.peak_bytes} bytes at {m.at}, holds most of"
         for h in m.holds:
-            yield f"  {h.values} x {h.name} ({h.kind}), {_bytes(h.nbytes)}"
+            yield f"  {h.values} x {h.name} ({h.kind}), {format_bytes(h.nbytes)}"
         if hardware is not None and hardware.memory_bytes is not None:
             room = hardware.memory_bytes
             fits = "fits in" if m.peak_bytes <= room else "DOES NOT FIT in"
-            yield f"it {fits} the {_bytes(room)} of {hardware.name}"
+            yield f"it {fits} the {format_bytes(room)} of {hardware.name}"
 
 
 def off(differences: Sequence[Off]) -> Iterator[str]:
@@ -264,16 +264,6 @@ def _some(items: Sequence[object]) -> str:
 
 
 # --- units ------------------------------------------------------------------------------------------------
-
-
-def _bytes(count: float) -> str:
-    if count < 1024:
-        return f"{count:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        count /= 1024
-        if count < 1024 or unit == "TiB":
-            break
-    return f"{count:.1f} {unit}"
 
 
 def _flops(count: float) -> str:

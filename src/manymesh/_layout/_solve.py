@@ -163,7 +163,7 @@ class _Solver:
         program = self.program
         for i, sharding in shardings.items():
             v = program.invars[i]
-            for s in program.input_submeshes[v]:
+            for s in program.input_submeshes[v] or (program.home[v],):
                 mesh = program.submeshes[s]
                 if s == program.home[v] or sharding.mesh.axis_names == mesh.axis_names:
                     self._decide(v, s, adapt_spec(sharding.spec, _compat.shape(v), mesh), rule)
@@ -364,7 +364,7 @@ class _Solver:
         program = self.program
         places: dict[tuple[Var, int], None] = {}
         for v in program.invars:
-            places.update(dict.fromkeys((v, s) for s in program.input_submeshes[v]))
+            places.update(dict.fromkeys((v, s) for s in program.input_submeshes[v] or (program.home[v],)))
         for f in program.fragments:
             places.update(dict.fromkeys((v, f.submesh) for v in (*f.invars, *f.outvars)))
         for e in program.edges:

@@ -256,11 +256,11 @@ class _Builder:
         return edges
 
     def _input_submeshes(self) -> dict[Var, tuple[int, ...]]:
-        """Where each input has to be; a result that is an input unchanged stays at its home."""
+        """Where each input has to be: nowhere, if nobody reads it; a result that is an input unchanged stays at its home."""
         read_at = {}
         for v in self.flat.invars:
             needed = self._needed_at(v)
-            if v in self.index.results or not needed:
+            if v in self.index.results:
                 needed = needed | {self.placement.home[v]}
             read_at[v] = tuple(sorted(needed))
         return read_at

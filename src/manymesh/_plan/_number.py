@@ -56,4 +56,4 @@ def arguments_elsewhere(program: Program, plan: Plan) -> Iterator[tuple[int, _co
 def home_between_calls(program: Program, v: _compat.Var) -> int:
     """The submesh on which an argument is between calls: its home, or the first that reads it where that does not."""
     home, readers = program.home[v], program.input_submeshes[v]
-    return home if home in readers else readers[0]
+    return home if home in readers or not readers else readers[0]

@@ -159,7 +159,7 @@ class Program(Shown):
       invars: inputs; the first ``len(consts)`` are constants.
       outputs: (variable or literal, submesh) of each result.
       home: submesh of the copy of record of each variable.
-      input_submeshes: input -> submeshes that read it.
+      input_submeshes: input -> submeshes that read it; none for one that nobody reads.
       consts: values of the constants, in order.
       unmarked: (primitive, submesh, reason, count) of the equations outside tasks.
       reductions: sums of accumulators over the devices that share a batch.

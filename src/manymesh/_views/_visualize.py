@@ -15,8 +15,8 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 
 from .._errors import ArgumentError
-from .._shown import page_width
-from .._table import format_bytes, format_ids
+from .._shown import format_bytes, page_width
+from .._table import format_ids
 from ..meta._named import is_named_node, value_of
 
 if TYPE_CHECKING:  # imported when something is printed

@@ -10,13 +10,14 @@ from jax.sharding import PartitionSpec
 
 from .. import _compat
 from .._errors import AxisError, MetadataError
+from .._shown import format_bytes
 from .._types import PyTree
 from ._axes import AnyMesh, Axes, Names
 from ._check import indivisible, indivisible_text, shard_count, too_many_text
 from ._fit import fit_names
 from ._named import choose_rules, leaves_of, parts_in, resolve_axes
 from ._paths import describe, nearest
-from ._report import Dimension, Explanation, Finding, FindingKind, LeafReport, format_bytes
+from ._report import Dimension, Explanation, Finding, FindingKind, LeafReport
 from ._rules import Resolution, Rules, RulesLike, as_rules, get_logical_axis_rules, parts_of, rules_around
 from ._tasks import Tasks, TasksLike
 

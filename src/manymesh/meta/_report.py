@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jax.sharding import PartitionSpec
 
-from .._shown import rich_html
+from .._shown import format_bytes, rich_html
 from ._rules import Rule, Rules, parts_of
 
 if TYPE_CHECKING:  # Rich is imported when something is printed: it takes as long as a third of JAX
@@ -173,16 +173,6 @@ class Explanation:
         out = io.StringIO()
         Console(file=out, width=10_000, color_system=None).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-def format_bytes(count: int) -> str:
-    """A number of bytes with a binary unit: ``640 B``, ``1.5 KiB``."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

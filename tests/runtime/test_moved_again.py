@@ -1,0 +1,129 @@
+"""Arguments that are moved in each call, and those that nobody reads."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import manymesh as mm
+from manymesh._runtime._relayout import Relayouts
+
+WIDTH = 512  # a weight is 1 MiB
+
+
+def weights() -> dict[str, jax.Array]:
+    return {name: jax.random.normal(jax.random.key(k), (WIDTH, WIDTH)) / 32 for k, name in enumerate("ab")}
+
+
+def forward(tasks: Any, params: Any, x: Any) -> Any:
+    first, second = tasks
+    return second(params["b"], first(params["a"], x))
+
+
+@pytest.fixture
+def tasks() -> Any:
+    meshes = mm.submeshes(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data")), "stage")
+    return [mm.task(lambda w, x: jnp.tanh(x @ w), f"half_{k}", mesh=mesh) for k, mesh in enumerate(meshes)]
+
+
+@contextmanager
+def brought() -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of arguments that calls move."""
+    shapes: list[tuple[int, ...]] = []
+    bring = Relayouts.bring
+
+    def noted(self: Relayouts, x: Any, sharding: Any) -> Any:
+        shapes.append(np.shape(x))
+        return bring(self, x, sharding)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Relayouts, "bring", noted)
+        yield shapes
+
+
+def calls(step: Any, *args: Any, count: int = 6) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(count):
+            step(*args)
+    return [str(w.message) for w in found]
+
+
+def test_what_is_moved_in_each_call_is_told_once_and_the_remedy_works(tasks: Any) -> None:
+    @mm.jit
+    def evaluate(params: Any, x: Any) -> Any:
+        return forward(tasks, params, x).sum()
+
+    params, x = weights(), jnp.ones((4, WIDTH))
+    (text,) = calls(evaluate, params, x)
+    assert text.startswith("evaluate: args[0] (2 arrays, 2.0 MiB), args[1] (1 array, 8.0 KiB) lay elsewhere")
+    assert "jax.device_put(args[0], compiled.input_shardings[0][0]), with compiled = evaluate.prepare(...)" in text
+
+    args, compiled = (params, x), evaluate.prepare(params, x)
+    placed = jax.device_put(args[0], compiled.input_shardings[0][0])
+    evaluate.clear_cache()
+    with brought() as shapes:
+        assert not calls(evaluate, placed, x)
+    assert set(shapes) == {x.shape}
+
+
+def test_other_arrays_each_time_and_small_ones_are_no_accident(tasks: Any) -> None:
+    @mm.jit
+    def evaluate(params: Any, x: Any) -> Any:
+        return forward(tasks, params, x).sum()
+
+    params = {name: np.asarray(w) for name, w in weights().items()}  # as they are read from a file, anew
+    for _ in range(4):
+        assert not calls(evaluate, params, jnp.ones((4, WIDTH)), count=1)
+    small = {name: jnp.ones((8, 8)) for name in "ab"}
+    assert not calls(evaluate, small, jnp.ones((4, 8)))
+
+
+def test_arguments_that_nobody_reads_stay_where_they_are(tasks: Any) -> None:
+    @mm.jit
+    def train(params: Any, moments: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: jnp.mean(forward(tasks, p, x) ** 2))(params)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments
+
+    @mm.jit
+    def evaluate(state: Any, x: Any) -> Any:
+        params, _ = state
+        return forward(tasks, params, x).sum()
+
+    x = jnp.ones((4, WIDTH))
+    state = train(weights(), jax.tree.map(jnp.zeros_like, weights()), x)
+    with brought() as shapes:
+        value = evaluate(state, x)
+    assert shapes == [x.shape]
+    lowered = evaluate.lower(state, x)
+    memory = lowered.report().memory
+    assert max(m.argument_bytes for m in memory.values()) < 1.1 * 4 * WIDTH**2  # a weight, and no moment
+    assert [s.sharding.spec for s in jax.tree.leaves(lowered.arguments[0][0][1])] == [jax.P()] * 2
+    with mm.ignore_transforms():
+        np.testing.assert_allclose(value, evaluate(state, x), rtol=1e-5)
+
+
+def test_arguments_that_a_loop_on_the_host_does_not_read_are_not_told(tasks: Any) -> None:
+    @mm.jit
+    def settle(state: Any, x: Any) -> Any:
+        def unfinished(carry: Any) -> Any:
+            return carry[0].sum() < 4 * WIDTH * carry[1]
+
+        return jax.lax.while_loop(
+            unfinished, lambda carry: (forward(tasks, state["read"], carry[0]), carry[1] - 0.3), (x, jnp.float32(0.5))
+        )
+
+    elsewhere = jax.device_put(jnp.ones((WIDTH, WIDTH)), jax.devices()[7])
+    small = {name: jnp.ones((8, 8)) / 32 for name in "ab"}
+    assert not calls(settle, {"read": small, "unread": elsewhere}, jnp.ones((4, 8)))
+    (text,) = calls(settle, {"read": weights(), "unread": elsewhere}, jnp.ones((4, WIDTH)))
+    assert "args[0] (2 arrays, 2.0 MiB)" in text
