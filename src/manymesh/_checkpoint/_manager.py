@@ -83,7 +83,7 @@ class Manager:
         self._thread: threading.Thread | None = None
         self._errors: list[tuple[str, BaseException]] = []  # of the last save, until somebody hears of it
         weakref.finalize(self, _say_unheard, self._errors)
-        self._clean = False  # whether what earlier runs left unfinished has been removed
+        self._clean = False  # whether what was left unfinished, by earlier runs or a save that failed, has been removed
         self._tried = False  # whether anything was written, or tried to be
         self._restored: int | None = None  # the step that was restored last
         self._lock = threading.RLock()  # one save begins at a time, and one call waits for it
@@ -276,8 +276,9 @@ class Manager:
             for left in unfinished_steps(self.directory):
                 if not is_under_way(left):  # another manager of this process writes it
                     shutil.rmtree(left, ignore_errors=True)
-        self._clean = True
+        self._clean = False  # unless it ends well
         writing.run(functools.partial(self._remove_old, int(writing.path.name)))
+        self._clean = True
 
     def _remove_old(self, saved: int) -> None:
         if self._max_to_keep is not None:
