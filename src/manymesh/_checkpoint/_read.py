@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._errors import CheckpointError
@@ -97,7 +98,7 @@ class Reading:
                     f"{self.leaf} was saved as {self._saved_dtype()} {found[0]}, which is no {self.target.dtype} as in like=; restore it "
                     "like a number of Python"
                 )
-            parts = {key: part.astype(self.target.dtype, copy=False) for key, part in parts.items()}
+            parts = {key: _converted(part, self.target.dtype) for key, part in parts.items()}
         return self.target.make(parts, self.record.random)
 
     def _boxes(self) -> dict[Any, Any]:
@@ -107,6 +108,22 @@ class Reading:
         """How much is read."""
         count: int = sum(math.prod(s.stop - s.start for s in box) for box in self._boxes().values())
         return count * dtype_of(self.store).itemsize
+
+
+def _converted(part: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
+    """Numbers of another dtype, as `astype` of JAX makes them: a float beyond the whole numbers of a dtype is the last of them."""
+    if jnp.issubdtype(part.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        part = part if dtype == bool else part.real
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not (jnp.issubdtype(part.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.integer)):
+            between = np.int64 if jnp.issubdtype(part.dtype, jnp.integer) else np.float64
+            part = part if np.can_cast(part.dtype, dtype, "unsafe") else part.astype(between)
+            return part.astype(dtype, copy=False)
+        limits, wide = jnp.iinfo(dtype), part.astype(np.float64)
+        found = np.asarray(wide.astype(dtype))
+    for beyond, number in ((wide <= limits.min, limits.min), (wide >= limits.max, limits.max), (np.isnan(wide), 0)):
+        found[beyond] = number  # NumPy leaves open what it is
+    return found
 
 
 def read(find: Callable[[], Path], like: PyTree, stacked: Mapping[str, str] | None, cast: bool) -> Any:
