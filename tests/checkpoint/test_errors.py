@@ -91,6 +91,12 @@ def test_a_stack_has_all_layers_that_were_saved(tmp_path) -> None:
     assert found["layer_1"]["w"].tolist() == [1, 1]
 
 
+def test_one_key_is_no_stack_of_keys(tmp_path) -> None:
+    mm.checkpoint.save(tmp_path / "c", {"layers": {"rng": jax.random.key(0)}})
+    with pytest.raises(CheckpointError, match=r"layer_1/rng is layer 1, but the stack was saved with shape \(\)"):
+        mm.checkpoint.restore(tmp_path / "c", {"layer_1": {"rng": jax.random.key(0)}}, stacked={"layers": "layer_{}"})
+
+
 def test_where_there_is_no_checkpoint(saved, tmp_path) -> None:
     """It says what is there."""
     (tmp_path / "file").write_text("x")

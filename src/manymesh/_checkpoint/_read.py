@@ -71,11 +71,13 @@ class Reading:
         if self.record.kind != "scalar" and self.target.host not in NUMBERS:
             return False
         saved, wanted = dtype_of(self.store), self.target.dtype
+        if np.issubdtype(saved, np.integer) and np.issubdtype(wanted, np.integer):
+            return True
         return np.can_cast(saved, wanted, "same_kind") and np.can_cast(wanted, saved, "same_kind")
 
     def _is_too_large(self, number: np.ndarray[Any, Any]) -> bool:
         """Whether a whole number is none of the dtype that is wanted."""
-        if not np.issubdtype(self.target.dtype, np.integer):
+        if not np.issubdtype(self.target.dtype, np.integer) or self.target.host is int:
             return False
         wanted = np.iinfo(self.target.dtype)
         return not bool(np.all((wanted.min <= number) & (number <= wanted.max)))
@@ -98,7 +100,9 @@ class Reading:
                     f"{self.leaf} was saved as {self._saved_dtype()} {found[0]}, which is no {self.target.dtype} as in like=; restore it "
                     "like a number of Python"
                 )
-            parts = {key: _converted(part, self.target.dtype) for key, part in parts.items()}
+            whole = np.issubdtype(dtype_of(self.store), np.integer)
+            if not (whole and self.target.host is int):  # of which none is too large
+                parts = {key: _converted(part, self.target.dtype) for key, part in parts.items()}
         return self.target.make(parts, self.record.random)
 
     def _boxes(self) -> dict[Any, Any]:
@@ -113,13 +117,14 @@ class Reading:
 def _converted(part: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
     """Numbers of another dtype, as `astype` of JAX makes them: a float beyond the whole numbers of a dtype is the last of them."""
     if jnp.issubdtype(part.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
-        part = part if dtype == bool else part.real
+        part = part.astype(bool) if jnp.issubdtype(dtype, jnp.bool_) else part.real
     with np.errstate(over="ignore", invalid="ignore"):
         if not (jnp.issubdtype(part.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.integer)):
             between = np.int64 if jnp.issubdtype(part.dtype, jnp.integer) else np.float64
             part = part if np.can_cast(part.dtype, dtype, "unsafe") else part.astype(between)
             return part.astype(dtype, copy=False)
-        limits, wide = jnp.iinfo(dtype), part.astype(np.float64)
+        limits: Any = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]  # JAX types it as nothing
+        wide = part.astype(np.float64)
         found = np.asarray(wide.astype(dtype))
     for beyond, number in ((wide <= limits.min, limits.min), (wide >= limits.max, limits.max), (np.isnan(wide), 0)):
         found[beyond] = number  # NumPy leaves open what it is
@@ -224,8 +229,10 @@ def _view(leaf: Leaf, source: Source, stores: Mapping[Record, Store]) -> tuple[S
         return stack(found), ""
     if source.layer is None:
         return found[0], ""
-    if not found[0].rank or source.layer >= found[0].shape[0]:
-        return None, f"{leaf} is layer {source.layer}, but the stack was saved with shape {tuple(found[0].shape)}"
+    rank = found[0].rank - (source.records[0].random is not None)  # a key is no stack of its words
+    shape = tuple(found[0].shape)[:rank]
+    if not shape or source.layer >= shape[0]:
+        return None, f"{leaf} is layer {source.layer}, but the stack was saved with shape {shape}"
     return found[0][source.layer], ""
 
 
