@@ -68,6 +68,10 @@ LIKE = [
         r"params/front/kernel of shape \(32, 32\) is not divided by the sharding in like=, .*'x'.* over a mesh of x=5",
     ),
     (
+        params(bias=jax.ShapeDtypeStruct((2,), np.float32, sharding=NamedSharding(OF_FIVE.abstract_mesh, P()))),
+        r"params/front/bias has a sharding on an abstract mesh in like=, .* with a mesh of devices",
+    ),
+    (
         params(bias=jnp.ones(3), kernel=jnp.ones(1), k1=1, k2=2, k3=3, k4=4),
         r"(\n  .*){5}\n  and 1 more\nsee docs",
     ),

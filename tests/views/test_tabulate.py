@@ -79,5 +79,17 @@ def test_boxes_and_tasks_give_names_and_devices():
 
 def test_what_has_no_array_cannot_be_visualized():
     """In one line, with what would do."""
-    with pytest.raises(ArgumentError, match=r"found no array with a sharding in dict; give a jax.Array"):
+    with pytest.raises(ArgumentError, match=r"found no array with a sharding on devices in dict; give a jax.Array"):
         inspect.visualize({"a": 1})
+
+
+def test_an_abstract_mesh_has_no_devices():
+    """As that of what `jax.eval_shape` gives where axes are explicit."""
+    mesh = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
+    tree = {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=sharding)}
+    (row,) = inspect.tabulate(tree).rows
+    assert row.spec == sharding.spec and row.devices == () and row.bytes_per_device == 64
+    with pytest.raises(ArgumentError, match="no array with a sharding on devices"):
+        inspect.visualize(tree)
+    assert len(inspect.visualize([tree, jnp.ones(3)]).arrays) == 1

@@ -42,6 +42,11 @@ class Reading:
         shape, saved_dtype = self._saved_shape(), self._saved_dtype()
         if shape != self.target.shape:
             return f"{self.leaf} was saved with shape {shape}, but like= has shape {self.target.shape}"
+        if not self.target.has_devices():
+            return (
+                f"{self.leaf} has a sharding on an abstract mesh in like=, as jax.eval_shape gives it where axes are explicit: there "
+                "are no devices in it; write NamedSharding(mesh, spec) with a mesh of devices"
+            )
         if not self.target.is_divided():
             return (
                 f"{self.leaf} of shape {shape} is not divided by the sharding in like=, {self.target.spec()}; give it one that "
