@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import logging
 import threading
@@ -146,6 +147,37 @@ def test_an_error_inside_leaves_what_was_recorded():
         step(jnp.ones(2))
         raise ZeroDivisionError
     assert [s.label for s in run.spans] == ["wave"]
+
+
+def test_a_launch_that_raises_leaves_no_annotation_open(monkeypatch):
+    """What the profiler sees after it is not below it."""
+    compiled = mm.jit(mm.task(jnp.sin, "wave", devices=[0])).lower(jnp.ones(2)).compile()
+    open_now: list[str] = []
+
+    class Annotation:
+        is_enabled = staticmethod(lambda: True)
+
+        def __init__(self, name, **details):
+            self.name = name
+
+        def __enter__(self):
+            open_now.append(self.name)
+
+        def __exit__(self, *error):
+            open_now.remove(self.name)
+
+    def fail(*inputs):
+        assert open_now == ["wave other"]
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(jax.profiler, "TraceAnnotation", Annotation)
+    monkeypatch.setattr("manymesh._runtime._watch._profiled", lambda: True)
+    compiled(jnp.ones(2))
+    executor = compiled._executor
+    monkeypatch.setattr(executor, "_issues", [dataclasses.replace(issue, call=fail) for issue in executor._issues])
+    with pytest.raises(ZeroDivisionError), mm.inspect.record():
+        compiled(jnp.ones(2))
+    assert open_now == []
 
 
 def test_nothing_recorded_can_be_shown():
