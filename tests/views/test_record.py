@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import json
 import logging
 import threading
 import time
@@ -190,8 +191,6 @@ def test_nothing_recorded_can_be_shown():
 
 def test_saved_and_loaded_it_is_the_same(tmp_path, recorded):
     """Every field of every span; and the file is a trace for Perfetto as it is."""
-    import json
-
     _, run, _, _ = recorded
     path = run.save(tmp_path / "run.json")
     again = inspect.Recording.load(path)
@@ -314,6 +313,33 @@ def test_no_prediction_is_refused(prediction):
     """With the form that is expected."""
     with pytest.raises(ArgumentError, match=r"prediction|kinds are forward, backward"):
         made_up().compare(prediction)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"start": "0"}, "starts at '0' and ends at 1.0; expected are two numbers of seconds"),
+        ({"end": None}, "starts at 0.0 and ends at None; expected are two"),
+        (
+            {"start": 3.0},
+            "starts at 3.0 and ends at 1.0; .* the end not before the start",
+        ),  # as of a start and a duration
+        ({"end": float("nan")}, "starts at 0.0 and ends at nan; expected are two"),
+        ({"kind": ["F"]}, r"is of kind \['F'\]; kinds are"),
+        ({"submesh": "0"}, "is on submesh '0'; expected is its number"),
+    ],
+)
+def test_a_row_that_is_no_stretch_of_time_is_refused(change, words, tmp_path):
+    """In a prediction and in a file, before anything is drawn of it."""
+    span = Span(0, "x", "F", 0, 0, 0.0, 1.0)._replace(**change)
+    with pytest.raises(ArgumentError, match=f"^row 0 of the prediction {words}"):
+        made_up().timeline([tuple(span[:7])])
+    path = tmp_path / "run.json"
+    run = json.loads(made_up().save(path).read_text())
+    run["manymesh"]["spans"][0] = [*span[:2], "forward" if span.kind == "F" else span.kind, *span[3:]]
+    path.write_text(json.dumps(run))
+    with pytest.raises(ArgumentError, match=f"run.json is no recording of manymesh .*span 0 {words}"):
+        inspect.Recording.load(path)
 
 
 def test_profiles_name_every_launch(tmp_path, recorded):

@@ -18,7 +18,7 @@ from .._runtime._watch import watching
 from ._chrome import chrome_trace
 from ._compare import Comparison, compare
 from ._recorder import Recorder, spans_of_calls
-from ._spans import Prediction, Span, bubble_fraction, busy, extent
+from ._spans import Prediction, Span, bubble_fraction, busy, checked, extent
 from ._timeline import Timeline
 from ._words import describe_mesh, format_seconds, with_elsewhere
 
@@ -99,7 +99,8 @@ class Recording:
         try:
             data = json.loads(Path(path).read_text("utf-8"))["manymesh"]
             fields = data["fields"]
-            spans = tuple(Span(**dict(zip(fields, row, strict=True))) for row in data["spans"])
+            rows = (Span(**dict(zip(fields, row, strict=True))) for row in data["spans"])
+            spans = tuple(checked(span, f"span {i}") for i, span in enumerate(rows))
             return cls(spans, tuple(data["submeshes"]), tuple(data["steps"]), tuple(data.get("elsewhere", ())))
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(
