@@ -181,6 +181,26 @@ def test_a_launch_that_raises_leaves_no_annotation_open(monkeypatch):
     assert open_now == []
 
 
+def test_steps_on_other_submeshes_have_rows_of_their_own():
+    """The submeshes of an actor are not those of the learner, and another step may number the same ones otherwise."""
+
+    def step(*devices):
+        tasks = [mm.task(jnp.sin, f"on_{d}", devices=[d]) for d in devices]
+        return mm.jit(lambda x: tasks[1](tasks[0](x)))
+
+    learner, actor, evaluation = step(0, 1), step(4, 5), step(1, 0)
+    with mm.inspect.record() as run:
+        for each in (learner, actor, evaluation):
+            each(jnp.ones(2))
+    assert run.submeshes == ("device 0", "device 1", "device 4", "device 5")
+    assert {s.label: run.submeshes[s.submesh] for s in run.spans if s.kind != "transfer"} == {
+        f"on_{d}": f"device {d}" for d in (0, 1, 4, 5)
+    }
+    ways = {(s.source, s.submesh, s.label) for s in run.spans if s.kind == "transfer"}
+    assert ways == {(0, 1, "on_0 -> submesh 1"), (2, 3, "on_4 -> submesh 3"), (1, 0, "on_1 -> submesh 0")}
+    assert {s.waited_for for s in run.spans if s.label == "on_5"} <= {"on_4 -> submesh 3", "its launch", ""}
+
+
 def test_nothing_recorded_can_be_shown():
     """An empty block gives an empty timeline in every form."""
     with mm.inspect.record() as run:
