@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import os
 import pathlib
 import shutil
 import subprocess
@@ -227,7 +228,12 @@ def test_mistakes_in_calls(saved, tmp_path) -> None:
         jax.jit(lambda x: mm.checkpoint.save(tmp_path / "x", {"w": x}))(1.0)
     with pytest.raises(ArgumentError, match=r"expected is the path of a directory, found dict"):
         mm.checkpoint.save({}, "path")
-    for stacked in ({"layers": "layer"}, {"layers": "{}/{}"}, {"{}": "layer_{}"}):
+    with pytest.raises(
+        ArgumentError, match=r"stacked='layers': expected is a dictionary, as \{'layers': 'layer_\{\}'\}"
+    ):
+        restore(saved / "10", {}, stacked="layers")
+    assert restore(os.fsencode(saved / "10"), {"step": 0}) == {"step": 4}
+    for stacked in ({"layers": "layer"}, {"layers": "{}/{}"}, {"{}": "layer_{}"}, {"layers": 3}):
         with pytest.raises(
             ArgumentError, match=r"expected is the name of stacked layers, and that of a single one with \{\}"
         ):

@@ -107,7 +107,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
       CheckpointError: it is on something that is no file system.
     """
     try:
-        given = os.fspath(path)
+        given = os.fsdecode(path)
     except TypeError:
         raise ArgumentError(f"expected is the path of a directory, found {type(path).__name__} {path!r}") from None
     if "://" in given:
