@@ -150,6 +150,7 @@ def tabulate(
 
     Raises:
       ArgumentError: ``boxed`` or ``shardings`` has other leaves than ``tree``.
+      AxisError: a sharding does not divide its parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -205,6 +206,7 @@ def _row(path: str, value: Any, names: tuple[Any, ...] | None, sharding: Any) ->
     if isinstance(sharding, NamedSharding):
         mesh: Any = sharding.mesh
         spec = sharding.spec
+        meta.check_divides(path, shape, spec, mesh)
         devices = () if isinstance(mesh, AbstractMesh) else tuple(d.id for d in mesh.devices.flat)
         shard = tuple(sharding.shard_shape(shape))
     elif isinstance(sharding, jax.sharding.Sharding):

@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 import manymesh as mm
 from manymesh import inspect
-from manymesh.errors import ArgumentError
+from manymesh.errors import ArgumentError, AxisError
 from manymesh.flax import shard_axes
 
 WIDTH = 4
@@ -93,3 +93,12 @@ def test_an_abstract_mesh_has_no_devices():
     with pytest.raises(ArgumentError, match="no array with a sharding on devices"):
         inspect.visualize(tree)
     assert len(inspect.visualize([tree, jnp.ones(3)]).arrays) == 1
+
+
+def test_a_sharding_that_does_not_divide_is_named():
+    """As of a description of what is to be."""
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((2,), ("model",), devices=jax.devices()[:2]), jax.P("model"))
+    tree = {"w": jax.ShapeDtypeStruct((3, 8), jnp.float32, sharding=sharding)}
+    for show in (inspect.tabulate, inspect.visualize):
+        with pytest.raises(AxisError, match=r"^w: dimension 0 of shape \(3, 8\) does not divide over axis 'model'"):
+            show(tree)

@@ -17,7 +17,9 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from .._errors import ArgumentError
 from .._shown import page_width
 from .._table import format_bytes, format_ids
+from ..meta._check import check_divides
 from ..meta._named import is_named_node, value_of
+from ..meta._paths import format_path
 
 if TYPE_CHECKING:  # imported when something is printed
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -195,6 +197,7 @@ def visualize(tree: object) -> Placements:
 
     Raises:
       ArgumentError: nothing in it is an array with a sharding on devices.
+      AxisError: a sharding does not divide the array that is described.
 
     Example:
       >>> import jax, jax.numpy as jnp, manymesh as mm
@@ -211,6 +214,8 @@ def visualize(tree: object) -> Placements:
         value = value_of(leaf)
         sharding = getattr(value, "sharding", None)
         if isinstance(sharding, Sharding) and not isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+            if isinstance(sharding, NamedSharding):
+                check_divides(format_path(path), tuple(value.shape), sharding.spec, sharding.mesh)
             pieces = _pieces(tuple(value.shape), sharding)
             spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
             size = math.prod(sharding.shard_shape(tuple(value.shape))) * value.dtype.itemsize
