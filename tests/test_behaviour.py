@@ -444,6 +444,17 @@ def test_in_and_out_shardings_say_where():
     assert f.lower(2, rows(), rows()).compile().output_shardings[0] == s
 
 
+def test_shardings_of_one_device():
+    """As `jax.jit` takes them; that of a task's only device is the submesh of the task."""
+    here, there, other = map(jax.sharding.SingleDeviceSharding, jax.devices()[:3])
+    task = mm.task(lambda p, x: jnp.tanh(x @ p["w"]), "only", devices=[1])
+    step = mm.jit(lambda p, x: (task(p, x), x.sum()), in_shardings=(there, here), out_shardings=(other, here))
+    lowered = step.lower({"w": jnp.eye(4)}, jnp.ones((2, 4)))
+    assert sorted(d.id for mesh in lowered.program.submeshes for d in mesh.devices.flat) == [0, 1, 2]
+    y, total = step({"w": jnp.eye(4)}, jnp.ones((2, 4)))
+    assert y.devices() == other.device_set and total.devices() == here.device_set and float(total) == 8
+
+
 def test_out_shardings_on_another_submesh_than_the_task():
     """The result of a task, an argument, literals and results of a loop are brought where they are wanted."""
     mesh = Mesh(np.array(jax.devices()[4:8]), ("d",))

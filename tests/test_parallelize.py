@@ -164,3 +164,38 @@ def test_a_batch_with_a_random_key_and_a_number():
     run, init, batches = mm.parallelize(loss, init_params=init_params, get_input_batch=lambda: batch)
     assert_same(run(init(), batches()), reference(loss, init_params(), batch))
     assert "1 program" in repr(run._jitted)
+
+
+def test_a_last_batch_of_another_length():
+    """It is computed where the function can have it, and refused in words where its layout cannot be; nothing runs then."""
+    (one, _), f = model()
+    lengths = iter([8, 4, 3])
+    run, init, batches = mm.parallelize(
+        f, init_params=init_params, get_input_batch=lambda: np.ones((next(lengths), 16), np.float32)
+    )
+    params = init()
+    assert [run(params, batches()).shape for _ in range(2)] == [(8, 8), (4, 8)]
+    with pytest.raises(
+        mm.errors.AxisError, match=r"dimension 0 \('x'\) of shape \(3, 16\) does not divide over axis 'x'"
+    ):
+        run(params, batches())
+
+    task, lengths = mm.task(lambda x: x * 2, "only", mesh=one), iter([8, 3])
+    by_rows = mm.task(
+        lambda x: mm.with_sharding_constraint(x, ("x" if x.shape[0] == 8 else None,)) + 1, "rows", mesh=one
+    )
+    run, _, batches = mm.parallelize(
+        lambda x: task(by_rows(x)), get_input_batch=lambda: np.ones(next(lengths), np.float32)
+    )
+    assert [run(batches()).tolist() for _ in range(2)] == [[4] * 8, [4] * 3]
+
+
+def test_a_batch_of_another_structure():
+    """The step compiles for it, as a call with it does."""
+    (one, _), _ = model()
+    task, given = (
+        mm.task(lambda x: x * 2, "only", mesh=one),
+        iter([{"x": np.ones(4)}, {"x": np.ones(4), "y": np.ones(4)}]),
+    )
+    run, _, batches = mm.parallelize(lambda batch: task(sum(batch.values())), get_input_batch=lambda: next(given))
+    assert [run(batches()).tolist() for _ in range(2)] == [[2] * 4, [4] * 4]

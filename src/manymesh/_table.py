@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from . import meta
@@ -150,6 +150,7 @@ def tabulate(
 
     Raises:
       ArgumentError: ``boxed`` or ``shardings`` has other leaves than ``tree``.
+      AxisError: a sharding does not divide its parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -204,7 +205,9 @@ def _row(path: str, value: Any, names: tuple[Any, ...] | None, sharding: Any) ->
     shard = shape
     if isinstance(sharding, NamedSharding):
         mesh: Any = sharding.mesh
-        spec, devices = sharding.spec, tuple(d.id for d in mesh.devices.flat)
+        spec = sharding.spec
+        meta.check_divides(path, shape, spec, mesh)
+        devices = () if isinstance(mesh, AbstractMesh) else tuple(d.id for d in mesh.devices.flat)
         shard = tuple(sharding.shard_shape(shape))
     elif isinstance(sharding, jax.sharding.Sharding):
         devices = tuple(sorted(int(d.id) for d in list[Any](sharding.device_set)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import os
 import pathlib
 import shutil
 import subprocess
@@ -68,6 +69,10 @@ LIKE = [
         r"params/front/kernel of shape \(32, 32\) is not divided by the sharding in like=, .*'x'.* over a mesh of x=5",
     ),
     (
+        params(bias=jax.ShapeDtypeStruct((2,), np.float32, sharding=NamedSharding(OF_FIVE.abstract_mesh, P()))),
+        r"params/front/bias has a sharding on an abstract mesh in like=, .* with a mesh of devices",
+    ),
+    (
         params(bias=jnp.ones(3), kernel=jnp.ones(1), k1=1, k2=2, k3=3, k4=4),
         r"(\n  .*){5}\n  and 1 more\nsee docs",
     ),
@@ -89,6 +94,12 @@ def test_a_stack_has_all_layers_that_were_saved(tmp_path) -> None:
         mm.checkpoint.restore(tmp_path / "c", {"layers": {"w": jnp.ones((2, 2), int)}}, stacked=stacked)
     found = mm.checkpoint.restore(tmp_path / "c", {"layer_1": {"w": jnp.ones(2, int)}}, stacked=stacked)
     assert found["layer_1"]["w"].tolist() == [1, 1]
+
+
+def test_one_key_is_no_stack_of_keys(tmp_path) -> None:
+    mm.checkpoint.save(tmp_path / "c", {"layers": {"rng": jax.random.key(0)}})
+    with pytest.raises(CheckpointError, match=r"layer_1/rng is layer 1, but the stack was saved with shape \(\)"):
+        mm.checkpoint.restore(tmp_path / "c", {"layer_1": {"rng": jax.random.key(0)}}, stacked={"layers": "layer_{}"})
 
 
 def test_where_there_is_no_checkpoint(saved, tmp_path) -> None:
@@ -217,7 +228,12 @@ def test_mistakes_in_calls(saved, tmp_path) -> None:
         jax.jit(lambda x: mm.checkpoint.save(tmp_path / "x", {"w": x}))(1.0)
     with pytest.raises(ArgumentError, match=r"expected is the path of a directory, found dict"):
         mm.checkpoint.save({}, "path")
-    for stacked in ({"layers": "layer"}, {"layers": "{}/{}"}, {"{}": "layer_{}"}):
+    with pytest.raises(
+        ArgumentError, match=r"stacked='layers': expected is a dictionary, as \{'layers': 'layer_\{\}'\}"
+    ):
+        restore(saved / "10", {}, stacked="layers")
+    assert restore(os.fsencode(saved / "10"), {"step": 0}) == {"step": 4}
+    for stacked in ({"layers": "layer"}, {"layers": "{}/{}"}, {"{}": "layer_{}"}, {"layers": 3}):
         with pytest.raises(
             ArgumentError, match=r"expected is the name of stacked layers, and that of a single one with \{\}"
         ):

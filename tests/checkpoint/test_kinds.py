@@ -189,6 +189,20 @@ def test_cast_converts_and_a_number_becomes_an_array(tmp_path) -> None:
         mm.checkpoint.restore(tmp_path / "later", {"step": 0.0})
 
 
+@pytest.mark.parametrize(
+    "dtype", ["int4", "uint4", "int8", "uint8", "int32", "uint32", "bool", "float8_e4m3fn", "float32"]
+)
+def test_cast_converts_as_jax_does(dtype, tmp_path) -> None:
+    floats = jnp.array([300, -300, 1e30, -1e30, np.nan, np.inf, -np.inf, 2.5, -2.5, 7.9])
+    saved = {"floats": floats, "half": floats.astype(jnp.bfloat16), "ints": jnp.array([300, -300, 7, 8, -8, -9, 2**30])}
+    saved |= {"small": saved["ints"].astype(jnp.int4), "complex": floats + 2j}
+    mm.checkpoint.save(tmp_path / "state", saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the imaginary part is dropped
+        expected = {name: x.astype(dtype) for name, x in saved.items()}
+    assert_same_bits(mm.checkpoint.restore(tmp_path / "state", expected, cast=True), expected)
+
+
 def test_everything_is_where_it_was(tmp_path) -> None:
     """Elements of lists and tuples at their positions, also beside what holds nothing, as states of Optax do, and functions."""
     moments = optax.chain(optax.identity(), optax.trace(0.9), optax.identity()).init({"w": jnp.ones(2)})
@@ -215,6 +229,15 @@ def test_a_number_that_is_too_large_for_an_array_is_refused(like, tmp_path) -> N
     words = rf"tokens was saved as int64 5000000000, which is no {like.dtype} as in like=; restore it like a number of Python"
     with pytest.raises(mm.errors.CheckpointError, match=words):
         mm.checkpoint.restore(tmp_path / "state", {"tokens": like})
+
+
+@pytest.mark.parametrize(
+    ("saved", "like"), [(2**63 + 5, 0), (5, 2**63 + 9), (np.uint32(7), 0), (2**63 + 5, np.uint64(0))]
+)
+def test_whole_numbers_of_any_size_come_back(saved, like, tmp_path) -> None:
+    """As a seed of 64 bits: which dtype NumPy takes for such a number depends on its value."""
+    mm.checkpoint.save(tmp_path / "state", {"seed": saved})
+    assert mm.checkpoint.restore(tmp_path / "state", {"seed": like}) == {"seed": saved}
 
 
 @pytest.fixture

@@ -253,6 +253,35 @@ def test_at_the_end_of_a_program_the_last_save_is_waited_for(tmp_path) -> None:
     assert mm.checkpoint.Manager(tmp_path).restore(like={"w": np.zeros((512, 512), np.float32)})["w"].min() == 1
 
 
+def test_at_the_end_of_a_program_a_last_save_that_failed_is_said(tmp_path) -> None:
+    code = (
+        "import resource, sys, jax.numpy as jnp, manymesh as mm; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); "
+        "mm.checkpoint.Manager(sys.argv[1]).save(1, {'w': jnp.ones((512, 512))})"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=300, stderr=subprocess.PIPE)
+    assert b"was not saved" in run.stderr and b"close()" in run.stderr
+
+
+def test_what_a_save_that_failed_left_is_removed_by_the_next_one(tmp_path, monkeypatch) -> None:
+    """On a full disk what each left would stay, and no later one would find room."""
+
+    def fail(self):
+        raise OSError("no space left on device")
+
+    manager = mm.checkpoint.Manager(tmp_path)
+    manager.save(1, state_of(1))
+    manager.wait_until_finished()
+    for step in (2, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(Database, "commit", fail)
+            manager.save(step, state_of(step))
+            with pytest.raises(CheckpointError, match="was not saved"):
+                manager.wait_until_finished()
+        assert sorted(os.listdir(tmp_path)) == ["1", f"{step}{_write.ASIDE}"]
+    manager.save(4, state_of(4))
+    assert manager.all_steps() == [1, 4] and sorted(os.listdir(tmp_path)) == ["1", "4"]
+
+
 def test_what_goes_wrong_in_the_thread_is_raised_by_the_next_call(tmp_path, monkeypatch) -> None:
     def fail(self):
         raise OSError("no space left on device")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
+import manymesh.equinox
 from flax import nnx
 from manymesh._checkpoint import _store
 from manymesh._runtime._observe import Observer
@@ -172,6 +174,31 @@ def test_nnx_goes_on_as_the_undisturbed_run(tmp_path) -> None:
     assert kernel.sharding == like[0]["layers"][0]["kernel"].get_value().sharding
     assert kernel.sharding.device_set == {jax.devices()[2]}
     assert [float(train_step(model, optimizer, x)) for _ in range(2)] == expected
+
+
+def test_equinox_goes_on_as_the_undisturbed_run(tmp_path) -> None:
+    """What a step wants of a module is a module."""
+
+    def fresh(seed):
+        model = mm.equinox.task(eqx.nn.Linear(4, 4, key=jax.random.key(seed)), "linear", devices=[2])
+        return model, optax.adam(1e-2).init(eqx.filter(model, eqx.is_array))
+
+    @mm.equinox.jit(donate="all-except-first")
+    def train_step(x, model, moments):
+        loss, grads = eqx.filter_value_and_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
+        updates, moments = optax.adam(1e-2).update(grads, moments, model)
+        return loss, eqx.apply_updates(model, updates), moments
+
+    x = jnp.ones((2, 4))
+    _, *state = train_step(x, *fresh(0))
+    mm.checkpoint.save(tmp_path / "state", state)
+    expected = float(train_step(x, *state)[0])
+
+    lowered = train_step.lower(x, *fresh(1))
+    like = [mm.checkpoint.argument_of(lowered, k) for k in (1, 2)]
+    state = mm.checkpoint.restore(tmp_path / "state", like)
+    assert isinstance(state[0], eqx.nn.Linear) and state[0].weight.sharding.device_set == {jax.devices()[2]}
+    assert float(train_step(x, *state)[0]) == expected
 
 
 def test_nnx_in_dictionaries_goes_on_as_the_undisturbed_run(tmp_path) -> None:

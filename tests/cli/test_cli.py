@@ -236,6 +236,22 @@ def test_plan_takes_every_stage_of_a_step(run, script, name):
     assert code == 0 and "alone" in out
 
 
+def test_plan_takes_a_step_of_nnx(run, tmp_path, monkeypatch):
+    """What it changes in its modules is a result, which the pass back is for."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "of_nnx.py").write_text(
+        "import jax, jax.numpy as jnp, manymesh as mm, optax\n"
+        "from flax import nnx\n"
+        "def step(model, optimizer, x):\n"
+        "    optimizer.update(model, nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model))\n"
+        "def plan():\n"
+        "    model = mm.nnx.task(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), 'alone', devices=[0])\n"
+        "    return mm.nnx.jit(step), model, nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param), jnp.ones((2, 4))\n"
+    )
+    code, out, _ = run("plan", "of_nnx:plan")
+    assert code == 0 and "alone_bwd" in out
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

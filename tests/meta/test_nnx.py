@@ -83,6 +83,22 @@ def test_explain_names_the_rule_of_each_dimension() -> None:
     assert [f for f in report.findings if f.fatal] == []
 
 
+def test_rules_that_only_others_use_are_not_unused() -> None:
+    """A variable with rules of its own reads them before those that were given, each of which another variable may use."""
+    init, own = nnx.initializers.ones_init(), (("hidden", "model"), ("wide", None))
+    with nnx.use_eager_sharding(False):
+        one = nnx.Linear(
+            4, 8, use_bias=False, kernel_init=nnx.with_partitioning(init, (None, "embed")), rngs=nnx.Rngs(0)
+        )
+        with_own = nnx.with_partitioning(init, ("hidden", None), sharding_rules=own)
+        other = nnx.Linear(8, 4, use_bias=False, kernel_init=with_own, rngs=nnx.Rngs(0))
+    report = meta.explain(nnx.state((one, other)), mesh_of(), [("embed", "data"), ("rows", None)])
+    assert [f.message for f in report.findings] == [
+        "rules: rule 1 ('rows', None) decided no dimension of this tree",
+        "rules: rule 1 ('wide', None) decided no dimension of this tree",
+    ]
+
+
 def test_a_name_whose_axis_is_taken_is_no_device_axis() -> None:
     state, rules = nnx.state(Linear(("embed", "hidden"))), [("hidden", "model"), ("embed", "model")]
     assert spec_in(meta.get_sharding(state, mesh_of(), rules)) == P(None, "model")

@@ -121,6 +121,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         "Action: stage has to be a whole number from 0, found 0.5.",
     ),
     # costs
+    "costs of no microbatch": (lambda: Costs().split(0), "split: num_microbatches is 0; give a positive number."),
     "negative costs": (lambda: Costs(forward=-1), "forward[0] is -1; give a finite number that is not negative."),
     "a negative cost": (
         lambda: Costs(activation=[1.0, -1.0]),

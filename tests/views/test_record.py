@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
+import json
 import logging
 import threading
 import time
@@ -148,6 +150,57 @@ def test_an_error_inside_leaves_what_was_recorded():
     assert [s.label for s in run.spans] == ["wave"]
 
 
+def test_a_launch_that_raises_leaves_no_annotation_open(monkeypatch):
+    """What the profiler sees after it is not below it."""
+    compiled = mm.jit(mm.task(jnp.sin, "wave", devices=[0])).lower(jnp.ones(2)).compile()
+    open_now: list[str] = []
+
+    class Annotation:
+        is_enabled = staticmethod(lambda: True)
+
+        def __init__(self, name, **details):
+            self.name = name
+
+        def __enter__(self):
+            open_now.append(self.name)
+
+        def __exit__(self, *error):
+            open_now.remove(self.name)
+
+    def fail(*inputs):
+        assert open_now == ["wave other"]
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(jax.profiler, "TraceAnnotation", Annotation)
+    monkeypatch.setattr("manymesh._runtime._watch._profiled", lambda: True)
+    compiled(jnp.ones(2))
+    executor = compiled._executor
+    monkeypatch.setattr(executor, "_issues", [dataclasses.replace(issue, call=fail) for issue in executor._issues])
+    with pytest.raises(ZeroDivisionError), mm.inspect.record():
+        compiled(jnp.ones(2))
+    assert open_now == []
+
+
+def test_steps_on_other_submeshes_have_rows_of_their_own():
+    """The submeshes of an actor are not those of the learner, and another step may number the same ones otherwise."""
+
+    def step(*devices):
+        tasks = [mm.task(jnp.sin, f"on_{d}", devices=[d]) for d in devices]
+        return mm.jit(lambda x: tasks[1](tasks[0](x)))
+
+    learner, actor, evaluation = step(0, 1), step(4, 5), step(1, 0)
+    with mm.inspect.record() as run:
+        for each in (learner, actor, evaluation):
+            each(jnp.ones(2))
+    assert run.submeshes == ("device 0", "device 1", "device 4", "device 5")
+    assert {s.label: run.submeshes[s.submesh] for s in run.spans if s.kind != "transfer"} == {
+        f"on_{d}": f"device {d}" for d in (0, 1, 4, 5)
+    }
+    ways = {(s.source, s.submesh, s.label) for s in run.spans if s.kind == "transfer"}
+    assert ways == {(0, 1, "on_0 -> submesh 1"), (2, 3, "on_4 -> submesh 3"), (1, 0, "on_1 -> submesh 0")}
+    assert {s.waited_for for s in run.spans if s.label == "on_5"} <= {"on_4 -> submesh 3", "its launch", ""}
+
+
 def test_nothing_recorded_can_be_shown():
     """An empty block gives an empty timeline in every form."""
     with mm.inspect.record() as run:
@@ -158,8 +211,6 @@ def test_nothing_recorded_can_be_shown():
 
 def test_saved_and_loaded_it_is_the_same(tmp_path, recorded):
     """Every field of every span; and the file is a trace for Perfetto as it is."""
-    import json
-
     _, run, _, _ = recorded
     path = run.save(tmp_path / "run.json")
     again = inspect.Recording.load(path)
@@ -282,6 +333,33 @@ def test_no_prediction_is_refused(prediction):
     """With the form that is expected."""
     with pytest.raises(ArgumentError, match=r"prediction|kinds are forward, backward"):
         made_up().compare(prediction)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"start": "0"}, "starts at '0' and ends at 1.0; expected are two numbers of seconds"),
+        ({"end": None}, "starts at 0.0 and ends at None; expected are two"),
+        (
+            {"start": 3.0},
+            "starts at 3.0 and ends at 1.0; .* the end not before the start",
+        ),  # as of a start and a duration
+        ({"end": float("nan")}, "starts at 0.0 and ends at nan; expected are two"),
+        ({"kind": ["F"]}, r"is of kind \['F'\]; kinds are"),
+        ({"submesh": "0"}, "is on submesh '0'; expected is its number"),
+    ],
+)
+def test_a_row_that_is_no_stretch_of_time_is_refused(change, words, tmp_path):
+    """In a prediction and in a file, before anything is drawn of it."""
+    span = Span(0, "x", "F", 0, 0, 0.0, 1.0)._replace(**change)
+    with pytest.raises(ArgumentError, match=f"^row 0 of the prediction {words}"):
+        made_up().timeline([tuple(span[:7])])
+    path = tmp_path / "run.json"
+    run = json.loads(made_up().save(path).read_text())
+    run["manymesh"]["spans"][0] = [*span[:2], "forward" if span.kind == "F" else span.kind, *span[3:]]
+    path.write_text(json.dumps(run))
+    with pytest.raises(ArgumentError, match=f"run.json is no recording of manymesh .*span 0 {words}"):
+        inspect.Recording.load(path)
 
 
 def test_profiles_name_every_launch(tmp_path, recorded):

@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 import manymesh as mm
 from manymesh import inspect
-from manymesh.errors import ArgumentError
+from manymesh.errors import ArgumentError, AxisError
 from manymesh.flax import shard_axes
 
 WIDTH = 4
@@ -79,5 +79,26 @@ def test_boxes_and_tasks_give_names_and_devices():
 
 def test_what_has_no_array_cannot_be_visualized():
     """In one line, with what would do."""
-    with pytest.raises(ArgumentError, match=r"found no array with a sharding in dict; give a jax.Array"):
+    with pytest.raises(ArgumentError, match=r"found no array with a sharding on devices in dict; give a jax.Array"):
         inspect.visualize({"a": 1})
+
+
+def test_an_abstract_mesh_has_no_devices():
+    """As that of what `jax.eval_shape` gives where axes are explicit."""
+    mesh = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
+    tree = {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=sharding)}
+    (row,) = inspect.tabulate(tree).rows
+    assert row.spec == sharding.spec and row.devices == () and row.bytes_per_device == 64
+    with pytest.raises(ArgumentError, match="no array with a sharding on devices"):
+        inspect.visualize(tree)
+    assert len(inspect.visualize([tree, jnp.ones(3)]).arrays) == 1
+
+
+def test_a_sharding_that_does_not_divide_is_named():
+    """As of a description of what is to be."""
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((2,), ("model",), devices=jax.devices()[:2]), jax.P("model"))
+    tree = {"w": jax.ShapeDtypeStruct((3, 8), jnp.float32, sharding=sharding)}
+    for show in (inspect.tabulate, inspect.visualize):
+        with pytest.raises(AxisError, match=r"^w: dimension 0 of shape \(3, 8\) does not divide over axis 'model'"):
+            show(tree)

@@ -102,7 +102,7 @@ def jit(
         Left out, as in ``@mm.jit(donate_argnums=0)``, the result is a decorator.
       static_argnums, static_argnames: arguments that are part of the program; hashable.
       donate_argnums, donate_argnames: arguments whose buffers the step may reuse; they are deleted by the call.
-      in_shardings: pytree prefix of the arguments of `NamedSharding` on submeshes, or None to infer.
+      in_shardings: pytree prefix of the arguments of `NamedSharding` on submeshes, or of one device, or None to infer.
       out_shardings: pytree prefix of the result, likewise.
       compiler_options: handed to XLA for every fragment.
       strict: whether findings are errors instead of one warning: a logical name that no rule knows, a constraint that

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding
 
 from .. import _compat
 from .._compiled import Compiled
@@ -107,9 +109,19 @@ class _Batches:
 
     def __call__(self) -> PyTree:
         batch = self._seen.pop() if self._seen else self._get()
-        if transforms_ignored():
-            return batch
-        return jax.tree.map(self._compiled.bring, batch, self._shardings)
+        structure: Any = jax.tree.structure(batch)
+        if transforms_ignored() or structure != jax.tree.structure(self._shardings):
+            return batch  # as it came, for which the step compiles
+        return jax.tree.map(self._placed, batch, self._shardings)
+
+    def _placed(self, x: Any, sharding: NamedSharding) -> Any:
+        """A part of a batch where the step wants it. One of a shape that is not cut so, as the last batch may have, stays as it
+        came: the step compiles for it, or says what is wrong with it."""
+        try:
+            sharding.shard_shape(np.shape(x))
+        except ValueError:
+            return x
+        return self._compiled.bring(x, sharding)
 
 
 def seen(x: Any) -> jax.ShapeDtypeStruct:

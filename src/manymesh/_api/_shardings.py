@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .._distributed._world import world
 from .._errors import ArgumentError, AxisError, MeshError
@@ -158,9 +158,19 @@ def expand(label: str, prefix: Any, tree: PyTree) -> dict[int, Any]:
         whole = "result" if label.startswith("out") else "arguments"
         text = str(error).replace("tree_map tree", label)  # what JAX calls the first of the trees
         raise ArgumentError(f"{label}: its structure is no prefix of the {whole}: {text}") from None
-    flat = [None if s is _NOTHING else s for s in jax.tree.leaves(expanded)]
+    flat = [None if s is _NOTHING else _on_a_mesh(s) for s in jax.tree.leaves(expanded)]
     for s in flat:
         if s is not None and not isinstance(s, NamedSharding):
             hint = "; say on which submesh: NamedSharding(submesh, spec)" if isinstance(s, PartitionSpec) else ""
-            raise ArgumentError(f"{label}: expected NamedSharding on a submesh or None, found {s!r}{hint}")
+            raise ArgumentError(
+                f"{label}: expected NamedSharding on a submesh, SingleDeviceSharding or None, found {s!r}{hint}"
+            )
     return {i: s for i, s in enumerate(flat) if s is not None}
+
+
+def _on_a_mesh(sharding: Any) -> Any:
+    """A sharding of one device as one over the mesh of this device; others as they are."""
+    if not isinstance(sharding, SingleDeviceSharding):
+        return sharding
+    mesh = Mesh(np.array(list(sharding.device_set)), ("unnamed_0",))  # as that of a task on this device
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)

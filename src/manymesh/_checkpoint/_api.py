@@ -75,7 +75,7 @@ def restore(
       stacked: what stacked layers are called, and what single ones, as ``{"layers": "layer_{}"}`` or
         ``{"blocks": "blocks/{}"}``. Wherever a name has the one and the checkpoint the other, layers are taken out of
         their stack, or stacked along a new first dimension.
-      cast: whether arrays of another dtype are converted.
+      cast: whether arrays of another dtype are converted, as by ``astype`` of JAX.
 
     Raises:
       CheckpointNotFoundError: there is no checkpoint, or it was not finished.
@@ -107,7 +107,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
       CheckpointError: it is on something that is no file system.
     """
     try:
-        given = os.fspath(path)
+        given = os.fsdecode(path)
     except TypeError:
         raise ArgumentError(f"expected is the path of a directory, found {type(path).__name__} {path!r}") from None
     if "://" in given:

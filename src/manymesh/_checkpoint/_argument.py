@@ -20,7 +20,7 @@ def argument_of(step: Lowered | Compiled, argument: int | str = 0) -> Any:
     Args:
       step: what ``lower`` or ``compile`` of a step returned. Lowering is enough.
       argument: its position or name. A module of NNX gives its state, as ``nnx.state`` does, also
-        in a dictionary of modules.
+        in a dictionary of modules; one of Equinox is a module, with all that is no array as it was given.
 
     Returns:
       The argument with a ``jax.ShapeDtypeStruct`` for each array, whose sharding is that of its home.
@@ -44,7 +44,9 @@ def argument_of(step: Lowered | Compiled, argument: int | str = 0) -> Any:
     if argument not in found:
         known = ", ".join(map(repr, [*range(len(args)), *kwargs]))
         raise ArgumentError(f"argument_of(..., {argument!r}): the step has the arguments {known}")
-    return found[argument]
+    wanted = found[argument]
+    of_equinox: Any = sys.modules.get("manymesh._equinox._jit")
+    return wanted.unpacked() if of_equinox is not None and isinstance(wanted, of_equinox.Packed) else wanted
 
 
 def _with_states(arguments: Any) -> Any:

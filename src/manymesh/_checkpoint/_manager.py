@@ -9,6 +9,8 @@ import os
 import shutil
 import tempfile
 import threading
+import warnings
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -79,8 +81,9 @@ class Manager:
         self._max_to_keep = None if max_to_keep is None else operator.index(max_to_keep)
         self._interval, self._asynchronous = operator.index(save_interval_steps), asynchronous
         self._thread: threading.Thread | None = None
-        self._error: tuple[str, BaseException] | None = None
-        self._clean = False  # whether what earlier runs left unfinished has been removed
+        self._errors: list[tuple[str, BaseException]] = []  # of the last save, until somebody hears of it
+        weakref.finalize(self, _say_unheard, self._errors)
+        self._clean = False  # whether what was left unfinished, by earlier runs or a save that failed, has been removed
         self._tried = False  # whether anything was written, or tried to be
         self._restored: int | None = None  # the step that was restored last
         self._lock = threading.RLock()  # one save begins at a time, and one call waits for it
@@ -215,8 +218,8 @@ class Manager:
             if self._thread is not None:
                 self._thread.join()
                 self._thread = None
-            if self._error is not None:
-                (what, error), self._error = self._error, None
+            if self._errors:
+                what, error = self._errors.pop()
                 raise CheckpointError(what) from error
 
     @_compat.boundary
@@ -266,15 +269,16 @@ class Manager:
                 isinstance(error, CheckpointError) and writing.path.exists()
             )  # but not all that comes after it is done
             what = str(error) if saved else f"a checkpoint in {self.directory} was not saved: {error}"
-            self._error = what, error
+            self._errors.append((what, error))
 
     def _write(self, writing: Writing) -> None:
         if writing.processes.first and not self._clean and self.directory.is_dir():
             for left in unfinished_steps(self.directory):
                 if not is_under_way(left):  # another manager of this process writes it
                     shutil.rmtree(left, ignore_errors=True)
-        self._clean = True
+        self._clean = False  # unless it ends well
         writing.run(functools.partial(self._remove_old, int(writing.path.name)))
+        self._clean = True
 
     def _remove_old(self, saved: int) -> None:
         if self._max_to_keep is not None:
@@ -290,6 +294,12 @@ class Manager:
                     contextlib.suppress(FileNotFoundError),  # somebody else has removed it, such as another manager
                 ):
                     _remove(old)
+
+
+def _say_unheard(errors: list[tuple[str, BaseException]]) -> None:
+    """Warns of a last save that failed where the manager, or the program, ends without a call that would raise it."""
+    for what, _ in errors:
+        warnings.warn(f"{what}; close() of the Manager, or a with block around the loop, raises this", stacklevel=2)
 
 
 def _number(value: SupportsIndex) -> int | None:

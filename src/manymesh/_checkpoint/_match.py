@@ -72,11 +72,14 @@ def read_stackings(stacked: Mapping[str, str] | None) -> list[Stacking]:
       stacked: name of stacked layers -> that of single ones, with ``{}`` for the number, as ``{"layers": "layer_{}"}``.
 
     Raises:
-      ArgumentError: a name of single layers has no place for a number, or more than one.
+      ArgumentError: it is no dictionary of names, or a name of single layers has no place for a number, or more than one.
     """
     found = []
+    if not isinstance(stacked or {}, Mapping):
+        raise ArgumentError(f"stacked={stacked!r}: expected is a dictionary, as {{'layers': 'layer_{{}}'}}")
     for whole, single in (stacked or {}).items():
-        if single.count("{}") != 1 or "{}" in whole:
+        words = isinstance(whole, str) and isinstance(single, str)
+        if not words or single.count("{}") != 1 or "{}" in whole:
             raise ArgumentError(
                 f"stacked={{{whole!r}: {single!r}}}: expected is the name of stacked layers, and that of a single one with {{}} "
                 "for its number, as {'layers': 'layer_{}'} or {'blocks': 'blocks/{}'}"

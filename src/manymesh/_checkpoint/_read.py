@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._errors import CheckpointError
@@ -41,6 +42,11 @@ class Reading:
         shape, saved_dtype = self._saved_shape(), self._saved_dtype()
         if shape != self.target.shape:
             return f"{self.leaf} was saved with shape {shape}, but like= has shape {self.target.shape}"
+        if not self.target.has_devices():
+            return (
+                f"{self.leaf} has a sharding on an abstract mesh in like=, as jax.eval_shape gives it where axes are explicit: there "
+                "are no devices in it; write NamedSharding(mesh, spec) with a mesh of devices"
+            )
         if not self.target.is_divided():
             return (
                 f"{self.leaf} of shape {shape} is not divided by the sharding in like=, {self.target.spec()}; give it one that "
@@ -70,11 +76,13 @@ class Reading:
         if self.record.kind != "scalar" and self.target.host not in NUMBERS:
             return False
         saved, wanted = dtype_of(self.store), self.target.dtype
+        if np.issubdtype(saved, np.integer) and np.issubdtype(wanted, np.integer):
+            return True
         return np.can_cast(saved, wanted, "same_kind") and np.can_cast(wanted, saved, "same_kind")
 
     def _is_too_large(self, number: np.ndarray[Any, Any]) -> bool:
         """Whether a whole number is none of the dtype that is wanted."""
-        if not np.issubdtype(self.target.dtype, np.integer):
+        if not np.issubdtype(self.target.dtype, np.integer) or self.target.host is int:
             return False
         wanted = np.iinfo(self.target.dtype)
         return not bool(np.all((wanted.min <= number) & (number <= wanted.max)))
@@ -97,7 +105,9 @@ class Reading:
                     f"{self.leaf} was saved as {self._saved_dtype()} {found[0]}, which is no {self.target.dtype} as in like=; restore it "
                     "like a number of Python"
                 )
-            parts = {key: part.astype(self.target.dtype, copy=False) for key, part in parts.items()}
+            whole = np.issubdtype(dtype_of(self.store), np.integer)
+            if not (whole and self.target.host is int):  # of which none is too large
+                parts = {key: _converted(part, self.target.dtype) for key, part in parts.items()}
         return self.target.make(parts, self.record.random)
 
     def _boxes(self) -> dict[Any, Any]:
@@ -107,6 +117,23 @@ class Reading:
         """How much is read."""
         count: int = sum(math.prod(s.stop - s.start for s in box) for box in self._boxes().values())
         return count * dtype_of(self.store).itemsize
+
+
+def _converted(part: np.ndarray[Any, Any], dtype: Any) -> np.ndarray[Any, Any]:
+    """Numbers of another dtype, as `astype` of JAX makes them: a float beyond the whole numbers of a dtype is the last of them."""
+    if jnp.issubdtype(part.dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        part = part.astype(bool) if jnp.issubdtype(dtype, jnp.bool_) else part.real
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not (jnp.issubdtype(part.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.integer)):
+            between = np.int64 if jnp.issubdtype(part.dtype, jnp.integer) else np.float64
+            part = part if np.can_cast(part.dtype, dtype, "unsafe") else part.astype(between)
+            return part.astype(dtype, copy=False)
+        limits: Any = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]  # JAX types it as nothing
+        wide = part.astype(np.float64)
+        found = np.asarray(wide.astype(dtype))
+    for beyond, number in ((wide <= limits.min, limits.min), (wide >= limits.max, limits.max), (np.isnan(wide), 0)):
+        found[beyond] = number  # NumPy leaves open what it is
+    return found
 
 
 def read(find: Callable[[], Path], like: PyTree, stacked: Mapping[str, str] | None, cast: bool) -> Any:
@@ -207,8 +234,10 @@ def _view(leaf: Leaf, source: Source, stores: Mapping[Record, Store]) -> tuple[S
         return stack(found), ""
     if source.layer is None:
         return found[0], ""
-    if not found[0].rank or source.layer >= found[0].shape[0]:
-        return None, f"{leaf} is layer {source.layer}, but the stack was saved with shape {tuple(found[0].shape)}"
+    rank = found[0].rank - (source.records[0].random is not None)  # a key is no stack of its words
+    shape = tuple(found[0].shape)[:rank]
+    if not shape or source.layer >= shape[0]:
+        return None, f"{leaf} is layer {source.layer}, but the stack was saved with shape {shape}"
     return found[0][source.layer], ""
 
 

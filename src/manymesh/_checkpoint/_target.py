@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .. import _compat
 from .._runtime._exchange import assembled
@@ -51,6 +51,10 @@ class Target:
         sharding = value.sharding if isinstance(value, jax.ShapeDtypeStruct) else None
         host = None if sharding is not None or is_key(value) else np.ndarray
         return cls(value.shape, value.dtype, sharding, weak, host)
+
+    def has_devices(self) -> bool:
+        """Whether it says where it goes, if it has a sharding: one of an abstract mesh names axes alone."""
+        return not isinstance(getattr(self.sharding, "mesh", None), AbstractMesh)
 
     def is_divided(self) -> bool:
         """Whether its sharding cuts it into equal parts, as JAX wants them."""

@@ -135,7 +135,7 @@ def together(targets: Iterable[Target]) -> Iterator[Agree]:
 
 def _members(targets: Iterable[Target]) -> frozenset[int]:
     """The processes that have devices on which something is wanted."""
-    shardings = {target.sharding for target in targets if target.sharding is not None}
+    shardings = {target.sharding for target in targets if target.sharding is not None and target.has_devices()}
     devices: set[Any] = set().union(*(sharding.device_set for sharding in shardings))
     return frozenset(device.process_index for device in devices)
 

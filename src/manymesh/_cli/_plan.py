@@ -15,11 +15,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
 import jax
 
-from .. import Compiled, Jitted, Lowered, Traced, planned_devices
-from .._api._jit import jit
+from .. import Compiled, Lowered, Traced, planned_devices
+from .._api._jit import FunctionLike, jit
 from .._errors import ArgumentError, ManyMeshError
 from .._hardware import Hardware
 from ._parser import add_json, console, print_json, whole
@@ -150,8 +151,8 @@ def _as_lowered(spec: str, given: object) -> Lowered:
             f"{spec} has to return mm.jit(step).lower(...), or a tuple of the step and its arguments; it returned "
             f"{type(given).__name__}"
         )
-    jitted = step if isinstance(step, Jitted) else jit(step)
-    return jitted.lower(*arguments)
+    jitted: Any = step if isinstance(step, FunctionLike) else jit(step)  # that of NNX and of Equinox, too
+    return jitted.lower(*arguments)  # type: ignore[no-any-return]  # they are alike in this
 
 
 def _simulate(devices: int) -> None:

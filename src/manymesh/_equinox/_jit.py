@@ -29,14 +29,14 @@ Donate = Literal["all", "all-except-first", "none"]
 
 
 class _Unnamed:
-    """The key of what `_Packed` holds: a path through it reads as the user's own."""
+    """The key of what `Packed` holds: a path through it reads as the user's own."""
 
     def __str__(self) -> str:
         return ""
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class _Packed:
+class Packed:
     """An argument or a result, its arrays apart from the rest; a pytree of the arrays."""
 
     def __init__(self, arrays: PyTree, rest: tuple[Any, ...], structure: Any) -> None:
@@ -54,29 +54,29 @@ class _Packed:
         return ((_Unnamed(), arrays),), aux
 
     @classmethod
-    def tree_unflatten(cls, aux: Any, children: tuple[PyTree]) -> _Packed:
+    def tree_unflatten(cls, aux: Any, children: tuple[PyTree]) -> Packed:
         """The same again."""
         return cls(*children, aux[0], aux[2])
 
+    def unpacked(self) -> Any:
+        """The argument or result."""
+        return eqx.combine(self.arrays, jax.tree.unflatten(self.structure, self.rest))
 
-def _packed(tree: PyTree) -> _Packed:
+
+def _packed(tree: PyTree) -> Packed:
     arrays, rest = eqx.partition(tree, _is_array)
     leaves, structure = jax.tree.flatten(rest)
-    return _Packed(arrays, tuple(leaves), structure)
+    return Packed(arrays, tuple(leaves), structure)
 
 
 def _is_array(x: Any) -> bool:
     return bool(eqx.is_array(x) or isinstance(x, (np.ndarray, np.generic, jax.ShapeDtypeStruct)))
 
 
-def _unpacked(packed: _Packed) -> Any:
-    return eqx.combine(packed.arrays, jax.tree.unflatten(packed.structure, packed.rest))
-
-
-class _Step(PlainJitted[..., _Packed]):
+class _Step(PlainJitted[..., Packed]):
     """A step of packed arguments, some of which it may reuse."""
 
-    def __init__(self, fun: Callable[..., _Packed], donate: Donate, options: dict[str, Any], first: str | None) -> None:
+    def __init__(self, fun: Callable[..., Packed], donate: Donate, options: dict[str, Any], first: str | None) -> None:
         super().__init__(fun, None, None, None, None, None, None, **options)
         self._donate = donate
         self._first = first
@@ -109,8 +109,8 @@ class Jitted(FunctionLike[P, R]):
         functools.update_wrapper(self, fun)
         self.fun = fun
 
-        def packed(*args: _Packed, **kwargs: _Packed) -> _Packed:
-            return _packed(fun(*map(_unpacked, args), **{k: _unpacked(v) for k, v in kwargs.items()}))
+        def packed(*args: Packed, **kwargs: Packed) -> Packed:
+            return _packed(fun(*(x.unpacked() for x in args), **{k: v.unpacked() for k, v in kwargs.items()}))
 
         packed.__name__ = packed.__qualname__ = name_of(fun)
         self._jitted = _Step(packed, donate, options, _first_name(fun))
@@ -124,7 +124,7 @@ class Jitted(FunctionLike[P, R]):
         if current_recording() is not None:
             return self.fun(*args, **kwargs)  # a step inside a step is part of it
         packed, named = _arguments(args, kwargs)
-        result: R = _unpacked(self._jitted(*packed, **named))
+        result: R = self._jitted(*packed, **named).unpacked()
         return result
 
     @_compat.boundary
@@ -141,7 +141,7 @@ class Jitted(FunctionLike[P, R]):
     @_compat.boundary
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> PyTree:
         """The result with shapes and dtypes for arrays; nothing is compiled."""
-        return _unpacked(self.trace(*args, **kwargs).out_info)
+        return self.trace(*args, **kwargs).out_info.unpacked()
 
     def clear_cache(self) -> None:
         """Forgets every program and executable made by this function."""
@@ -157,7 +157,7 @@ def _first_name(fun: Callable[..., Any]) -> str | None:
     return first.name if first is not None and first.kind is first.POSITIONAL_OR_KEYWORD else None
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[_Packed, ...], dict[str, _Packed]]:
+def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Packed, ...], dict[str, Packed]]:
     """The arguments, packed."""
     packed, named = tuple(map(_packed, args)), {k: _packed(v) for k, v in kwargs.items()}
     for leaf in (leaf for one in (*packed, *named.values()) for leaf in one.rest):

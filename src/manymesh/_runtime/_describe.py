@@ -21,6 +21,8 @@ Phase = Literal["forward", "backward", "weight", "other", "transfer"]
 """What a time on a submesh is spent on. ``weight`` is the split half of a backward pass that makes weight gradients;
 ``other`` is what runs outside microbatch loops, an optimizer for example."""
 
+ARROW = " -> submesh "  # between what a transfer carries and the number of where it arrives
+
 _PHASES: dict[str, Phase] = {"F": "forward", "B": "backward", "W": "weight"}
 
 
@@ -89,7 +91,7 @@ class Describer:
         v, home, s = self._arguments[place]
         name = self._names.get(v, "argument")
         return Description(
-            s, f"{name} -> submesh {s}", "transfer", None, None, home, (("", v.aval.str_short()),), nbytes(v.aval)
+            s, f"{name}{ARROW}{s}", "transfer", None, None, home, (("", v.aval.str_short()),), nbytes(v.aval)
         )
 
     def arrives(self, place: int) -> str:
@@ -124,7 +126,7 @@ class Describer:
         source, target = _ends(instruction)
         maker = self._fragments[instruction.tag.maker]
         return Description(
-            target, f"{maker.name} -> submesh {target}", "transfer", maker.stage, instruction.tag.microbatch, source,
+            target, f"{maker.name}{ARROW}{target}", "transfer", maker.stage, instruction.tag.microbatch, source,
             tuple((self._names.get(v, ""), v.aval.str_short()) for v in values), sum(nbytes(v.aval) for v in values),
         )  # fmt: skip
 

@@ -260,7 +260,11 @@ class Executor:
                 observer.end(k, instruction, ())
                 ((k, instruction),) = rest
                 observer.begin(k, instruction, ())
-            results = issue.call(*inputs)
+            try:
+                results = issue.call(*inputs)
+            except BaseException:
+                observer.failed()
+                raise
             _put(slots, issue.outputs, results)
             observer.end(k, instruction, results)
             del inputs, results

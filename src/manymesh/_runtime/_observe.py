@@ -50,3 +50,6 @@ class Observer:
           instruction: what it is.
           outputs: the arrays it fills slots with. They may not be computed yet.
         """
+
+    def failed(self) -> None:
+        """What began last raised: it has no `end`, and nothing comes after it."""

@@ -60,6 +60,9 @@ class _Annotations(Observer):
         self._open.__enter__()
 
     def end(self, position: int, instruction: Instruction, outputs: Sequence[jax.Array]) -> None:
+        self.failed()
+
+    def failed(self) -> None:
         assert self._open is not None, "an instruction that ends has begun"
         self._open.__exit__(None, None, None)
 
@@ -85,6 +88,10 @@ class _Several(Observer):
     def end(self, position: int, instruction: Instruction, outputs: Sequence[jax.Array]) -> None:
         for observer in self._observers:
             observer.end(position, instruction, outputs)
+
+    def failed(self) -> None:
+        for observer in self._observers:
+            observer.failed()
 
 
 def annotation(what: Description, instruction: Instruction) -> str:

@@ -12,10 +12,11 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
+from jax.sharding import Mesh
 
 from .. import _compat
 from .._plan._instructions import Instruction, Receive, Run, Send, Tag
-from .._runtime._describe import Describer, Description
+from .._runtime._describe import ARROW, Describer, Description
 from .._runtime._lower import Lowered
 from .._runtime._observe import Observer
 from .._task import mesh_devices
@@ -185,7 +186,13 @@ class Call(Observer):
             self._recorder.wait_in_order(self, at, submesh, witness)
 
 
-def spans_of_calls(calls: Sequence[Call]) -> list[Span]:
+def submeshes_of_calls(calls: Sequence[Call]) -> tuple[Mesh, ...]:
+    """The submeshes: those of the step with most of them, as it numbers them, then those that only other steps have."""
+    programs = sorted((tuple(call.lowered.program.submeshes) for call in calls), key=len, reverse=True)
+    return tuple(dict.fromkeys(mesh for meshes in programs for mesh in meshes))
+
+
+def spans_of_calls(calls: Sequence[Call], submeshes: Sequence[Mesh]) -> list[Span]:
     """What the submeshes did, in order of start; times in seconds since the first call began.
 
     A device runs what it is given in the order of issue. So a launch starts when it was issued, when the one before
@@ -195,9 +202,24 @@ def spans_of_calls(calls: Sequence[Call]) -> list[Span]:
     ends = _ends(calls)
     free: dict[object, float] = {}  # device -> when it is done with what it has
     spans: list[Span] = []
+    numbers = {mesh: number for number, mesh in enumerate(submeshes)}
     for step, call in enumerate(calls):
-        spans += _spans(call, step, ends[step], zero, free)
+        numbered = [numbers[mesh] for mesh in call.lowered.program.submeshes]
+        spans += [_renumbered(span, numbered) for span in _spans(call, step, ends[step], zero, free)]
     return sorted(spans, key=lambda s: s.start)  # what starts together stays in the order of issue
+
+
+def _renumbered(span: Span, numbers: Sequence[int]) -> Span:
+    """A span with other numbers of submeshes than its step has, where several steps are recorded."""
+
+    def renamed(label: str) -> str:
+        maker, arrow, number = label.rpartition(ARROW)
+        return f"{maker}{arrow}{numbers[int(number)]}" if arrow else label
+
+    return span._replace(
+        submesh=numbers[span.submesh], source=None if span.source is None else numbers[span.source],
+        label=renamed(span.label), waited_for=renamed(span.waited_for),
+    )  # fmt: skip
 
 
 def _ends(calls: Sequence[Call]) -> list[list[float]]:

@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
-from jax.sharding import Mesh
 
 from .._errors import ArgumentError
 from .._runtime._ownership import ownership
 from .._runtime._watch import watching
 from ._chrome import chrome_trace
 from ._compare import Comparison, compare
-from ._recorder import Recorder, spans_of_calls
-from ._spans import Prediction, Span, bubble_fraction, busy, extent
+from ._recorder import Recorder, spans_of_calls, submeshes_of_calls
+from ._spans import Prediction, Span, bubble_fraction, busy, checked, extent
 from ._timeline import Timeline
 from ._words import describe_mesh, format_seconds, with_elsewhere
 
@@ -31,7 +30,8 @@ class Recording:
 
     Attributes:
       spans: every stretch of time, in order of start; seconds since the first call began.
-      submeshes: of each submesh its mesh and devices, in words.
+      submeshes: of each submesh its mesh and devices, in words; where several steps were recorded, those of the step with most of
+        them, and then those that only others have.
       steps: name of the step of each call.
       elsewhere: the submeshes that other processes run, and record; nothing of them is among the spans.
     """
@@ -99,7 +99,8 @@ class Recording:
         try:
             data = json.loads(Path(path).read_text("utf-8"))["manymesh"]
             fields = data["fields"]
-            spans = tuple(Span(**dict(zip(fields, row, strict=True))) for row in data["spans"])
+            rows = (Span(**dict(zip(fields, row, strict=True))) for row in data["spans"])
+            spans = tuple(checked(span, f"span {i}") for i, span in enumerate(rows))
             return cls(spans, tuple(data["submeshes"]), tuple(data["steps"]), tuple(data.get("elsewhere", ())))
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(
@@ -145,14 +146,8 @@ def record() -> Iterator[Recording]:
         recorder.close()
         calls = recorder.calls
         recording.steps = tuple(call.name for call in calls)
-        recording.spans = tuple(spans_of_calls(calls))
-        meshes = _submeshes(recorder)
+        meshes = submeshes_of_calls(calls)
+        recording.spans = tuple(spans_of_calls(calls, meshes))
         recording.submeshes = tuple(describe_mesh(mesh) for mesh in meshes)
         ours = ownership(meshes, jax.process_index()).submeshes
         recording.elsewhere = tuple(i for i in range(len(meshes)) if i not in ours)
-
-
-def _submeshes(recorder: Recorder) -> tuple[Mesh, ...]:
-    """The submeshes; where steps with different ones are recorded, those with most."""
-    programs = [call.lowered.program for call in recorder.calls]
-    return max((tuple(p.submeshes) for p in programs), key=len, default=())

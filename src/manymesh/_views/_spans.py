@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 from typing import NamedTuple
 
 from .._errors import ArgumentError
@@ -89,9 +91,29 @@ def _span(i: int, row: object) -> Span:
             f"row {i} of the prediction has to be (submesh, label, kind, stage, microbatch, start, end), found {row!r}"
         )
     span = Span(*fields)
-    span = span._replace(kind=_LONG.get(span.kind, span.kind))
+    return checked(span._replace(kind=_LONG.get(str(span.kind), span.kind)), f"row {i} of the prediction")
+
+
+def checked(span: Span, what: str) -> Span:
+    """A span that can be drawn and compared.
+
+    Args:
+      span: from the user, or from a file.
+      what: it is, for the message.
+
+    Raises:
+      ArgumentError: it is of no kind, on no submesh, or its times are no stretch of time.
+    """
     if span.kind not in KINDS:
-        raise ArgumentError(f"row {i} of the prediction is of kind {span.kind!r}; kinds are {', '.join(KINDS)}")
+        raise ArgumentError(f"{what} is of kind {span.kind!r}; kinds are {', '.join(KINDS)}")
+    if not isinstance(span.submesh, Integral) or span.submesh < 0:
+        raise ArgumentError(f"{what} is on submesh {span.submesh!r}; expected is its number, from 0")
+    times = span.start, span.end
+    if not all(isinstance(t, Real) and math.isfinite(t) for t in times) or span.end < span.start:
+        raise ArgumentError(
+            f"{what} starts at {span.start!r} and ends at {span.end!r}; expected are two numbers of seconds, the end not before "
+            "the start"
+        )
     return span
 
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .._errors import ArgumentError
 from .._shown import format_bytes, page_width
 from .._table import format_ids
+from ..meta._check import check_divides
 from ..meta._named import is_named_node, value_of
+from ..meta._paths import format_path
 
 if TYPE_CHECKING:  # imported when something is printed
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -194,7 +196,8 @@ def visualize(tree: object) -> Placements:
       A `Placements`; ``print`` it, or leave it as the last line of a notebook's cell.
 
     Raises:
-      ArgumentError: nothing in it is an array with a sharding.
+      ArgumentError: nothing in it is an array with a sharding on devices.
+      AxisError: a sharding does not divide the array that is described.
 
     Example:
       >>> import jax, jax.numpy as jnp, manymesh as mm
@@ -210,15 +213,17 @@ def visualize(tree: object) -> Placements:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_named_node):
         value = value_of(leaf)
         sharding = getattr(value, "sharding", None)
-        if isinstance(sharding, Sharding):
+        if isinstance(sharding, Sharding) and not isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+            if isinstance(sharding, NamedSharding):
+                check_divides(format_path(path), tuple(value.shape), sharding.spec, sharding.mesh)
             pieces = _pieces(tuple(value.shape), sharding)
             spec = f"P({', '.join(map(repr, sharding.spec))})" if isinstance(sharding, NamedSharding) else ""
             size = math.prod(sharding.shard_shape(tuple(value.shape))) * value.dtype.itemsize
             alike[tuple(value.shape), value.dtype.name, spec, pieces, size].append(jax.tree_util.keystr(path))
     if not alike:
         raise ArgumentError(
-            f"visualize: found no array with a sharding in {type(tree).__name__}; give a jax.Array, a jax.ShapeDtypeStruct "
-            "with sharding=, or a tree of them"
+            f"visualize: found no array with a sharding on devices in {type(tree).__name__}; give a jax.Array, a "
+            "jax.ShapeDtypeStruct with sharding=, or a tree of them"
         )
     return Placements(tuple(Placement(tuple(paths), *key) for key, paths in alike.items()))  # type: ignore[arg-type]  # as they were put in
 

@@ -91,8 +91,10 @@ def explain(
         findings += found
         held[place.mesh] = held.get(place.mesh, 0) + (report.bytes_per_device or 0)
         if place.rules is None and place.axes.logical:
-            used = known.setdefault(chosen, set())
-            used.update(d.rule_index for d in report.dimensions if d.rule_index is not None)
+            own = (part.axes.rules or ()) if part.axes.lenient else chosen  # of NNX, whose others come behind
+            indices = {d.rule_index for d in report.dimensions if d.rule_index is not None}
+            known.setdefault(own, set()).update(index for index in indices if index < len(own))
+            known.setdefault(chosen[len(own) :], set()).update(i - len(own) for i in indices if i >= len(own))
     explained = given if given is not None else surrounding
     known.setdefault(explained, set())
     for box_rules, used in known.items():

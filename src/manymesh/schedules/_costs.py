@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from numbers import Real
@@ -60,10 +61,15 @@ class Costs:
         Returns:
           Every cost divided by `num_microbatches`, except the overhead.
 
+        Raises:
+          ScheduleError: `num_microbatches` is no positive number.
+
         Example:
           >>> Costs(forward=8.0, backward=16.0, activation=4.0, overhead=0.1).split(8)
           Costs(forward=1.0, backward=2.0, weight=None, transfer=0.0, activation=0.5, overhead=0.1)
         """
+        if not isinstance(num_microbatches, Real) or not 0 < num_microbatches < math.inf:
+            raise ScheduleError(f"split: num_microbatches is {num_microbatches!r}; give a positive number.")
 
         def piece(times: Times) -> Times:
             if isinstance(times, (float, Real)):
