@@ -147,6 +147,25 @@ def test_inner_gradients_are_stages_of_a_pipeline(loss, schedule):
     assert_agrees(step, *args, tolerance=1e-4)
 
 
+def scoped(i):
+    def layer(w, x):
+        with jax.named_scope(f"layer_{i}"):
+            return x + jnp.tanh(x @ w)
+
+    return layer
+
+
+@pytest.mark.parametrize("loss", [penalty, meta, sharpness])
+def test_inner_gradients_of_named_scopes_are_stages_too(loss, monkeypatch):
+    """What transposes in a scope belongs to the call that it transposes, be that a gradient itself."""
+    monkeypatch.setitem(globals(), "layers", [scoped(i) for i in range(2)])
+    step, *args = training(loss, "1f1b")
+    with mm.register_task("layer_0", devices=[0]), mm.register_task("layer_1", devices=[1]):
+        (plan,) = mm.jit(step).lower(*args).program.loops
+        assert plan.placement == STAGES[loss] and plan.in_order
+        assert_agrees(step, *args, tolerance=1e-4)
+
+
 def test_without_the_pass_microbatches_run_one_after_the_other(monkeypatch):
     switch_off(monkeypatch, "advance_inner_gradients")
     step, *args = training(meta, "1f1b")

@@ -132,6 +132,17 @@ def test_a_conditional_over_submeshes_becomes_a_selection():
     assert [line.rpartition(" is ")[2] for line in found.splitlines() if "task" in line] == ["0]", "1]"]
 
 
+def test_a_loop_of_a_backward_pass_is_all_backward():
+    """Also what takes the layers of a scan in it apart: as a forward pass it would keep the loop from being a pipeline."""
+
+    def deep(ws, x):
+        return jnp.sum(lax.scan(lambda x, w: (jnp.sin(layer(w, x)), None), x, ws)[0])
+
+    fun = jax.grad(mm.microbatch(deep, argnum=1, num_microbatches=2))
+    found = flat(fun, jnp.ones((2, 2, 2)), jnp.ones((4, 2)))
+    assert [{n.backward for n in found.nodes if n.loop == i} for i in range(len(found.loops))] == [{False}, {True}]
+
+
 def test_what_rounds_of_a_scan_read_is_of_the_forward_pass():
     """JAX takes a weight's constraint out of a scan; for rounds without a gradient too, which are no backward pass."""
     meshes = [jax.sharding.Mesh(jax.devices()[k : k + 1], ("data",)) for k in range(2)]

@@ -245,9 +245,7 @@ class Flattener:
         actual: Env = dict(zip(inner.invars, new.invars, strict=True))
         producer = {v: e for e in inner.eqns for v in e.outvars}
         for outer, result in zip(eqn.outvars, inner.outvars, strict=True):
-            if not _compat.is_var(outer):
-                continue
-            if not _compat.is_var(result):
+            if not (_compat.is_var(outer) and _compat.is_var(result)):
                 continue
             if result in actual:  # handed through unchanged
                 env[outer] = actual[result]
@@ -547,6 +545,8 @@ class Flattener:
         start = len(self.nodes)
         sub: Env = {}
         self._inline_jaxpr(scan.jaxpr, body_in, results, sub, stack, loop)
+        if is_backward(stack):  # so is all in it: the slices of layers that a scan in it takes, too
+            self.nodes[start:] = [n if n.loop != loop else replace(n, backward=True) for n in self.nodes[start:]]
         init = operands[scan.num_consts : n]
         values = self._replace_unchanged_carries(start, carried, init, [sub[r] for r in results])
         read = {v for node in self.nodes[start:] if node.loop == loop for v in node.inputs}

@@ -26,7 +26,7 @@ from ._flatten import cheap_chain, new_mark
 from ._layers import layer_of
 from ._numbered import numbers
 from ._resolve import resolve_names
-from ._scopes import is_rematerialised
+from ._scopes import is_backward, is_rematerialised
 
 Matches = dict[Node, Matched]
 
@@ -65,7 +65,7 @@ def _grouped(flat: FlatProgram, matches: Matches) -> dict[Group, list[Node]]:
 
 def _match(flat: FlatProgram) -> Matches:
     """Finds each equation's task."""
-    found = ((n, flat.registered.match(n.stack, n.backward)) for n in flat.nodes if n.stack)
+    found = ((n, flat.registered.match(n.stack, is_backward(n.stack))) for n in flat.nodes if n.stack)
     matched = {n: at for n, at in found if at is not None}
     deepest: dict[
         tuple[str, ...], tuple[Iteration, ...]
@@ -122,7 +122,7 @@ def attach_box_constraints(flat: FlatProgram, matches: Matches) -> tuple[FlatPro
         operand, result = box.eqn.invars[0], box.eqn.outvars[0]
         maker = index.producer.get(operand) if _compat.is_var(operand) else None
         maker = moved.get(maker, maker) if maker is not None else None
-        if box.backward and maker is not None and maker in matches and maker.primitive != "add_any":
+        if is_backward(box.stack) and maker is not None and maker in matches and maker.primitive != "add_any":
             moved[box] = replace(box, stack=maker.stack, loop=maker.loop, guard=maker.guard)
             matches[moved[box]] = matches[maker]
             continue
@@ -168,7 +168,7 @@ def _renamed_with(flat: FlatProgram, alias: Mapping[Var, Atom], matches: Matches
 def _leave_sums(
     flat: FlatProgram, matches: Matches, groups: dict[Group, list[Node]]
 ) -> tuple[FlatProgram, dict[Group, list[Node]]]:
-    """Takes out of each backward group what adds gradients of other tasks to its own.
+    """Takes out of each group of a gradient what adds gradients of other tasks to its own.
 
     Differentiation adds up the gradients of a value that several tasks read in the scope of the one it comes to last.
     A gradient from outside that only additions read is such a one; the sum of the group's own terms stays.
@@ -178,7 +178,7 @@ def _leave_sums(
     replaced: dict[Node, list[Node]] = {}
     left: dict[Group, list[Node]] = {}
     for group, members in groups.items():
-        sums = _sums_of(members, reads) if group.backward else {}
+        sums = _sums_of(members, reads) if any(is_backward(n.stack) for n in members) else {}
         inside = {n for _, kept in sums.values() for n in kept}
         left[group] = [m for n in members for m in (sums[n][0] if n in sums else [n]) if n not in sums or m in inside]
         replaced.update({n: new for n, (new, _) in sums.items()})

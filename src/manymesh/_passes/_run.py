@@ -81,9 +81,9 @@ PROVIDERS: Mapping[Fact, Pass] = {
 }
 
 PASSES: tuple[Pass, ...] = (
+    Pass("advance_inner_gradients", advance_inner_gradients, needs=_DEAD, makes_stale=_PLACED),
     Pass("mark_scopes", mark_scopes, needs=_DEAD, makes_stale=ALL),
     Pass("place_by_hand", place_by_hand, needs=_DEAD, makes_stale=_PLACED),
-    Pass("advance_inner_gradients", advance_inner_gradients, makes_stale=_PLACED),
     Pass("follow_gradients", follow_gradients, makes_stale=_PLACED),
     Pass("recompute_apart", recompute_apart, makes_stale=ALL),
     Pass("call_once", call_once, needs=_DEAD, makes_stale=ALL),
