@@ -41,6 +41,15 @@ def test_forward_only_programs():
     assert_agrees(microbatched(evaluate, reduce=reduce, schedule="gpipe"), parameters(), rows())
 
 
+def test_rows_without_elements():
+    """What is put together has as many rows as the batch, also where a row has no elements, which do not tell how many."""
+
+    def f(p, x):
+        return x[:, :0], front(p["front"], x)
+
+    assert_agrees(microbatched(f, reduce="concat"), parameters(), rows())
+
+
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max", "concat", "stack", "last"])
 def test_every_reduction_over_floats_integers_and_keys(reduce):
     """Each reduction gives what the plain loop gives, dtypes included."""

@@ -512,7 +512,7 @@ class _Call:
         if word == "weighted":
             return value / total.astype(value.dtype)
         if word == "concat":
-            return value.reshape((-1, *value.shape[2:]))
+            return value.reshape((value.shape[0] * value.shape[1], *value.shape[2:]))
         return value
 
     def _stack(self, x: Any) -> Any:
