@@ -22,7 +22,7 @@ from ._measure import loop_costs, measure, measured_durations
 from ._moved_again import MovedAgain
 from ._plan._donation import hand_over
 from ._plan._instructions import Plan, Receive, Run
-from ._plan._number import arguments_elsewhere, home_between_calls
+from ._plan._number import arguments_elsewhere, handed_on, home_between_calls
 from ._program import Program
 from ._program._stacked import positions
 from ._report import Memory, Report, make_report
@@ -70,6 +70,7 @@ class Compiled(Shown):
         arriving: dict[int, Sharding],
         names: Callable[[], Sequence[str]],
         asked: frozenset[int] = frozenset(),
+        asked_in: frozenset[int] = frozenset(),
         memory_in: Mapping[int, str] | None = None,
         memory_out: Mapping[int, str] | None = None,
         weak_out: Mapping[int, bool] | None = None,
@@ -79,6 +80,9 @@ class Compiled(Shown):
         program = self.program = lowered.program
         at = positions(in_tree.num_leaves, program.stacked_inputs)
         owner, processes = ownership(program.submeshes, jax.process_index()), world()
+        # Which processes have an array is a part of the plan: in several, all go home.
+        stays = handed_on(program, lowered.plan, asked_in, asked) if processes is None else frozenset()
+        self._stays = {k - len(program.consts) for k in stays}
         self._executor: Executor
         made = [s or getattr(literals[o], "sharding", None) for o, s in enumerate(lowered.outputs)]
         leaving = [moved.get(o, s) for o, s in enumerate(made)]
@@ -86,7 +90,7 @@ class Compiled(Shown):
             self._executor = bind(
                 program, lowered.plan, lowered, lowered.executables, owner, LocalTransport(),
                 starts=lowered.starts, literals=literals, leaving=moved, donation=lowered.layout.donation,
-                arriving={at[i].start: s for i, s in arriving.items() if len(at[i]) == 1},
+                arriving={at[i].start: s for i, s in arriving.items() if len(at[i]) == 1}, stays=stays,
             )  # fmt: skip
         else:
             kept = asked.union(*(x.positions for x in stacked_out))
@@ -187,7 +191,9 @@ class Compiled(Shown):
 
     def _homes_read(self) -> list[Sharding | None]:
         """The home of each leaf of the arguments; None where nothing reads it."""
-        return [home if places else None for home, places in zip(self.homes, self.places(), strict=True)]
+        at = positions(len(self.homes), self.program.stacked_inputs)
+        found = zip(self.homes, self.places(), at, strict=True)
+        return [home if taken and here.start not in self._stays else None for home, taken, here in found]
 
     def call_flat(self, leaves: list[Any], observer: Observer | None = None) -> PyTree:
         """Runs the step on the flat list of its arguments' leaves; an observer is told what is done."""

@@ -127,3 +127,62 @@ def test_arguments_that_a_loop_on_the_host_does_not_read_are_not_told(tasks: Any
     assert not calls(settle, {"read": small, "unread": elsewhere}, jnp.ones((4, 8)))
     (text,) = calls(settle, {"read": weights(), "unread": elsewhere}, jnp.ones((4, WIDTH)))
     assert "args[0] (2 arrays, 2.0 MiB)" in text
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_steps_that_take_turns_leave_the_part_of_the_state_of_the_other_where_it_is(tasks: Any, donated: Any) -> None:
+    first, second = tasks
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(second(params["b"], first(params["a"], x)) ** 2)
+
+    def update(name: str, state: Any, x: Any) -> Any:
+        params, moments = state
+        grad = jax.grad(lambda w: loss({**params, name: w}, x))(params[name])
+        moment = 0.9 * moments[name] + grad
+        return {**params, name: params[name] - 0.1 * moment}, {**moments, name: moment}
+
+    def fresh() -> Any:
+        return weights(), jax.tree.map(jnp.zeros_like, weights())
+
+    def steps() -> list[Any]:
+        def update_a(state: Any, x: Any) -> Any:
+            return update("a", state, x)
+
+        def update_b(state: Any, x: Any) -> Any:
+            return update("b", state, x)
+
+        return [mm.jit(f, donate_argnums=donated) for f in (update_a, update_b)]
+
+    x, turns = jnp.ones((4, WIDTH)), steps()
+    state = turns[1](turns[0](fresh(), x), x)
+    with brought() as shapes:
+        for step in turns * 2:
+            state = step(state, x)
+    assert set(shapes) == {x.shape}
+    params, moments = state
+    assert {n: m.sharding.device_set for n, m in moments.items()} == {
+        n: p.sharding.device_set for n, p in params.items()
+    }
+
+    with mm.ignore_transforms():
+        expected = fresh()
+        for step in steps() * 3:
+            expected = step(expected, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state, expected)
+
+
+def test_what_is_handed_on_goes_where_it_is_asked_for(tasks: Any) -> None:
+    mesh = mm.submeshes(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data")), "stage")[0]
+    wanted = jax.NamedSharding(mesh, jax.P("data"))
+    there = jax.device_put(jnp.ones((4, 4)), jax.NamedSharding(Mesh(np.array(jax.devices()[2:4]), ("data",)), jax.P()))
+
+    def step(handed_on: Any, params: Any, x: Any) -> Any:
+        return handed_on, forward(tasks, params, x).sum()
+
+    x, params = jnp.ones((4, WIDTH)), weights()
+    assert mm.jit(step)(there, params, x)[0].sharding == there.sharding
+    assert mm.jit(step, out_shardings=(wanted, None))(there, params, x)[0].sharding == wanted
+    assert mm.jit(step, in_shardings=(wanted, None, None))(there, params, x)[0].sharding == wanted
+    nowhere, _ = mm.jit(step)(jnp.ones((4, 4)), params, x)
+    assert nowhere.sharding.device_set == set(mesh.devices.flat)

@@ -235,7 +235,7 @@ class Lowered(Shown):
             lowered, literals, self._in_tree, self._out_tree, tuple(sorted(self._donated)), made, step.name,
             stacked_inputs(self.program, layout, self._joints), stacked_outputs(self.program, layout, self._joints, moved),
             moved, self._found, functools.partial(names_of_inputs, self.program, self._in_tree),
-            frozenset(self._wanted), self._memory_in, self._memory_out, self._types_to_see_to(),
+            frozenset(self._wanted), frozenset(self._asked), self._memory_in, self._memory_out, self._types_to_see_to(),
         )  # fmt: skip
         compiled.explain = functools.partial(explain_float, step.name, self._plain, self.program)
         compiled.estimate = lambda: self._estimate

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from .. import _compat
 from .._program import Program
-from ._instructions import Plan, Value
+from ._instructions import Plan, Receive, Value
 
 
 def variables_of(program: Program) -> tuple[_compat.Var, ...]:
@@ -57,3 +57,35 @@ def home_between_calls(program: Program, v: _compat.Var) -> int:
     """The submesh on which an argument is between calls: its home, or the first that reads it where that does not."""
     home, readers = program.home[v], program.input_submeshes[v]
     return home if home in readers or not readers else readers[0]
+
+
+def handed_on(program: Program, plan: Plan, asked_in: Container[int], asked_out: Container[int]) -> frozenset[int]:
+    """Arguments that nobody reads and that come out as they came: the moments of another optimizer in the state, say.
+
+    Args:
+      program: the program.
+      plan: its plan.
+      asked_in: inputs that the user wants somewhere.
+      asked_out: results that the user wants somewhere.
+
+    Returns:
+      Positions of inputs, without those that are constants or blocks of a stacked value.
+    """
+    results: dict[int, list[int]] = {}
+    for o, slot in enumerate(plan.outputs):
+        if slot is not None:
+            results.setdefault(slot, []).append(o)
+    blocks_in = {i for stacked in program.stacked_inputs for i in stacked.positions}
+    blocks_out = {o for stacked in program.stacked_outputs for o in stacked.positions}
+    reading = [x for x in plan.instructions if not isinstance(x, Receive)]
+    read = {slot for instruction in reading for slot in instruction.inputs if slot in results}
+    return frozenset(
+        i
+        for i, _, slot in plan.inputs
+        if i >= len(program.consts)
+        and slot in results
+        and slot not in read
+        and i not in asked_in
+        and i not in blocks_in
+        if not any(o in asked_out or o in blocks_out for o in results[slot])
+    )

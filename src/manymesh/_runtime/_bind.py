@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Protocol
@@ -51,6 +51,7 @@ def bind(
     arriving: Mapping[int, Sharding] | None = None,
     leaving: Mapping[int, NamedSharding] | None = None,
     donation: Donation | None = None,
+    stays: Container[int] = (),
 ) -> Executor:
     """Makes a plan ready to run. All that a call may need is compiled here.
 
@@ -66,6 +67,7 @@ def bind(
       arriving: position of an argument -> the sharding it is known to come with.
       leaving: position of a result -> the sharding it is given at last, where that is another one.
       donation: fragment -> pairs (input, result) where the result takes the array of the input.
+      stays: inputs of the program that may stay where somebody put them.
 
     Returns:
       The executor of the plan.
@@ -73,7 +75,7 @@ def bind(
     launches = _counted(program)
     binder = Binder(program, plan, layout, executables, owner, transport, starts, launches, donation)
     issues = binder.issues()
-    consts, inputs = binder.inputs()
+    consts, inputs = binder.inputs(stays)
     for x in inputs:
         # As it comes now, and as it comes when the results of one call are the arguments of the next.
         for sharding in ((arriving or {}).get(x.position), binder.home(x)):
@@ -174,7 +176,7 @@ class Binder:
         found = zip(self.plan.outputs, homes, strict=True)
         return [self.positions[k] if k is not None and self.owner.owns(s) else None for k, s in found]
 
-    def inputs(self) -> tuple[dict[int, jax.Array], list[Input]]:
+    def inputs(self, stays: Container[int] = ()) -> tuple[dict[int, jax.Array], list[Input]]:
         """Where constants are, with their values, and where arguments go."""
         consts, inputs = {}, []
         num_consts = len(self.program.consts)
@@ -184,7 +186,7 @@ class Binder:
                 if i < num_consts:
                     consts[self.positions[slot]] = put_constant(self.program, i, sharding)
                 else:
-                    inputs.append(Input(i - num_consts, sharding, self.positions[slot]))
+                    inputs.append(Input(i - num_consts, sharding, self.positions[slot], i in stays))
         return consts, inputs
 
     def issues(self) -> list[Issue]:

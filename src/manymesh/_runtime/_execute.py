@@ -60,11 +60,13 @@ class Input:
       position: which leaf of the arguments.
       sharding: what it has to have there.
       at: where in the list of a call it goes.
+      stays: whether it may stay where somebody put it, for nothing but a result comes of it.
     """
 
     position: int
     sharding: NamedSharding
     at: int
+    stays: bool = False
 
 
 class Kept:
@@ -189,6 +191,8 @@ class Executor:
             given = getattr(x, "sharding", None)
             if given == sharding and isinstance(x, jax.Array):
                 accepted[n] = given
+            elif self._inputs[n].stays and isinstance(given, NamedSharding):
+                pass  # on the submeshes of another step, mostly, which would move it back
             elif isinstance(x, Kept):
                 values[n] = x.at(sharding, self._relayouts.bring)
             elif is_in_host_memory(x) and (first := self._first_reader.get(self._inputs[n].at)) is not None:
