@@ -19,7 +19,7 @@ from ._errors import ArgumentError, ProcessError
 from ._hardware import Hardware
 from ._layout._stacked import StackedValue
 from ._measure import loop_costs, measure, measured_durations
-from ._moved_again import MovedAgain
+from ._moved_again import PLACE, MovedAgain
 from ._plan._donation import hand_over
 from ._plan._instructions import Plan, Receive, Run
 from ._plan._number import arguments_elsewhere, handed_on, home_between_calls
@@ -54,6 +54,7 @@ class Compiled(Shown):
 
     explain: Callable[[Any, list[Any]], Exception] | None = None  # what a result that is no number comes from
     estimate: Callable[[], Estimate]  # what the step costs by our own count
+    how_to_place = PLACE  # an argument where the step reads it
 
     def __init__(
         self,
@@ -187,7 +188,7 @@ class Compiled(Shown):
 
     @functools.cached_property
     def _moved_again(self) -> MovedAgain:
-        return MovedAgain(self.name, self._homes_read(), self._path)
+        return MovedAgain(self.name, self._homes_read(), self._path, self.how_to_place)
 
     def _homes_read(self) -> list[Sharding | None]:
         """The home of each leaf of the arguments; None where nothing reads it."""

@@ -20,6 +20,7 @@ from ._shown import format_bytes, joined
 
 CALLS = 3  # the same arrays in so many calls are no accident
 LEAST = 1 << 20  # bytes that are worth a word
+PLACE = "jax.device_put({argument}, compiled.input_shardings{home}), with compiled = {name}.prepare(...) for these arguments"
 
 
 class MovedAgain:
@@ -29,10 +30,14 @@ class MovedAgain:
       name: that of the step.
       homes: the sharding that each leaf of the arguments has at its home; None where nothing reads it.
       path: ``args[0]['w']`` of a leaf.
+      place: how to place an ``{argument}``; ``{home}`` stands for where it is in ``input_shardings``, ``{which}`` for its position
+        or name.
     """
 
-    def __init__(self, name: str, homes: Sequence[Sharding | None], path: Callable[[int], str]) -> None:
-        self._name, self._homes, self._path = name, homes, path
+    def __init__(
+        self, name: str, homes: Sequence[Sharding | None], path: Callable[[int], str], place: str = PLACE
+    ) -> None:
+        self._name, self._homes, self._path, self._place = name, homes, path, place
         self._seen: dict[int, weakref.ref[Any]] = {}
         self.calls = CALLS  # that are still to come
 
@@ -55,11 +60,13 @@ class MovedAgain:
             f"{x} ({len(each)} array{'s' * (len(each) > 1)}, {format_bytes(sum(each))})" for x, each in whole.items()
         ]
         most = max(whole, key=lambda x: sum(whole[x]))
-        home = most.replace("kwargs", "[1]").replace("args", "[0]")
+        kind, which = most[:-1].split("[")
+        place = self._place.format(
+            argument=most, home=f"[{int(kind == 'kwargs')}][{which}]", which=which, name=self._name
+        )
         warnings.warn(
             f"{self._name}: {joined(told)} lay elsewhere than where the step reads it in each of {CALLS} calls, and was moved "
-            f"in each; place it once, before the calls, and pass that: jax.device_put({most}, compiled.input_shardings{home}), "
-            f"with compiled = {self._name}.prepare(...) for these arguments",
+            f"in each; place it once, before the calls, and pass that: {place}",
             stacklevel=_compat.users_level(),
         )
 

@@ -135,3 +135,34 @@ def test_a_state_that_would_be_concatenated():
             mm.equinox.jit(loop(reduce=reduce))(x, state)
     rows, last, total = mm.equinox.jit(loop(reduce=("concat", "last", "sum")))(x, state)
     assert rows.shape == (4, 2) and last.get(model.calls) == 1 and total == 8
+
+
+def test_a_module_that_is_moved_in_each_call_is_placed_as_the_warning_says():
+    width = 512
+    devices = jax.devices()[:2]
+    first, second = (jax.sharding.Mesh(np.array([d]), ("x",)) for d in devices)
+    keys = jax.random.split(jax.random.key(0))
+    layers = [eqx.nn.Linear(width, width, key=k) for k in keys]
+    model = eqx.nn.Sequential([layers[0], eqx.nn.Lambda(jnp.tanh), layers[1]])
+
+    @mm.equinox.jit
+    def evaluate(model, x):
+        x = mm.task(lambda layer, x: layer(x), "front", mesh=first)(model[0], x)
+        return mm.task(lambda layer, x: layer(x), "back", mesh=second)(model[2], model[1](x)).sum()
+
+    x = jnp.ones(width)
+    expected = None
+    with pytest.warns(UserWarning, match=r"evaluate: args\[0\] \(2 arrays, 1.0 MiB\) lay elsewhere") as found:
+        for _ in range(3):
+            expected = evaluate(model, x)
+    advice = str(found[0].message).split("and pass that: ")[1].removesuffix(" for these arguments")
+    assert "evaluate.lower(...), 0)" in advice
+    placed = eval(
+        advice.replace("(...)", "(model, x)"),
+        globals(),
+        {"args": (model, x), "evaluate": evaluate, "model": model, "x": x},
+    )
+    assert placed[2].weight.devices() == {devices[1]} and placed[1].fn is jnp.tanh
+    evaluate.clear_cache()
+    for _ in range(4):
+        assert evaluate(placed, x) == expected

@@ -17,6 +17,7 @@ from .._api._jit import FunctionLike
 from .._api._jit import Jitted as PlainJitted
 from .._api._lowered import Lowered
 from .._api._traced import Traced
+from .._compiled import Compiled
 from .._errors import ArgumentError
 from .._mark import current_recording
 from .._shown import name_of
@@ -26,6 +27,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Donate = Literal["all", "all-except-first", "none"]
+
+
+_PLACE = (
+    "jax.tree.map(lambda x, like: jax.device_put(x, like.sharding) if eqx.is_array(x) else x, {argument}, "
+    "mm.checkpoint.argument_of({name}.lower(...), {which})) for these arguments"
+)
 
 
 class _Unnamed:
@@ -87,6 +94,11 @@ class _Step(PlainJitted[..., Packed]):
             kept = self._leaves_of_first(given, kwargs) if self._donate == "all-except-first" else range(0)
             given.donated = [*range(kept.start), *range(kept.stop, len(given.leaves))]
         return given
+
+    def _compiled_for(self, given: Arguments, called: bool = False) -> Compiled:
+        compiled = super()._compiled_for(given, called)
+        compiled.how_to_place = _PLACE
+        return compiled
 
     def _leaves_of_first(self, given: Arguments, kwargs: dict[str, Any]) -> range:
         """Where the leaves of the first argument are, which may be given by its name."""
