@@ -186,3 +186,26 @@ def test_what_is_handed_on_goes_where_it_is_asked_for(tasks: Any) -> None:
     assert mm.jit(step, in_shardings=(wanted, None, None))(there, params, x)[0].sharding == wanted
     nowhere, _ = mm.jit(step)(jnp.ones((4, 4)), params, x)
     assert nowhere.sharding.device_set == set(mesh.devices.flat)
+
+
+def test_stacked_layers_and_constants_beside_what_is_handed_on() -> None:
+    meshes = mm.submeshes(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data")), "stage")
+    halves = [
+        mm.task(lambda ws, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0], f"half_{k}", mesh=mesh)
+        for k, mesh in enumerate(meshes)
+    ]
+    shift = jnp.arange(8.0)
+
+    @mm.jit
+    def step(state: Any, x: Any) -> Any:
+        y = halves[1](state["layers"][2:], halves[0](state["layers"][:2], x + shift))
+        return state, y.sum()
+
+    other = {k: jax.device_put(jnp.ones((3, k)), jax.NamedSharding(meshes[1], jax.P())) for k in range(1, 4)}
+    state, x = {"a": other, "layers": jnp.ones((4, 8, 8)) / 8}, jnp.ones((4, 8))
+    assert len(step.lower(state, x).program.consts) == 1
+    with brought() as shapes:
+        for _ in range(2):
+            state, _ = step(state, x)
+    assert not {w.shape for w in other.values()}.intersection(shapes)
+    assert {w.sharding for w in state["a"].values()} == {w.sharding for w in other.values()}

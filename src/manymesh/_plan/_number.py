@@ -75,7 +75,8 @@ def handed_on(program: Program, plan: Plan, asked_in: Container[int], asked_out:
     for o, slot in enumerate(plan.outputs):
         if slot is not None:
             results.setdefault(slot, []).append(o)
-    blocks_in = {i for stacked in program.stacked_inputs for i in stacked.positions}
+    shift = len(program.consts)
+    blocks_in = {shift + i for stacked in program.stacked_inputs for i in stacked.positions}
     blocks_out = {o for stacked in program.stacked_outputs for o in stacked.positions}
     reading = [x for x in plan.instructions if not isinstance(x, Receive)]
     read = {slot for instruction in reading for slot in instruction.inputs if slot in results}
