@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Sharding
 
 from . import _compat
@@ -73,6 +72,6 @@ class MovedAgain:
 
 def _is_elsewhere(x: Any, home: Sharding | None) -> bool:
     """Whether an array has to be moved; one in the memory of the host lies there on purpose."""
-    if home is None or not isinstance(x, jax.Array) or is_in_host_memory(x):
+    if home is None or type(x) is not _compat.ConcreteArray or x.is_deleted() or is_in_host_memory(x):
         return False
     return not x.sharding.is_equivalent_to(home, x.ndim)
