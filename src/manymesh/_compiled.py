@@ -182,7 +182,7 @@ class Compiled(Shown):
 
     def run(self, leaves: list[Any]) -> PyTree:
         """Runs the step on the flat list of the leaves with which a user calls it."""
-        if self._moved_again.calls:
+        if self._moved_again.calls > 0:
             self._moved_again.look(leaves)
         return self.call_flat(leaves)
 

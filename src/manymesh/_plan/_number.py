@@ -78,15 +78,15 @@ def handed_on(program: Program, plan: Plan, asked_in: Container[int], asked_out:
     shift = len(program.consts)
     blocks_in = {shift + i for stacked in program.stacked_inputs for i in stacked.positions}
     blocks_out = {o for stacked in program.stacked_outputs for o in stacked.positions}
-    reading = [x for x in plan.instructions if not isinstance(x, Receive)]
-    read = {slot for instruction in reading for slot in instruction.inputs if slot in results}
-    return frozenset(
-        i
+    found = {
+        slot: i
         for i, _, slot in plan.inputs
-        if i >= len(program.consts)
-        and slot in results
-        and slot not in read
-        and i not in asked_in
-        and i not in blocks_in
+        if i >= shift and slot in results and i not in asked_in and i not in blocks_in
         if not any(o in asked_out or o in blocks_out for o in results[slot])
-    )
+    }
+    if found:
+        for instruction in plan.instructions:
+            if not isinstance(instruction, Receive):
+                for slot in found.keys() & instruction.inputs:
+                    del found[slot]
+    return frozenset(found.values())
