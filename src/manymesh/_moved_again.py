@@ -64,8 +64,8 @@ class MovedAgain:
             argument=most, home=f"[{int(kind == 'kwargs')}][{which}]", which=which, name=self._name
         )
         warnings.warn(
-            f"{self._name}: {joined(told)} lay elsewhere than where the step reads it in each of {CALLS} calls, and was moved "
-            f"in each; place it once, before the calls, and pass that: {place}",
+            f"{self._name}: each of {CALLS} calls moved {joined(told)} to where the step reads it; place it once, before the "
+            f"calls, and pass that: {place}",
             stacklevel=_compat.users_level(),
         )
 

@@ -152,7 +152,9 @@ def test_a_module_that_is_moved_in_each_call_is_placed_as_the_warning_says():
 
     x = jnp.ones(width)
     expected = None
-    with pytest.warns(UserWarning, match=r"evaluate: args\[0\] \(2 arrays, 1.0 MiB\) lay elsewhere") as found:
+    with pytest.warns(
+        UserWarning, match=r"evaluate: each of 3 calls moved args\[0\] \(2 arrays, 1.0 MiB\) to where"
+    ) as found:
         for _ in range(3):
             expected = evaluate(model, x)
     advice = str(found[0].message).split("and pass that: ")[1].removesuffix(" for these arguments")

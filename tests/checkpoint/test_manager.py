@@ -253,6 +253,10 @@ def test_at_the_end_of_a_program_the_last_save_is_waited_for(tmp_path) -> None:
     assert mm.checkpoint.Manager(tmp_path).restore(like={"w": np.zeros((512, 512), np.float32)})["w"].min() == 1
 
 
+def no_space(self: Database) -> None:
+    raise OSError("no space left on device")
+
+
 def test_at_the_end_of_a_program_a_last_save_that_failed_is_said(tmp_path) -> None:
     code = (
         "import resource, sys, jax.numpy as jnp, manymesh as mm; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); "
@@ -264,16 +268,12 @@ def test_at_the_end_of_a_program_a_last_save_that_failed_is_said(tmp_path) -> No
 
 def test_what_a_save_that_failed_left_is_removed_by_the_next_one(tmp_path, monkeypatch) -> None:
     """On a full disk what each left would stay, and no later one would find room."""
-
-    def fail(self):
-        raise OSError("no space left on device")
-
     manager = mm.checkpoint.Manager(tmp_path)
     manager.save(1, state_of(1))
     manager.wait_until_finished()
     for step in (2, 3):
         with monkeypatch.context() as patch:
-            patch.setattr(Database, "commit", fail)
+            patch.setattr(Database, "commit", no_space)
             manager.save(step, state_of(step))
             with pytest.raises(CheckpointError, match="was not saved"):
                 manager.wait_until_finished()
@@ -283,20 +283,17 @@ def test_what_a_save_that_failed_left_is_removed_by_the_next_one(tmp_path, monke
 
 
 def test_what_goes_wrong_in_the_thread_is_raised_by_the_next_call(tmp_path, monkeypatch) -> None:
-    def fail(self):
-        raise OSError("no space left on device")
-
     manager = mm.checkpoint.Manager(tmp_path)
     manager.save(1, state_of(1))
     manager.wait_until_finished()
     with monkeypatch.context() as patch:
-        patch.setattr(Database, "commit", fail)
+        patch.setattr(Database, "commit", no_space)
         manager.save(2, state_of(2))
         with pytest.raises(mm.errors.CheckpointError, match=r"was not saved: no space left on device"):
             manager.wait_until_finished()
     manager.wait_until_finished()  # said once
     with monkeypatch.context() as patch:
-        patch.setattr(Database, "commit", fail)
+        patch.setattr(Database, "commit", no_space)
         seldom = mm.checkpoint.Manager(tmp_path, save_interval_steps=2)
         seldom.save(2, state_of(2))
         while seldom._thread.is_alive():

@@ -64,7 +64,9 @@ def test_what_is_moved_in_each_call_is_told_once_and_the_remedy_works(tasks: Any
 
     params, x = weights(), jnp.ones((4, WIDTH))
     (text,) = calls(evaluate, params, x)
-    assert text.startswith("evaluate: args[0] (2 arrays, 2.0 MiB), args[1] (1 array, 8.0 KiB) lay elsewhere")
+    assert text.startswith(
+        "evaluate: each of 3 calls moved args[0] (2 arrays, 2.0 MiB), args[1] (1 array, 8.0 KiB) to where"
+    )
     assert "jax.device_put(args[0], compiled.input_shardings[0][0]), with compiled = evaluate.prepare(...)" in text
 
     args, compiled = (params, x), evaluate.prepare(params, x)
@@ -209,3 +211,21 @@ def test_stacked_layers_and_constants_beside_what_is_handed_on() -> None:
             state, _ = step(state, x)
     assert not {w.shape for w in other.values()}.intersection(shapes)
     assert {w.sharding for w in state["a"].values()} == {w.sharding for w in other.values()}
+
+
+def test_what_is_handed_on_and_read_elsewhere_comes_to_who_reads_it() -> None:
+    first, second = (Mesh(np.array(jax.devices()[k : k + 2]), ("data",)) for k in (0, 2))
+
+    def follow(state: Any) -> Any:
+        return {**state, "average": 0.9 * state["average"] + 0.1 * state["weight"]}
+
+    state = {
+        "average": jax.device_put(jnp.zeros(3), jax.NamedSharding(first, jax.P())),
+        "weight": jax.device_put(jnp.ones(3), jax.NamedSharding(second, jax.P())),
+    }
+    step = mm.jit(follow)
+    program = step.lower(state).program
+    assert [len(program.input_submeshes[v]) for v in program.invars] == [1, 2]
+    followed = step(step(state))
+    np.testing.assert_allclose(followed["average"], 0.19, rtol=1e-6)
+    assert {k: x.sharding for k, x in followed.items()} == {k: x.sharding for k, x in state.items()}

@@ -13,6 +13,7 @@ from .. import _compat
 from .._compiled import Compiled
 from .._errors import ArgumentError
 from .._mark import current_recording, transforms_ignored
+from .._moved_again import PLACE
 from .._shown import Shown, name_of
 from .._types import PyTree
 from ._arguments import (
@@ -168,6 +169,8 @@ class FunctionLike(Generic[P, R]):
 class Jitted(FunctionLike[P, R], Shown):
     """What `jit` returns."""
 
+    how_to_place = PLACE  # an argument where a step reads it, in a warning
+
     def __init__(
         self, fun: Callable[P, R], static_argnums: Any, static_argnames: Any, donate_argnums: Any, donate_argnames: Any,
         in_shardings: Any, out_shardings: Any, compiler_options: Any, strict: bool,
@@ -243,6 +246,7 @@ class Jitted(FunctionLike[P, R], Shown):
                     error.add_note(text)
                 raise
             compiled = lowered.compile()
+            compiled.how_to_place = self.how_to_place
             if lowered.follows_arguments:
                 self._without_tasks.setdefault(key, []).append(compiled)
                 self._compiled[key, places(given.leaves)] = compiled

@@ -17,7 +17,6 @@ from .._api._jit import FunctionLike
 from .._api._jit import Jitted as PlainJitted
 from .._api._lowered import Lowered
 from .._api._traced import Traced
-from .._compiled import Compiled
 from .._errors import ArgumentError
 from .._mark import current_recording
 from .._shown import name_of
@@ -83,6 +82,8 @@ def _is_array(x: Any) -> bool:
 class _Step(PlainJitted[..., Packed]):
     """A step of packed arguments, some of which it may reuse."""
 
+    how_to_place = _PLACE
+
     def __init__(self, fun: Callable[..., Packed], donate: Donate, options: dict[str, Any], first: str | None) -> None:
         super().__init__(fun, None, None, None, None, None, None, **options)
         self._donate = donate
@@ -94,11 +95,6 @@ class _Step(PlainJitted[..., Packed]):
             kept = self._leaves_of_first(given, kwargs) if self._donate == "all-except-first" else range(0)
             given.donated = [*range(kept.start), *range(kept.stop, len(given.leaves))]
         return given
-
-    def _compiled_for(self, given: Arguments, called: bool = False) -> Compiled:
-        compiled = super()._compiled_for(given, called)
-        compiled.how_to_place = _PLACE
-        return compiled
 
     def _leaves_of_first(self, given: Arguments, kwargs: dict[str, Any]) -> range:
         """Where the leaves of the first argument are, which may be given by its name."""

@@ -159,11 +159,15 @@ class _Solver:
         for block in self.beside.get(key, (key,)):
             self.decided.setdefault(block, Decision(_trimmed(spec), rule))
 
+    def _places_of(self, v: Var) -> tuple[int, ...]:
+        """The submeshes of an input; of one that nobody reads its home."""
+        return self.program.input_submeshes[v] or (self.program.home[v],)
+
     def _place_inputs(self, shardings: Mapping[int, NamedSharding], rule: str) -> None:
         program = self.program
         for i, sharding in shardings.items():
             v = program.invars[i]
-            for s in program.input_submeshes[v] or (program.home[v],):
+            for s in self._places_of(v):
                 mesh = program.submeshes[s]
                 if s == program.home[v] or sharding.mesh.axis_names == mesh.axis_names:
                     self._decide(v, s, adapt_spec(sharding.spec, _compat.shape(v), mesh), rule)
@@ -364,7 +368,7 @@ class _Solver:
         program = self.program
         places: dict[tuple[Var, int], None] = {}
         for v in program.invars:
-            places.update(dict.fromkeys((v, s) for s in program.input_submeshes[v] or (program.home[v],)))
+            places.update(dict.fromkeys((v, s) for s in self._places_of(v)))
         for f in program.fragments:
             places.update(dict.fromkeys((v, f.submesh) for v in (*f.invars, *f.outvars)))
         for e in program.edges:

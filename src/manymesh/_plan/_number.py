@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterator
 from typing import Any
 
@@ -75,13 +76,14 @@ def handed_on(program: Program, plan: Plan, asked_in: Container[int], asked_out:
     for o, slot in enumerate(plan.outputs):
         if slot is not None:
             results.setdefault(slot, []).append(o)
+    places = Counter(i for i, _, _ in plan.inputs)
     shift = len(program.consts)
     blocks_in = {shift + i for stacked in program.stacked_inputs for i in stacked.positions}
     blocks_out = {o for stacked in program.stacked_outputs for o in stacked.positions}
     found = {
         slot: i
         for i, _, slot in plan.inputs
-        if i >= shift and slot in results and i not in asked_in and i not in blocks_in
+        if i >= shift and places[i] == 1 and slot in results and i not in asked_in and i not in blocks_in
         if not any(o in asked_out or o in blocks_out for o in results[slot])
     }
     if found:
