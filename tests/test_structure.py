@@ -58,6 +58,7 @@ LAYERS = (
     "_report",
     "_measure",
     "_progress",
+    "_calling",
     "_moved_again",
     "_compiled",
     "_api",

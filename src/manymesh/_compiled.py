@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from . import _compat
+from ._calling import PLAIN
 from ._cost._clock import Durations
 from ._cost._estimate import Estimate
 from ._distributed._world import world
@@ -19,7 +20,7 @@ from ._errors import ArgumentError, ProcessError
 from ._hardware import Hardware
 from ._layout._stacked import StackedValue
 from ._measure import loop_costs, measure, measured_durations
-from ._moved_again import PLACE, MovedAgain
+from ._moved_again import MovedAgain
 from ._plan._donation import hand_over
 from ._plan._instructions import Plan, Receive, Run
 from ._plan._number import arguments_elsewhere, handed_on, home_between_calls
@@ -54,7 +55,8 @@ class Compiled(Shown):
 
     explain: Callable[[Any, list[Any]], Exception] | None = None  # what a result that is no number comes from
     estimate: Callable[[], Estimate]  # what the step costs by our own count
-    how_to_place = PLACE  # an argument where the step reads it
+    calling = PLAIN
+    static_argnums: tuple[int, ...] = ()  # counted from the first argument
 
     def __init__(
         self,
@@ -149,14 +151,15 @@ class Compiled(Shown):
         return jax.tree.unflatten(self._out_tree, self._leaving)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Runs the step."""
-        return self.run(self._flatten(args, kwargs))
+        """Runs the step, with what the function that it was made of takes, but what is static."""
+        return self.calling.call(lambda *args, **kwargs: self.run(self._flatten(*args, **kwargs)), args, kwargs)
 
-    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _flatten(self, *args: PyTree, **kwargs: PyTree) -> list[Any]:
         """The leaves of arguments that are what the step was compiled for."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        arguments = (self._with_statics(args), kwargs)
+        leaves, tree = jax.tree.flatten(arguments)
         if tree != self._in_tree:
-            raise ArgumentError(f"{self.name}: {self._how_structures_differ((args, kwargs))}")
+            raise ArgumentError(f"{self.name}: {self._how_structures_differ(arguments)}")
         for i, (x, aval) in enumerate(zip(leaves, self._avals, strict=True)):
             given = jax.typeof(x)
             if given.shape != aval.shape or given.dtype != aval.dtype:
@@ -165,6 +168,14 @@ class Compiled(Shown):
                     f"{given.str_short()}; call the function that mm.jit returned, which compiles for each shape and dtype"
                 )
         return leaves
+
+    def _with_statics(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        """The arguments of a call, with None for those that are static, if they are left out as for JAX."""
+        if self.static_argnums and len(args) + len(self.static_argnums) == len(self._in_tree.children()[0].children()):
+            given = iter(args)
+            count = len(args) + len(self.static_argnums)
+            return tuple(None if k in self.static_argnums else next(given) for k in range(count))
+        return args
 
     def _how_structures_differ(self, given: PyTree) -> str:
         """Which arguments of a call are not there, or were not there when the step was compiled, and what to do."""
@@ -176,7 +187,7 @@ class Compiled(Shown):
             *([f"called with {joined(surplus, MOST_NAMES)}, which it was not compiled with"] if surplus else []),
         ] or list(_differing(self._in_tree, jax.tree.structure(given)))
         return (
-            f"{'; '.join(parts)}; static arguments are left out of the call as None, and the function that mm.jit returned "
+            f"{'; '.join(parts)}; static arguments are left out of the call, or None where they are by position, and the function that mm.jit returned "
             "compiles for each structure"
         )
 
@@ -188,7 +199,7 @@ class Compiled(Shown):
 
     @functools.cached_property
     def _moved_again(self) -> MovedAgain:
-        return MovedAgain(self.name, self._homes_read(), self._path, self.how_to_place)
+        return MovedAgain(self.name, self._homes_read(), self._path, self.calling.place)
 
     def _homes_read(self) -> list[Sharding | None]:
         """The home of each leaf of the arguments; None where nothing reads it."""
@@ -319,7 +330,7 @@ class Compiled(Shown):
         Returns:
           Seconds, for ``report(times=...)`` of this step and of its `Lowered`.
         """
-        leaves = self._flatten(args, kwargs)
+        leaves = self.calling.take(self._flatten, args, kwargs)
 
         def arguments() -> list[Any]:
             return self._stacks.cut(self._spared(leaves))
@@ -372,7 +383,7 @@ class Compiled(Shown):
             )
         if world() is not None:
             raise ProcessError(f"{self.name}: measure() runs in one process; start the script without others")
-        leaves = self._spared(self._flatten(args, kwargs))
+        leaves = self._spared(self.calling.take(self._flatten, args, kwargs))
         return loop_costs(self._lowered, measure(self._executor, self._stacks.cut(leaves)), loop)
 
     def as_text(self) -> str:

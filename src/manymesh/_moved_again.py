@@ -14,12 +14,12 @@ from typing import Any
 from jax.sharding import Sharding
 
 from . import _compat
+from ._calling import PLAIN
 from ._runtime._memories import is_in_host_memory
 from ._shown import format_bytes, joined
 
 CALLS = 3  # the same arrays in so many calls are no accident
 LEAST = 1 << 20  # bytes that are worth a word
-PLACE = "jax.device_put({argument}, compiled.input_shardings{home}), with compiled = {name}.prepare(...) for these arguments"
 
 
 class MovedAgain:
@@ -29,12 +29,11 @@ class MovedAgain:
       name: that of the step.
       homes: the sharding that each leaf of the arguments has at its home; None where nothing reads it.
       path: ``args[0]['w']`` of a leaf.
-      place: how to place an ``{argument}``; ``{home}`` stands for where it is in ``input_shardings``, ``{which}`` for its position
-        or name.
+      place: how to place an argument, as `Calling.place`.
     """
 
     def __init__(
-        self, name: str, homes: Sequence[Sharding | None], path: Callable[[int], str], place: str = PLACE
+        self, name: str, homes: Sequence[Sharding | None], path: Callable[[int], str], place: str = PLAIN.place
     ) -> None:
         self._name, self._homes, self._path, self._place = name, homes, path, place
         self._seen: dict[int, weakref.ref[Any]] = {}

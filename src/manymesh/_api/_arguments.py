@@ -49,9 +49,9 @@ def flatten(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argume
         leaves, treedef = jax.tree.flatten((args, kwargs))
         return Arguments(leaves, treedef, (), args, kwargs)
     static: list[tuple[Any, Any]] = []
-    numbers = {k % len(args) for k in step.static_argnums if -len(args) <= k < len(args)} if args else set()
+    numbers = step.static_positions(len(args))
     if numbers or step.static_argnames:
-        static = [(k, args[k]) for k in sorted(numbers)]
+        static = [(k, args[k]) for k in numbers]
         static += [(k, kwargs[k]) for k in sorted(kwargs) if k in step.static_argnames]
         for k, value in static:
             try:

@@ -392,6 +392,8 @@ class CompiledParts(_InParts, Compiled):
     def __init__(self, lowered: LoweredParts, parts: dict[str, Compiled]) -> None:
         whole = lowered._whole
         self._title = self.name = whole.step.name
+        self.calling = whole.step.calling
+        self.static_argnums = whole.step.static_positions(len(lowered.in_tree.children()[0].children()))
         self._items, self._invars, self.parts = lowered._items, whole.invars, parts
         self._lines = lowered._lines
         self._in_tree, self._out_tree = lowered._in_tree, lowered._out_tree

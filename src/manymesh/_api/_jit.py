@@ -10,10 +10,10 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 import jax
 
 from .. import _compat
+from .._calling import PLAIN
 from .._compiled import Compiled
 from .._errors import ArgumentError
 from .._mark import current_recording, transforms_ignored
-from .._moved_again import PLACE
 from .._shown import Shown, name_of
 from .._types import PyTree
 from ._arguments import (
@@ -169,7 +169,7 @@ class FunctionLike(Generic[P, R]):
 class Jitted(FunctionLike[P, R], Shown):
     """What `jit` returns."""
 
-    how_to_place = PLACE  # an argument where a step reads it, in a warning
+    calling = PLAIN
 
     def __init__(
         self, fun: Callable[P, R], static_argnums: Any, static_argnames: Any, donate_argnums: Any, donate_argnames: Any,
@@ -184,7 +184,9 @@ class Jitted(FunctionLike[P, R], Shown):
         donated = named(fun, as_tuple(donate_argnums), as_tuple(donate_argnames))
         check_apart(static, donated)
         self.fun, self.name = fun, name_of(fun)
-        self._step = Step(fun, self.name, *static, *donated, in_shardings, out_shardings, compiler_options, strict)
+        self._step = Step(
+            fun, self.name, *static, *donated, in_shardings, out_shardings, compiler_options, strict, self.calling
+        )  # fmt: skip
         self._compiled: dict[Any, Compiled] = {}
         self._structure: Any = None  # of the arguments that were compiled for last
         # What was around the last call of a program that is always in one place, its types, and that program.
@@ -246,7 +248,6 @@ class Jitted(FunctionLike[P, R], Shown):
                     error.add_note(text)
                 raise
             compiled = lowered.compile()
-            compiled.how_to_place = self.how_to_place
             if lowered.follows_arguments:
                 self._without_tasks.setdefault(key, []).append(compiled)
                 self._compiled[key, places(given.leaves)] = compiled

@@ -238,7 +238,8 @@ class Lowered(Shown):
             frozenset(self._wanted), frozenset(self._asked), self._memory_in, self._memory_out, self._types_to_see_to(),
         )  # fmt: skip
         compiled.explain = functools.partial(explain_float, step.name, self._plain, self.program)
-        compiled.estimate = lambda: self._estimate
+        compiled.estimate, compiled.calling = lambda: self._estimate, step.calling
+        compiled.static_argnums = step.static_positions(len(self._in_tree.children()[0].children()))
         return compiled
 
     def _types_to_see_to(self) -> dict[int, bool]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .. import _compat
+from .._calling import PLAIN, Calling
 from .._errors import AxisError
 from .._findings import Finding, sentences
 from .._mark import Recording
@@ -23,6 +24,7 @@ class Step:
       fun, name: the function, and what it is called in messages.
       static_argnums, static_argnames, donate_argnums, donate_argnames: complete, numbers as names and names as numbers.
       in_shardings, out_shardings, compiler_options, strict: as given to `jit`.
+      calling: how its user calls it.
       executables: what was compiled for all programs of the function, by the settings of JAX that it was lowered under.
       warned: what was warned about already, and patterns.
       compiled_for: name of the step or of a part of it -> the types of the arguments of each of its programs, by what they
@@ -39,9 +41,14 @@ class Step:
     out_shardings: Any
     compiler_options: dict[str, Any] | None
     strict: bool
+    calling: Calling = PLAIN
     executables: dict[Any, Executables] = field(default_factory=dict)
     warned: set[Finding | str] = field(default_factory=set)
     compiled_for: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+
+    def static_positions(self, count: int) -> tuple[int, ...]:
+        """Which of so many arguments by position are static."""
+        return tuple(sorted({k % count for k in self.static_argnums if -count <= k < count}))
 
     def report(self, record: Recording, closed: Any) -> None:
         """Warns of what was found while tracing, and, with the jaxpr, of patterns without a scope; each once.

@@ -17,6 +17,8 @@ from .._api._jit import FunctionLike
 from .._api._jit import Jitted as PlainJitted
 from .._api._lowered import Lowered
 from .._api._traced import Traced
+from .._calling import Calling
+from .._compiled import Compiled
 from .._errors import ArgumentError
 from .._mark import current_recording
 from .._shown import name_of
@@ -26,12 +28,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Donate = Literal["all", "all-except-first", "none"]
-
-
-_PLACE = (
-    "jax.tree.map(lambda x, like: jax.device_put(x, like.sharding) if eqx.is_array(x) else x, {argument}, "
-    "mm.checkpoint.argument_of({name}.lower(...), {which})) for these arguments"
-)
 
 
 class _Unnamed:
@@ -79,10 +75,29 @@ def _is_array(x: Any) -> bool:
     return bool(eqx.is_array(x) or isinstance(x, (np.ndarray, np.generic, jax.ShapeDtypeStruct)))
 
 
+class _Unpacked(Calling):
+    """With modules, of which a step has packed ones."""
+
+    place = (
+        "jax.tree.map(lambda x, like: jax.device_put(x, like.sharding) if eqx.is_array(x) else x, {argument}, "
+        "mm.checkpoint.argument_of({name}.lower(...), {which})) for these arguments"
+    )
+
+    def call(self, run: Callable[..., Packed], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.take(run, args, kwargs).unpacked()
+
+    def take(self, take: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        packed, named = _arguments(args, kwargs)
+        return take(*packed, **named)
+
+
+_UNPACKED = _Unpacked()
+
+
 class _Step(PlainJitted[..., Packed]):
     """A step of packed arguments, some of which it may reuse."""
 
-    how_to_place = _PLACE
+    calling = _UNPACKED
 
     def __init__(self, fun: Callable[..., Packed], donate: Donate, options: dict[str, Any], first: str | None) -> None:
         super().__init__(fun, None, None, None, None, None, None, **options)
@@ -131,15 +146,18 @@ class Jitted(FunctionLike[P, R]):
         """Runs the step."""
         if current_recording() is not None:
             return self.fun(*args, **kwargs)  # a step inside a step is part of it
-        packed, named = _arguments(args, kwargs)
-        result: R = self._jitted(*packed, **named).unpacked()
+        result: R = _UNPACKED.call(self._jitted, args, kwargs)
         return result
+
+    @_compat.boundary
+    def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
+        """Compiles for arguments with arrays or `jax.ShapeDtypeStruct`, so that calls with such arguments find it done."""
+        return _UNPACKED.take(self._jitted.prepare, args, kwargs)
 
     @_compat.boundary
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Traces the step for arguments with arrays or `jax.ShapeDtypeStruct`."""
-        packed, named = _arguments(args, kwargs)
-        return self._jitted.trace(*packed, **named)
+        return _UNPACKED.take(self._jitted.trace, args, kwargs)
 
     @_compat.boundary
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:

@@ -11,9 +11,10 @@ import jax
 from .. import _compat
 from .._api._jit import FunctionLike
 from .._api._jit import Jitted as PlainJitted
-from .._api._jit import jit as plain_jit
 from .._api._lowered import Lowered
 from .._api._traced import Traced
+from .._calling import Calling
+from .._compiled import Compiled
 from .._mark import carry_box_names, current_recording
 from .._types import PyTree
 from ..meta._axes import Axes
@@ -25,6 +26,22 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class _Merged(Calling):
+    """With modules, which the step updates."""
+
+    def call(self, run: Callable[..., PureResult], args: Any, kwargs: Any) -> Any:
+        return call_lifted(run, args, kwargs)
+
+    def take(self, take: Callable[..., R], args: Any, kwargs: Any) -> R:
+        return call_split(take, args, kwargs)
+
+
+class _Step(PlainJitted[..., PureResult]):
+    """A step of what modules are split into."""
+
+    calling = _Merged()
+
+
 class Jitted(FunctionLike[P, R]):
     """What `jit` returns: called as the function it wraps, on the same modules."""
 
@@ -33,9 +50,7 @@ class Jitted(FunctionLike[P, R]):
         self.fun = fun
         out_shardings = options["out_shardings"]
         wanted = None if out_shardings is None else (None, out_shardings)
-        self._jitted: PlainJitted[..., PureResult] = plain_jit(
-            _carried(pure(rooted(fun))), **{**options, "out_shardings": wanted}
-        )
+        self._jitted = _Step(_carried(pure(rooted(fun))), **{**options, "out_shardings": wanted})
 
     def __repr__(self) -> str:
         return repr(self._jitted).replace("mm.jit", "nnx.jit", 1)
@@ -47,6 +62,11 @@ class Jitted(FunctionLike[P, R]):
             return self.fun(*args, **kwargs)  # a step inside a step is part of it
         result: R = call_lifted(self._jitted, args, kwargs)
         return result
+
+    @_compat.boundary
+    def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
+        """Compiles for such arguments, so that a call with them finds it done; the modules stay as they are."""
+        return call_split(self._jitted.prepare, args, kwargs)
 
     @_compat.boundary
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
