@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
+from flax import nnx
 from manymesh.errors import ArgumentError, CheckpointError, CheckpointNotFoundError
 
 
@@ -83,6 +84,27 @@ LIKE = [
 def test_what_does_not_fit(like, words, saved) -> None:
     with pytest.raises(CheckpointError, match=words):
         mm.checkpoint.Manager(saved).restore(like=like, stacked={"layers": "layer_{}"})
+
+
+def test_what_modules_of_nnx_share_is_not_torn_apart(tmp_path) -> None:
+    """A whole module comes back if no variable in it is tied; where one is, its state does."""
+    model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(1)))
+    mm.checkpoint.save(tmp_path / "untied", model)
+    assert mm.checkpoint.restore(tmp_path / "untied", model).layers[0].kernel.shape == (2, 2)
+    model.layers[1].kernel = model.layers[0].kernel
+    mm.checkpoint.save(tmp_path / "tied", nnx.state(model))
+    with pytest.raises(CheckpointError, match=r"like.*\[0\].kernel and like.*\[1\].kernel are one variable"):
+        mm.checkpoint.restore(tmp_path / "tied", model)
+    nnx.update(model, mm.checkpoint.restore(tmp_path / "tied", like=nnx.state(model)))
+    assert model.layers[1].kernel is model.layers[0].kernel
+
+
+def test_what_would_lose_a_part(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match="x is a masked array: save its data and its mask"):
+        mm.checkpoint.save(tmp_path / "masked", {"x": np.ma.masked_array(np.arange(3.0), [True, False, False])})
+    with pytest.raises(CheckpointError, match="two keys of a dictionary in it are '1' as text"):
+        mm.checkpoint.save(tmp_path / "keys", {"x": np.ones(2)}, metadata={"seen": {1: 2, "1": 3}})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_stack_has_all_layers_that_were_saved(tmp_path) -> None:

@@ -83,7 +83,8 @@ def is_empty(value: object) -> bool:
 
 def is_array(value: object) -> bool:
     """Whether a checkpoint holds a leaf: arrays and numbers, of JAX, NumPy or Python."""
-    return isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, *NUMBERS))
+    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, *NUMBERS)
+    return isinstance(value, kinds) and not isinstance(value, np.ma.MaskedArray)
 
 
 def is_key(value: Any) -> bool:

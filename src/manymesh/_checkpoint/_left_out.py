@@ -10,15 +10,19 @@ program's.
 from __future__ import annotations
 
 import enum
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from .. import _compat
 from .._errors import CheckpointError
+from .._types import PyTree
 from ._leaves import Leaf, is_array, is_empty
 
 _SHOWN = 5
@@ -51,6 +55,28 @@ def check_left_out(path: Path, leaves: Sequence[Leaf]) -> None:
         )
 
 
+def check_untied(like: PyTree) -> None:
+    """Refuses modules of NNX that share variables, of which a pytree would be made in which each has its own.
+
+    Args:
+      like: what is to be restored.
+
+    Raises:
+      CheckpointError: there are two paths to one variable.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    first: dict[int, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(like, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        here = jax.tree_util.keystr(path)
+        if isinstance(leaf, nnx.Variable) and first.setdefault(id(leaf), here) != here:
+            raise CheckpointError(
+                f"like{first[id(leaf)]} and like{here} are one variable, and would come back as two; write "
+                "nnx.update(model, restore(path, like=nnx.state(model))), which keeps what modules share"
+            )
+
+
 def is_lost(leaf: Leaf) -> bool:
     """Whether a leaf is neither saved nor known to belong to the program."""
     value = leaf.value
@@ -72,6 +98,8 @@ def _listed(leaves: Sequence[Leaf]) -> str:
 def said(leaf: Leaf) -> str:
     """``tag is str 'run-7', which is no array: keep it in metadata=, ...``."""
     value = leaf.value
+    if isinstance(value, np.ma.MaskedArray):
+        return f"{leaf} is a masked array: save its data and its mask, as two arrays"
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     shown = "" if " at 0x" in repr(value) else f" {value!r:.60}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ def settled(path: Path, metadata: Any) -> Any:
       CheckpointError: JSON cannot say a part of it, which is named.
     """
     try:
-        return json.loads(json.dumps(metadata, default=_marked), object_hook=_unmarked)
+        return json.loads(json.dumps(metadata, default=_marked), object_pairs_hook=_unmarked)
     except (TypeError, ValueError) as error:
         found = _unsayable("metadata", metadata) if isinstance(error, TypeError) else None  # not in a circle
         where, value = found or ("it", metadata)
@@ -100,7 +101,11 @@ def _marked(value: Any) -> dict[str, Any]:
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")  # as JSON says it
 
 
-def _unmarked(found: dict[str, Any]) -> Any:
+def _unmarked(pairs: list[tuple[str, Any]]) -> Any:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, n in Counter(key for key, _ in pairs).items() if n > 1)
+        raise ValueError(f"JSON has text for keys, and two keys of a dictionary in it are {twice!r} as text")
     return ByProcess(found[_MARK]) if found.keys() == {_MARK} else found
 
 

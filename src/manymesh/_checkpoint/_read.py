@@ -17,7 +17,7 @@ from .._errors import CheckpointError
 from .._types import PyTree
 from ._format import Record, Saved, find_saved
 from ._leaves import NUMBERS, Leaf, is_array, is_key_dtype, leaves_of
-from ._left_out import is_lost, said
+from ._left_out import check_untied, is_lost, said
 from ._match import Source, match, read_stackings
 from ._store import Store, cause, dtype_of, open_arrays, stack
 from ._target import Target
@@ -145,6 +145,7 @@ def read(find: Callable[[], Path], like: PyTree, stacked: Mapping[str, str] | No
     """
     if like is None:
         return read_as_saved(find_saved(find()))
+    check_untied(like)
     leaves, structure = leaves_of(like)
     with together(Target.of(leaf) for leaf in leaves if is_array(leaf.value)) as agree:
         path = find()
