@@ -83,8 +83,9 @@ class Compiled(Shown):
         program = self.program = lowered.program
         at = positions(in_tree.num_leaves, program.stacked_inputs)
         owner, processes = ownership(program.submeshes, jax.process_index()), world()
-        # Which processes have an array is a part of the plan: in several, all go home.
-        stays = handed_on(program, lowered.plan, asked_in, asked) if processes is None else frozenset()
+        stays = handed_on(program, lowered.plan, asked_in, asked)
+        if processes is not None:  # there, numbers are known in all of them
+            stays = frozenset(i for i in stays if program.invars[i].aval.shape)
         self._stays = {k - len(program.consts) for k in stays}
         self._executor: Executor
         made = [s or getattr(literals[o], "sharding", None) for o, s in enumerate(lowered.outputs)]
@@ -98,7 +99,7 @@ class Compiled(Shown):
         else:
             kept = asked.union(*(x.positions for x in stacked_out))
             results = Results(made, moved, kept, literals)
-            self._executor = across = bind_processes(lowered, owner, results, processes, name, names)
+            self._executor = across = bind_processes(lowered, owner, results, processes, name, names, stays)
             leaving, moved = across.result_shardings, {}
         shift = len(program.consts)
         homes = [lowered.sharding(v, home_between_calls(program, v)) for v in program.invars[shift:]]

@@ -525,3 +525,29 @@ def states_on_the_host():
     w = alone(alone(ws[0]))
     alone(mm.jit(lambda w: w, out_shardings=host[0])(w))
     return kinds, mm.fetch(state), jax.tree.map(np.asarray, expected)
+
+
+def handed_on():
+    """What each of two steps hands on of one state: where it is before and after, and what was moved to where it is wanted."""
+    parts = {"a": mesh(0, 1), "b": mesh(4, 5), "both": mesh(2, 3, 6, 7)}
+    task = {name: mm.task(lambda w, x: jnp.tanh(x @ w), name, mesh=m) for name, m in parts.items()}
+
+    def step_of(name):
+        def step(state, x):
+            grad = jax.grad(lambda w: jnp.mean(task[name](w, x) ** 2))(state[name])
+            return {**state, name: state[name] - 0.1 * grad}
+
+        return mm.jit(step, donate_argnums=0 if name == "a" else None)
+
+    steps = {name: step_of(name) for name in parts}
+    state = {name: put(np.eye(4, dtype="f4"), NamedSharding(m, P("x"))) for name, m in parts.items()}
+    for name in parts:  # each puts its own part where it reads it
+        state = steps[name](state, np.ones((4, 4), "f4"))
+    before = {name: x.sharding for name, x in state.items()}
+    arrivals = [c._executor._arrivals for step in steps.values() for c in step._compiled.values()]
+    known = [len(each.crossings) for each in arrivals]
+    for _ in range(2):
+        for name in parts:
+            state = steps[name](state, np.ones((4, 4), "f4"))
+    moved = [len(each.crossings) for each in arrivals] != known or len(arrivals) != len(parts)
+    return {name: x.sharding == before[name] for name, x in state.items()}, moved, mm.fetch(state)

@@ -5,6 +5,9 @@ import numpy as np
 import programs
 import pytest
 
+import manymesh as mm
+import turns
+
 GROUPS = {
     "one stage each": [(0, 1), (4, 5)],
     "several stages on one process": [(0,), (1,), (4,), (5,)],
@@ -231,3 +234,20 @@ def test_states_stay_in_the_memory_of_the_host(pool):
         assert kinds == [["pinned_host"]] * 2
         for a, e in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("first", [0, 6])
+def test_steps_that_take_turns(pool, first):
+    """On a state of which each reads some, replaces some and hands on the rest, from wherever it lies."""
+    for number in range(first, first + 6):
+        with mm.ignore_transforms():
+            expected = turns.run(number)
+        for found in pool.call("turns.run", number):
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def test_what_is_handed_on_stays_where_it_is(pool):
+    (where, moved, state), (where_1, moved_1, state_1) = pool.call("programs.handed_on")
+    assert where == where_1 == {"a": True, "b": True, "both": True}
+    assert not moved and not moved_1
+    jax.tree.map(np.testing.assert_array_equal, state, state_1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +54,9 @@ class Results:
 
 
 def bind_processes(
-    lowered: Lowered, owner: Ownership, results: Results, world: World, name: str, names: Callable[[], Sequence[str]]
-) -> ProcessesExecutor:
+    lowered: Lowered, owner: Ownership, results: Results, world: World, name: str, names: Callable[[], Sequence[str]],
+    stays: Container[int] = (),
+) -> ProcessesExecutor:  # fmt: skip
     """Makes a plan ready to run together with other processes.
 
     Args:
@@ -65,6 +66,7 @@ def bind_processes(
       world: the processes.
       name: what the step is called, for messages.
       names: gives what its arguments are called, likewise.
+      stays: inputs of the program that may stay where somebody put them.
 
     Returns:
       The executor of this process.
@@ -84,7 +86,8 @@ def bind_processes(
         if i >= len(program.consts):
             v = program.invars[i]
             own = binder.positions[slot] if owner.owns(s) else None
-            places.append(Place(i - len(program.consts), _compat.abstract(v.aval), lowered.sharding(v, s), own))
+            handed = tuple(o for o, made in enumerate(plan.outputs) if made == slot) if i in stays else ()
+            places.append(Place(i - len(program.consts), _compat.abstract(v.aval), lowered.sharding(v, s), own, handed))
     first = len(plan.instructions)
     arrivals = Arrivals(places, first, binder.relayouts, carries, names)
     for n, p in enumerate(places):
@@ -147,6 +150,9 @@ class ProcessesExecutor(Executor):
         # Two programs of one step are different things to be in.
         self._name, self._calls, self._number = f"{name} (program {self._world.doing.calls})", 0, 0
         self._label = f"a call of {self._name}"
+        self._elsewhere: dict[
+            int, jax.ShapeDtypeStruct
+        ] = {}  # results of the call that are not where the plan has them
         self._others = frozenset().union(*(processes_of_mesh(m) for m in program.submeshes)) & self._world.others
 
     @property
@@ -157,10 +163,15 @@ class ProcessesExecutor(Executor):
     def __call__(self, args: Sequence[Any], observer: Observer | None = None) -> list[Any]:
         """Runs one step; see `Executor`."""
         try:
-            return super().__call__(args, observer)
+            results = super().__call__(args, observer)
         except BaseException as error:
             self._fails(error)
             raise
+        self._elsewhere = {}
+        for o, x in self._arrivals.handed_on(args):
+            self._elsewhere[o] = with_weak(_compat.abstract(jax.typeof(x)), x.sharding)
+            results[o] = x if self._world.process in processes_of(x.sharding) else None
+        return results
 
     def _filled(self, args: Sequence[Any], observer: Observer | None) -> tuple[list[Any], Late]:
         slots: list[Any] = [None] * self._length
@@ -183,7 +194,7 @@ class ProcessesExecutor(Executor):
     def finish(self, results: list[Any]) -> None:
         """Completes results, of which those are None that other processes made."""
         try:
-            self._departures.finish(results, self._launches)
+            self._departures.finish(results, self._launches, self._elsewhere)
             self._launches.settle()
         except BaseException as error:
             self._fails(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,19 +95,21 @@ class Place:
       aval: its shape and dtype.
       sharding: what it has to have there.
       slot: where it goes; None if that is in other processes.
+      results: positions of the results that it is, where nothing else comes of it: it may stay where somebody put it.
     """
 
     position: int
     aval: jax.ShapeDtypeStruct
     sharding: NamedSharding
     slot: int | None
+    results: tuple[int, ...] = ()
 
 
 class Arrivals:
     """Brings arguments where the step wants them.
 
     Host values and arrays that were put nowhere are the same in every process, which each takes its own pieces of. Arrays
-    that were put somewhere are moved, by the same plan in every process.
+    that were put somewhere are moved, by the same plan in every process; what is only handed on stays.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Arrivals:
         self.places, self.first, self.relayouts, self.carrier = places, first_number, relayouts, carrier
         self._names = names
         self.accepted: list[Any] = [p.sharding for p in places]
+        self.handing = tuple(n for n, p in enumerate(places) if p.results)
         self.crossings: dict[tuple[int, Sharding], Crossing] = {}
         self.agreed: dict[tuple[Any, ...], int] = {}  # in which ways arguments have come -> which it was, from 1
 
@@ -138,7 +141,7 @@ class Arrivals:
             x = args[p.position]
             given = getattr(x, "sharding", None)
             if given is not accepted[n]:
-                if given == p.sharding and isinstance(x, jax.Array):
+                if isinstance(x, jax.Array) and (given == p.sharding or (p.results and given == accepted[n])):
                     accepted[n] = given
                 else:
                     strange = True
@@ -146,9 +149,22 @@ class Arrivals:
         for n, p in enumerate(self.places):
             x = args[p.position]
             if getattr(x, "sharding", None) is not accepted[n]:
-                x = self._bring(n, p, x)
+                if p.results and isinstance(given := committed_sharding(x), NamedSharding):
+                    accepted[n] = given
+                else:
+                    x = self._bring(n, p, x)
+                    if p.results:
+                        accepted[n] = p.sharding
             if p.slot is not None:
                 slots[p.slot] = x
+
+    def handed_on(self, args: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Of arguments of the last call that stayed elsewhere than at home, which result each is, and the argument."""
+        for n in self.handing:
+            p = self.places[n]
+            if self.accepted[n] != p.sharding:
+                for o in p.results:
+                    yield o, args[p.position]
 
     def _agree(self, shardings: list[Sharding | None], name: str) -> int:
         """The first time that arguments come so, all processes have to say the same: they move what the others expect."""
@@ -243,8 +259,14 @@ class Departures:
             exchange = Exchange(first_number + s, sent, arriving, carrier, [True] * len(outputs))
             self.scalars.append((outputs, exchange))
 
-    def finish(self, results: list[Any], launches: Launches) -> None:
-        """Completes the results of a call, of which those are None that are made in other processes."""
+    def finish(self, results: list[Any], launches: Launches, elsewhere: Mapping[int, jax.ShapeDtypeStruct]) -> None:
+        """Completes the results of a call, of which those are None that are made in other processes.
+
+        Args:
+          results: those that this process has a part of, and None for others.
+          launches: those of the call.
+          elsewhere: results that are not where they are by the plan -> shape, dtype and sharding.
+        """
         for o, crossing in self.moves:
             results[o] = crossing(results[o])
         for outputs, exchange in self.scalars:
@@ -252,8 +274,9 @@ class Departures:
             for o, x in zip(outputs, arrived, strict=True):
                 results[o] = x
             launches.watch(arrived[0])
-        for o, aval in self.ghosts:
-            results[o] = assembled(aval, [])
+        for o, aval in (*self.ghosts, *elsewhere.items()):
+            if results[o] is None:
+                results[o] = assembled(elsewhere.get(o, aval), [])
 
 
 def waiting_for(
