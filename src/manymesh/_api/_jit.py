@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
 
 import jax
@@ -31,6 +32,7 @@ from ._arguments import (
     surroundings,
     types_of,
 )
+from ._kept import kept
 from ._lowered import Lowered
 from ._step import Step
 from ._swapped import swapped_results
@@ -113,7 +115,8 @@ def jit(
         Flax NNX that is changed in place and not returned.
 
     Returns:
-      A callable. Each distinct structure, shape, dtype and static value of arguments is traced and compiled once.
+      A callable. Each distinct structure, shape, dtype and static value of arguments is traced and compiled once, also where
+      ``jit`` is called again on the same function with the same settings.
 
     Raises:
       ManyMeshError: whatever is wrong with tasks, axes, schedules or placement, before anything runs. Its traceback ends
@@ -166,6 +169,21 @@ class FunctionLike(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)  # type: ignore[arg-type]  # it has __call__
 
 
+@dataclass(eq=False)
+class _Programs:
+    """What was compiled of a function, under one set of settings.
+
+    Attributes:
+      step: the function and the settings.
+      compiled: its programs, by what is around a call and the types of the arguments.
+      without_tasks: programs that are where their arguments are, likewise.
+    """
+
+    step: Step
+    compiled: dict[Any, Compiled] = field(default_factory=dict)
+    without_tasks: dict[Any, list[Compiled]] = field(default_factory=dict)
+
+
 class Jitted(FunctionLike[P, R], Shown):
     """What `jit` returns."""
 
@@ -184,14 +202,12 @@ class Jitted(FunctionLike[P, R], Shown):
         donated = named(fun, as_tuple(donate_argnums), as_tuple(donate_argnames))
         check_apart(static, donated)
         self.fun, self.name = fun, name_of(fun)
-        self._step = Step(
-            fun, self.name, *static, *donated, in_shardings, out_shardings, compiler_options, strict, self.calling
-        )  # fmt: skip
-        self._compiled: dict[Any, Compiled] = {}
+        settings = *static, *donated, in_shardings, out_shardings, compiler_options, strict
+        programs = kept(fun, settings, lambda: _Programs(Step(fun, self.name, *settings, self.calling)))
+        self._step, self._compiled, self._without_tasks = programs.step, programs.compiled, programs.without_tasks
         self._structure: Any = None  # of the arguments that were compiled for last
         # What was around the last call of a program that is always in one place, its types, and that program.
         self._last: tuple[Any, list[Any], Compiled | None] = None, [], None
-        self._without_tasks: dict[Any, list[Compiled]] = {}  # programs that are where their arguments are, by key
         self._reference = jax.jit(fun, static_argnums=static[0] or None, static_argnames=static[1] or None)
 
     def __repr__(self) -> str:

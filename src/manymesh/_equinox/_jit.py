@@ -15,6 +15,7 @@ from .. import _compat
 from .._api._arguments import Arguments
 from .._api._jit import FunctionLike
 from .._api._jit import Jitted as PlainJitted
+from .._api._kept import kept
 from .._api._lowered import Lowered
 from .._api._traced import Traced
 from .._calling import Calling
@@ -136,7 +137,7 @@ class Jitted(FunctionLike[P, R]):
             return _packed(fun(*(x.unpacked() for x in args), **{k: v.unpacked() for k, v in kwargs.items()}))
 
         packed.__name__ = packed.__qualname__ = name_of(fun)
-        self._jitted = _Step(packed, donate, options, _first_name(fun))
+        self._jitted = kept(fun, (_Step, donate, options), lambda: _Step(packed, donate, options, _first_name(fun)))
 
     def __repr__(self) -> str:
         return repr(self._jitted).replace("mm.jit", "equinox.jit", 1)

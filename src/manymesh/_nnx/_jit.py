@@ -11,6 +11,7 @@ import jax
 from .. import _compat
 from .._api._jit import FunctionLike
 from .._api._jit import Jitted as PlainJitted
+from .._api._kept import kept
 from .._api._lowered import Lowered
 from .._api._traced import Traced
 from .._calling import Calling
@@ -50,7 +51,8 @@ class Jitted(FunctionLike[P, R]):
         self.fun = fun
         out_shardings = options["out_shardings"]
         wanted = None if out_shardings is None else (None, out_shardings)
-        self._jitted = _Step(_carried(pure(rooted(fun))), **{**options, "out_shardings": wanted})
+        options = {**options, "out_shardings": wanted}
+        self._jitted = kept(fun, (_Step, options), lambda: _Step(_carried(pure(rooted(fun))), **options))
 
     def __repr__(self) -> str:
         return repr(self._jitted).replace("mm.jit", "nnx.jit", 1)
