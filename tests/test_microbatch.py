@@ -568,3 +568,30 @@ def test_a_result_that_is_known_without_the_loop(reduce):
     assert_same(got, reference(run, parameters(), rows()))
     both = lambda p, x: (run(p, x), loss(p, x))  # noqa: E731
     assert_agrees(both, parameters(), rows())
+
+
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_the_reference_is_compiled_once_and_not_for_each_microbatch(count):
+    """Where JAX traces it; what it gives is what the loop in Python gives, types included."""
+
+    def fun(w, x, key, state):
+        noise = jax.random.normal(key, x.shape) * 0.1
+        value, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh((x + noise) @ w) ** 2))(w)
+        return (value, grad, x.sum(1), x.max(), x[0] > 0), {"seen": state["seen"] + x.shape[0], "mean": x.mean()}
+
+    run = mm.microbatch(
+        fun,
+        argnum=1,
+        num_microbatches=count,
+        rng_argnum=2,
+        state_argnum=3,
+        reduce=("mean", "sum", "concat", "max", "stack"),
+    )
+    x = jax.random.normal(jax.random.key(1), (16, 4))
+    args = jnp.eye(4), x, jax.random.key(0), {"seen": jnp.array(0), "mean": jnp.float32(0)}
+    found, expected = jax.jit(run)(*args), run(*args)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert list(map(jax.typeof, jax.tree.leaves(found))) == list(map(jax.typeof, jax.tree.leaves(expected)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, expected)
+    tanhs = str(jax.make_jaxpr(run)(*args)).count(" = tanh ")
+    assert tanhs == (count if count <= 4 else 1)

@@ -1,7 +1,8 @@
 """`microbatch`: a function of a batch as a loop over its pieces.
 
 Called inside ``mm.jit`` it leaves a marked scan, which the compiler runs under a pipeline schedule.
-Called anywhere else it is the reference: a Python loop over the same pieces, reduced in their order.
+Called anywhere else it is the reference: a Python loop over the same pieces, reduced in their order; a scan over many
+pieces where JAX traces it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from ._shown import name_of
 from ._single import check_single
 from ._stands_for import stands_for
 from ._types import PyTree
+
+UNROLLED = 4  # microbatches; of more, JAX would compile each for itself where it traces the reference
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -145,7 +148,7 @@ def microbatch(
         record = current_recording()
         call = _Call(fun, args, kwargs, cut, count, reduce, shardings, rng_argnum, state_argnum)
         if record is None:
-            return call.reference()
+            return call.reference() if count <= UNROLLED or not _compat.is_staging() else call.scanned()
         if count == 1:
             before = set(record.tasks)
             result = call.reference()
@@ -338,6 +341,12 @@ class _Call:
         result = jax.tree.unflatten(jax.tree.structure(outs[0]), reduced)
         return result if self.state_argnum is None else (result, state)
 
+    def scanned(self) -> PyTree:
+        """The same as a scan, which JAX compiles once and not for each microbatch."""
+        out_tree: list[Any] = []
+        leaves = self._scan(None, self.name, self.args, self.kwargs, out_tree)
+        return jax.tree.unflatten(out_tree[-1][0], leaves)
+
     def _check_next(self, name: str, i: int, new: Any) -> None:
         """Refuses a part of the state, the i-th leaf, whose shape a microbatch changes, or its dtype."""
         state = self.args[self.state_argnum]  # type: ignore[index]  # there is one
@@ -423,7 +432,7 @@ class _Call:
         return jax.tree.unflatten(out_tree[-1][0], leaves)
 
     def _scan(
-        self, record: Recording, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out_tree: list[Any]
+        self, record: Recording | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out_tree: list[Any]
     ) -> list[Any]:
         stacked = [jax.tree.map(self._stack, args[k]) for k in self.argnums]
         keys = None
@@ -468,7 +477,7 @@ class _Call:
         words = words_of(self.name, self.reduce, shape)
         first_word = words.per_leaf[0] if words.per_leaf else None
         is_loss = first_word == "sum" and not avals[0].shape and _compat.differentiated(self.fun) is not None
-        if is_loss and is_mean(jitted.trace(*first).jaxpr, 0, len(jax.tree.leaves(first))):
+        if record is not None and is_loss and is_mean(jitted.trace(*first).jaxpr, 0, len(jax.tree.leaves(first))):
             text = (
                 f"microbatch({name}): reduce='sum' adds up {self.count} losses each of which is a mean, so that the loss "
                 f"and its gradients are {self.count} times those of the whole batch; write reduce='mean'"

@@ -335,3 +335,22 @@ def test_one_decorator_makes_several_steps() -> None:
     steps = jit(lambda model, x: model(x)), jit(lambda model, x: 2 * model(x))
     one, other = (step(placed(), X) for step in steps)
     np.testing.assert_allclose(other, 2 * one, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_microbatches_in_the_reference_change_modules_as_in_a_loop(count: int) -> None:
+    """Under `nnx.jit` of Flax, where many of them are a scan, and under `ignore_transforms`."""
+
+    def step(model: Any, x: Any) -> Any:
+        def loss(model: Any, x: Any) -> Any:
+            return jnp.mean(model(x) ** 2) * model.calls[...]
+
+        return mm.nnx.microbatch(nnx.value_and_grad(loss), argnum=1, num_microbatches=count)(model, x)
+
+    models = [placed() for _ in range(4)]
+    with mm.ignore_transforms():
+        ignoring = mm.nnx.jit(step)(models[1], X)
+    results = [step(models[0], X), ignoring, nnx.jit(step)(models[2], X), mm.nnx.jit(step)(models[3], X)]
+    assert [int(model.calls[...]) for model in models] == [count] * 4
+    for found in results[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, results[0])

@@ -77,7 +77,8 @@ def microbatch(
     @_compat.boundary
     @functools.wraps(fun)
     def over_microbatches(*args: P.args, **kwargs: P.kwargs) -> R:
-        if current_recording() is None or not has_nodes((args, kwargs)):
+        in_python = current_recording() is None and not _compat.is_staging()
+        if in_python or not has_nodes((args, kwargs)):
             return reference(*args, **kwargs)  # type: ignore[no-any-return]  # what fun returns, combined
         count = len(args)
         batches = [k % count for k in ((argnum,) if isinstance(argnum, int) else argnum) if -count <= k < count]
