@@ -33,7 +33,7 @@ from ._key import Keys
 from ._scope import Scope, carrying, current_scope, enter_scope
 from ._shown import name_of
 from ._stands_for import stands_for
-from ._task import AxisRule, Task, check_name
+from ._task import CONSTRAINT, AxisRule, Task, check_name
 from ._types import PyTree
 from ._vmapped import resolve_vmapped
 from .meta._rules import AnyOther, as_rules, get_logical_axis_rules, rules_around, rules_in_task, rules_of_flax
@@ -610,7 +610,7 @@ def with_sharding_constraint(x: Any, spec: Any) -> PyTree:
       >>> mm.jit(g)(jnp.ones((4, 2))).sharding.spec[0]
       'd'
     """
-    return constrain("with_sharding_constraint", x, spec)
+    return constrain(CONSTRAINT, x, spec)
 
 
 def constrain(caller: str, x: PyTree, spec: Any) -> PyTree:
@@ -660,7 +660,8 @@ def _constrain(caller: str, value: PyTree, spec: Any) -> PyTree:
     if scope is None or (scope.task is not None and scope.task.mesh is None):
         if len(names) > value.ndim:
             raise AxisError(f"{caller}: {len(names)} axis names {names} for a value of shape {value.shape}")
-        return constraint_p.bind(value, names=names, rules=rules_around())
+        where = {} if caller == CONSTRAINT else {"where": caller}
+        return constraint_p.bind(value, names=names, rules=rules_around(), **where)
     if scope.mesh is None:
         return jax.lax.with_sharding_constraint(value, PartitionSpec())
     return jax.lax.with_sharding_constraint(value, scope.resolve(names, value.shape, rules_around()))

@@ -257,6 +257,7 @@ def _check_rules(where: str, rules: tuple[AxisRule, ...], mesh: Mesh | None) -> 
 
 
 _FREE = PartitionSpec.UNCONSTRAINED
+CONSTRAINT = "with_sharding_constraint"  # what a constraint is called in errors, if nothing else
 
 
 def check_divides(
@@ -302,15 +303,17 @@ def resolve_names(
     return PartitionSpec(*spec), found.unknown
 
 
-def names_as_axes(names: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def names_as_axes(context: str, names: tuple[Any, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """The spec of a constraint from outside every task: its names are axes of ``mesh``, others leave a dimension free.
+
+    ``context`` begins errors.
 
     Raises:
       AxisError: a dimension that does not divide.
     """
     axes = set(mesh.axis_names)
     known = [n if n is None or axes.issuperset(n if isinstance(n, tuple) else (n,)) else _FREE for n in names]
-    check_divides("with_sharding_constraint", names, known, shape, dict(mesh.shape))
+    check_divides(context, names, known, shape, dict(mesh.shape))
     return PartitionSpec(*known)
 
 

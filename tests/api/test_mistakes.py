@@ -54,6 +54,13 @@ def placed_as(where, spec, fun=lambda x: x * 2):
     return lambda: mm.jit(lambda x: {"y": task(x)}, **said)(jnp.ones((3, 4)))
 
 
+def cut_as(spec):
+    """A loop over two pieces of three rows, each of which is to lie so on four devices."""
+    task = mm.task(lambda x: x * 2, "task", mesh=Mesh(np.array(jax.devices()[:4]), ("data",)))
+    loop = mm.microbatch(task, num_microbatches=2, reduce="concat", arg_shardings=spec)
+    return lambda: mm.jit(loop)(jnp.ones((6, 4)))
+
+
 def whole_mesh(which):
     w = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("data",)), P("data"))
     options = {"in_shardings": ({"front": w, "back": None}, None)} if which == "in" else {"out_shardings": {"y": w}}
@@ -219,6 +226,9 @@ CASES = {
     "a mesh after a pattern": (lambda: mm.register_task("layer", MESH), TypeError, "one pattern", "write mesh="),
     "a spec of too many axes for pieces": (
         mistaken(num_microbatches=2, arg_shardings=P("data", "model", "x")), ValueError, "microbatch: arg_shardings: 3 axis names",
+    ),
+    "pieces that do not divide": (
+        cut_as(P("data")), ValueError, "microbatch: arg_shardings", "dimension 0 ('data') of shape (3, 4)", "4 devices",
     ),
     "an argument that is cut twice": (mistaken(argnum=(1, 1), num_microbatches=2), ValueError, "argnum names args[1] twice"),
     "a batch that is the state, too": (

@@ -21,7 +21,7 @@ from .._findings import Finding
 from .._mark import box_constraint_p, constraint_p
 from .._program import Fragment, Program
 from .._program._rewrite import trace_eqns
-from .._task import AxisRule, check_divides
+from .._task import CONSTRAINT, AxisRule, check_divides
 from ..meta._rules import parts_of, resolve, rules_in_task
 
 _FREE = PartitionSpec.UNCONSTRAINED
@@ -81,7 +81,7 @@ class _Resolver:
 
     def _equation(self, eqn: Eqn, mesh: Mesh, rules: tuple[AxisRule, ...]) -> Eqn:
         if eqn.primitive in _NAMING:
-            names, context = eqn.params["names"], eqn.params.get("where", "with_sharding_constraint")
+            names, context = eqn.params["names"], eqn.params.get("where", CONSTRAINT)
             rules = rules_in_task(rules, eqn.params["rules"], tuple(mesh.axis_names))
             spec = self.spec(f"{context} outside every task", names, _compat.shape(eqn.invars[0]), mesh, rules)
             return constraint_eqn(eqn, mesh, spec)

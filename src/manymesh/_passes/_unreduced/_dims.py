@@ -21,7 +21,7 @@ from ..._compat import AbstractJaxpr, Atom, Eqn, Var
 from ..._program._calls import call_body
 from ..._program._flat import FlatProgram
 from ..._program._nodes import Loop
-from ..._task import names_as_axes
+from ..._task import CONSTRAINT, names_as_axes
 from ...meta._rules import parts_of
 from ._links import links, shape_of
 
@@ -297,7 +297,8 @@ def constraint_entries(eqn: Eqn, mesh: Mesh) -> tuple[Entry, ...]:
     rank = len(shape_of(eqn.invars[0]))
     free = PartitionSpec.UNCONSTRAINED
     if eqn.primitive.name == "manymesh_constraint":
-        spec = tuple(names_as_axes(eqn.params["names"], shape_of(eqn.invars[0]), mesh))
+        context = eqn.params.get("where", CONSTRAINT)
+        spec = tuple(names_as_axes(context, eqn.params["names"], shape_of(eqn.invars[0]), mesh))
         left_open: Any = ()
     else:
         sharding = eqn.params["sharding"]
