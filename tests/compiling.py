@@ -1,6 +1,6 @@
 """Compiling in tests: what one test has compiled another one uses, and small programs are lowered faster.
 
-Nothing else changes: what is compiled is what would be, and JAX reports each compilation as if it had happened, so that
+Nothing else changes, but that `mm.jit` again is anew: what is compiled is what would be, and JAX reports each compilation as if it had happened, so that
 tests count the same.
 """
 
@@ -148,7 +148,13 @@ def _share_contexts() -> None:
 
 @functools.cache
 def set_up() -> None:
-    """Changes JAX in this process, once; imports it."""
+    """Changes JAX in this process, once; imports it.
+
+    Each `mm.jit` compiles for itself, too: a test may have changed the compiler since it was called on the same function.
+    """
+    from manymesh._api import _kept
+
+    _kept.KEEPING = ()
     folder = os.environ.get(FOLDER)
     _remember_executables(_Store(Path(folder)) if folder else None)
     _trust_lowering()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import pickle
+import types
 import weakref
 from typing import Any
 
@@ -18,8 +19,15 @@ import manymesh as mm
 import manymesh.equinox
 import manymesh.nnx
 from flax import nnx
+from manymesh._api import _kept
 
 X = jnp.arange(4.0)
+
+
+@pytest.fixture(autouse=True)
+def as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In other tests nothing is kept."""
+    monkeypatch.setattr(_kept, "KEEPING", (types.FunctionType,))
 
 
 def made() -> tuple[Any, list[int]]:
@@ -118,3 +126,23 @@ def test_steps_of_adapters() -> None:
         mm.nnx.jit(step)(module, X)
         mm.nnx.jit(step, donate_argnums=1)(module, jnp.copy(X))
     assert len(traces) == 4
+
+
+def test_arguments_elsewhere_are_another_program() -> None:
+    """Its layouts may follow them; and the state that a step returned is where that step wants it."""
+    task, traces = mm.task(lambda w, x: jnp.tanh(x @ w), "task", devices=[1, 2], device_axes="x"), []
+
+    def step(w: Any, x: Any) -> Any:
+        traces.append(1)
+        return w + 0.1 * jax.grad(lambda w: jnp.sum(task(w, x)))(w)
+
+    w, x, mesh = np.eye(4, dtype="f4"), np.ones((4, 4), "f4"), jax.sharding.Mesh(jax.devices()[1:3], "x")
+    for _ in range(2):  # epochs
+        for _ in range(2):
+            w = mm.jit(step)(w, x)
+    assert len(traces) == 1 and w.sharding.spec == jax.P()  # of NumPy first, then what the first step returned
+    for spec in (jax.P("x"), jax.P(None, "x")):
+        for _ in range(2):
+            given = jax.device_put(np.eye(4, dtype="f4"), jax.NamedSharding(mesh, spec))
+            assert mm.jit(step)(given, x).sharding.spec == spec
+    assert len(traces) == 3

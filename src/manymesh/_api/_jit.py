@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, Self, TypeVar, overload
 
 import jax
 
@@ -116,7 +115,7 @@ def jit(
 
     Returns:
       A callable. Each distinct structure, shape, dtype and static value of arguments is traced and compiled once, also where
-      ``jit`` is called again on the same function with the same settings.
+      ``jit`` is called again on the same function with the same settings and arguments in the same places.
 
     Raises:
       ManyMeshError: whatever is wrong with tasks, axes, schedules or placement, before anything runs. Its traceback ends
@@ -169,19 +168,39 @@ class FunctionLike(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)  # type: ignore[arg-type]  # it has __call__
 
 
-@dataclass(eq=False)
+class _Program(NamedTuple):
+    """A program of a function.
+
+    Attributes:
+      places: where its arguments were put for which it was made: its layouts may follow them.
+      follows: whether it has no task, and is where its arguments are.
+    """
+
+    compiled: Compiled
+    places: tuple[Any, ...]
+    follows: bool
+
+    def fits(self, places: tuple[Any, ...]) -> bool:
+        """Whether a program that is made for arguments in these places would be the same."""
+        pairs = zip(places, self.places, self.compiled.homes, strict=True)
+        return all(place == first or (place is not None and place == home) for place, first, home in pairs)
+
+
 class _Programs:
-    """What was compiled of a function, under one set of settings.
+    """What is known of a function under one set of settings, by every `Jitted` that was made of it.
 
     Attributes:
       step: the function and the settings.
-      compiled: its programs, by what is around a call and the types of the arguments.
-      without_tasks: programs that are where their arguments are, likewise.
+      known: its programs, by what is around a call and the types of the arguments.
     """
 
-    step: Step
-    compiled: dict[Any, Compiled] = field(default_factory=dict)
-    without_tasks: dict[Any, list[Compiled]] = field(default_factory=dict)
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.known: dict[Any, list[_Program]] = {}
+
+    def find(self, key: Any, places: tuple[Any, ...]) -> _Program | None:
+        """A program for arguments in these places."""
+        return next((program for program in self.known.get(key, ()) if program.fits(places)), None)
 
 
 class Jitted(FunctionLike[P, R], Shown):
@@ -204,7 +223,9 @@ class Jitted(FunctionLike[P, R], Shown):
         self.fun, self.name = fun, name_of(fun)
         settings = *static, *donated, in_shardings, out_shardings, compiler_options, strict
         programs = kept(fun, settings, lambda: _Programs(Step(fun, self.name, *settings, self.calling)))
-        self._step, self._compiled, self._without_tasks = programs.step, programs.compiled, programs.without_tasks
+        self._step, self._programs = programs.step, programs
+        self._compiled: dict[Any, Compiled] = {}
+        self._without_tasks: dict[Any, list[Compiled]] = {}  # programs that are where their arguments are, by key
         self._structure: Any = None  # of the arguments that were compiled for last
         # What was around the last call of a program that is always in one place, its types, and that program.
         self._last: tuple[Any, list[Any], Compiled | None] = None, [], None
@@ -257,22 +278,31 @@ class Jitted(FunctionLike[P, R], Shown):
             check_donation(self._step, given)
             if called:
                 check_values(self._step, given)
-            try:
-                lowered = trace(self._step, given).lower()
-            except Exception as error:
-                for text in swapped_results(self.name, self._structure, given):  # it may well be the cause
-                    error.add_note(text)
-                raise
-            compiled = lowered.compile()
-            if lowered.follows_arguments:
+            at = places(given.leaves)
+            program = self._programs.find(key, at)
+            if program is None:
+                program = self._made(given, at)
+                self._programs.known.setdefault(key, []).append(program)
+            compiled = program.compiled
+            if program.follows:
                 self._without_tasks.setdefault(key, []).append(compiled)
-                self._compiled[key, places(given.leaves)] = compiled
+                self._compiled[key, at] = compiled
             else:
                 self._compiled[key] = compiled
             self._structure = given.treedef
         if key in self._compiled:
             self._last = around, types, compiled
         return compiled
+
+    def _made(self, given: Arguments, at: tuple[Any, ...]) -> _Program:
+        """A program that is traced and compiled now."""
+        try:
+            lowered = trace(self._step, given).lower()
+        except Exception as error:
+            for text in swapped_results(self.name, self._structure, given):  # it may well be the cause
+                error.add_note(text)
+            raise
+        return _Program(lowered.compile(), at, lowered.follows_arguments)
 
     def _following(self, key: Any, at: tuple[Any, ...]) -> Compiled | None:
         """The program without tasks for arguments in these places: what was made for the same, or what is there.
@@ -306,5 +336,6 @@ class Jitted(FunctionLike[P, R], Shown):
         self._compiled.clear()
         self._last = None, [], None
         self._without_tasks.clear()
+        self._programs.known.clear()
         self._step.executables.clear()
         self._step.compiled_for.clear()

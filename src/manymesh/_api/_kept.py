@@ -11,6 +11,8 @@ import jax
 T = TypeVar("T")
 
 _NAME = "_manymesh_programs"
+# Of others nothing is kept: they may be of a class that minds an attribute.
+KEEPING: tuple[type, ...] = (types.FunctionType,)
 
 
 class _Kept:
@@ -39,7 +41,7 @@ def kept(fun: Callable[..., Any], settings: Any, make: Callable[[], T]) -> T:
         hash(key)
     except TypeError:
         return make()
-    if not isinstance(fun, types.FunctionType):
+    if not isinstance(fun, KEEPING):
         return make()
     found = vars(fun).get(_NAME)
     if not isinstance(found, _Kept) or found.fun is not fun:  # `functools.wraps` copies the attributes of another one
