@@ -310,6 +310,19 @@ def recorded():
     return sorted({s.submesh for s in run.spans}), run.elsewhere, str(run.timeline())
 
 
+def timed():
+    """What a compiled step says to who wants to time it."""
+    front, back = (mm.task(lambda x: x + 1, name, devices=[d]) for name, d in (("front", 0), ("back", 4)))
+    run = mm.microbatch(lambda x: back(front(x)), num_microbatches=2, reduce="concat")
+    step = mm.jit(lambda x: run(x)).lower(jnp.ones(4)).compile()
+    words = []
+    for call in (step.measure, step.durations):
+        with pytest.raises(mm.errors.ProcessError) as refused:
+            call(jnp.ones(4))
+        words.append(str(refused.value))
+    return words
+
+
 def generated(number, shared=None):
     """A generated program under the laws, its values those of plain JAX; `shared` is a folder for these."""
     from generated.draw import drawn

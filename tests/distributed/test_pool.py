@@ -155,6 +155,14 @@ def test_each_process_records_what_it_runs(pool):
         assert f"{1 - process} | recorded in another process" in text
 
 
+def test_a_step_of_several_processes_is_not_timed(pool):
+    """Each has a part of it alone."""
+    expected = [
+        f"<lambda>: {name}() runs in one process; start the script without others" for name in ("measure", "durations")
+    ]
+    assert pool.call("programs.timed") == [expected] * 2
+
+
 PARTS = 5
 
 
