@@ -323,6 +323,11 @@ def timed():
     return words
 
 
+def measured_machine():
+    """Which rates of this process's machine are positive."""
+    return [name for name, rate in mm.inspect.Hardware.measure(size=64).peak_flops.items() if rate > 0]
+
+
 def generated(number, shared=None):
     """A generated program under the laws, its values those of plain JAX; `shared` is a folder for these."""
     from generated.draw import drawn

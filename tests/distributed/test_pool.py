@@ -163,6 +163,11 @@ def test_a_step_of_several_processes_is_not_timed(pool):
     assert pool.call("programs.timed") == [expected] * 2
 
 
+def test_each_process_measures_its_own_machine(pool):
+    """On devices that it has."""
+    assert pool.call("programs.measured_machine") == [["float32", "bfloat16"]] * 2
+
+
 PARTS = 5
 
 
