@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import threading
 import time
@@ -326,6 +327,21 @@ def timed():
 def measured_machine():
     """Which rates of this process's machine are positive."""
     return [name for name, rate in mm.inspect.Hardware.measure(size=64).peak_flops.items() if rate > 0]
+
+
+def left_behind():
+    """How many objects a call of a step leaves behind, of whose results the other process has a number and a random key."""
+    front, back = (mm.task(lambda x: x + 1, name, devices=[d]) for name, d in (("front", 0), ("back", 4)))
+    draws = [mm.task(lambda key: jax.random.fold_in(key, 1), f"draw{d}", devices=[d]) for d in (0, 4)]
+    step = mm.jit(lambda keys, x: ([draw(key) for draw, key in zip(draws, keys, strict=True)], jnp.sum(back(front(x)))))
+    keys, calls, counts = [jax.random.key(0), jax.random.key(1)], 20, []
+    for _ in range(3):
+        for _ in range(calls):
+            keys, total = step(keys, jnp.ones(4))
+        float(total)
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    return (counts[2] - counts[1]) / calls
 
 
 def generated(number, shared=None):

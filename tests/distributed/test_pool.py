@@ -168,6 +168,12 @@ def test_each_process_measures_its_own_machine(pool):
     assert pool.call("programs.measured_machine") == [["float32", "bfloat16"]] * 2
 
 
+def test_a_call_leaves_nothing_behind(pool):
+    """Nor what stands for a random key of another process, which was traced for in each call."""
+    for objects in pool.call("programs.left_behind"):
+        assert objects < 1
+
+
 PARTS = 5
 
 
