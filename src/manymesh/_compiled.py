@@ -54,7 +54,7 @@ class Compiled(Shown):
 
     explain: Callable[[Any, list[Any]], Exception] | None = None  # what a result that is no number comes from
     estimate: Callable[[], Estimate]  # what the step costs by our own count
-    how_to_place = PLACE  # an argument where the step reads it
+    how_to_place = PLACE  # an argument where the step reads it, in one process and in several
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Compiled(Shown):
 
     @functools.cached_property
     def _moved_again(self) -> MovedAgain:
-        return MovedAgain(self.name, self._homes_read(), self._path, self.how_to_place)
+        return MovedAgain(self.name, self._homes_read(), self._path, self.how_to_place[world() is not None])
 
     def _homes_read(self) -> list[Sharding | None]:
         """The home of each leaf of the arguments; None where nothing reads it."""

@@ -19,7 +19,12 @@ from ._shown import format_bytes, joined
 
 CALLS = 3  # the same arrays in so many calls are no accident
 LEAST = 1 << 20  # bytes that are worth a word
-PLACE = "jax.device_put({argument}, compiled.input_shardings{home}), with compiled = {name}.prepare(...) for these arguments"
+_COMPILED = ", with compiled = {name}.prepare(...) for these arguments"
+# How to place an argument in one process, and in several, between which `jax.device_put` moves nothing that was put somewhere.
+PLACE = (
+    "jax.device_put({argument}, compiled.input_shardings{home})" + _COMPILED,
+    "mm.jit(lambda x: x, out_shardings=compiled.input_shardings{home})({argument})" + _COMPILED,
+)
 
 
 class MovedAgain:
@@ -33,9 +38,7 @@ class MovedAgain:
         or name.
     """
 
-    def __init__(
-        self, name: str, homes: Sequence[Sharding | None], path: Callable[[int], str], place: str = PLACE
-    ) -> None:
+    def __init__(self, name: str, homes: Sequence[Sharding | None], path: Callable[[int], str], place: str) -> None:
         self._name, self._homes, self._path, self._place = name, homes, path, place
         self._seen: dict[int, weakref.ref[Any]] = {}
         self.calls = CALLS  # that are still to come

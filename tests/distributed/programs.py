@@ -7,6 +7,7 @@ import gc
 import re
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -342,6 +343,28 @@ def left_behind():
         gc.collect()
         counts.append(len(gc.get_objects()))
     return (counts[2] - counts[1]) / calls
+
+
+def moved_again():
+    """How to place weights that lie on devices of all processes, as a warning says it, and what is warned of if one does."""
+    front, back = (mm.task(lambda w, x: x @ w, name, devices=[d]) for name, d in (("front", 0), ("back", 4)))
+    weight = jax.device_put(np.ones((512, 512), "f"), NamedSharding(mesh(*range(8)), P("x")))
+    args, x, step = (
+        (weight, weight + 1),
+        np.ones((2, 512), "f"),
+        mm.jit(lambda w, x: jnp.mean(back(w[1], front(w[0], x)))),
+    )
+
+    def told(step):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                step(args, x)
+        return [str(w.message).partition("pass that: ")[2].partition(", with")[0] for w in found]
+
+    (how,) = told(step)
+    args = eval(how, {"jax": jax, "mm": mm, "args": [args], "compiled": step.prepare(args, x)})
+    return how, told(mm.jit(step.fun))
 
 
 def generated(number, shared=None):

@@ -140,9 +140,10 @@ def test_an_array_is_moved_by_a_step(tmp_path):
         ("the first argument must be a fully addressable array or a non-addressable array with a single device sharding", "jit"),
         ("device_put's second argument must be a Device or a Sharding which represents addressable devices", "jit"),
         ("The backend (cpu, 1) does not support cross-host device transfers.", "jit"),
+        ("For a cross-host reshard in multi-controller JAX, input and target sharding should have the same set of devices", "jit"),
         ("on purpose", ""),
     ],
-    ids=range(7),
+    ids=range(8),
 )  # fmt: skip
 def test_what_to_do_instead(text, word):
     """Of what JAX says, on both ends of the versions that are supported."""

@@ -174,6 +174,12 @@ def test_a_call_leaves_nothing_behind(pool):
         assert objects < 1
 
 
+def test_what_is_moved_in_each_call_can_be_placed_as_it_is_told(pool):
+    """Between processes a step moves what was put somewhere; `jax.device_put` does not."""
+    how = "mm.jit(lambda x: x, out_shardings=compiled.input_shardings[0][0])(args[0])"
+    assert pool.call("programs.moved_again") == [(how, [])] * 2
+
+
 PARTS = 5
 
 

@@ -169,7 +169,7 @@ class FunctionLike(Generic[P, R]):
 class Jitted(FunctionLike[P, R], Shown):
     """What `jit` returns."""
 
-    how_to_place = PLACE  # an argument where a step reads it, in a warning
+    how_to_place = PLACE  # an argument where a step reads it, in a warning; in one process and in several
 
     def __init__(
         self, fun: Callable[P, R], static_argnums: Any, static_argnames: Any, donate_argnums: Any, donate_argnames: Any,

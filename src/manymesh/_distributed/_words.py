@@ -13,6 +13,7 @@ _REMEDIES = (
             "must be a fully addressable array",
             "represents addressable devices",
             "cross-host device transfers",
+            "cross-host reshard",
             "Cross-host transfers are not supported",
         ),
         "jax.device_put does not move arrays between these processes. A step does, made once: move = manymesh.jit(lambda x: x, "

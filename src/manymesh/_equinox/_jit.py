@@ -28,10 +28,13 @@ R = TypeVar("R")
 Donate = Literal["all", "all-except-first", "none"]
 
 
-_PLACE = (
-    "jax.tree.map(lambda x, like: jax.device_put(x, like.sharding) if eqx.is_array(x) else x, {argument}, "
-    "mm.checkpoint.argument_of({name}.lower(...), {which})) for these arguments"
-)
+def _place(call: str) -> str:
+    """How to place an argument, in a warning, by a call for each of its arrays."""
+    which = "mm.checkpoint.argument_of({name}.lower(...), {which})) for these arguments"
+    return f"jax.tree.map(lambda x, like: {call} if eqx.is_array(x) else x, {{argument}}, {which}"
+
+
+_PLACE = _place("jax.device_put(x, like.sharding)"), _place("mm.jit(lambda y: y, out_shardings=like.sharding)(x)")
 
 
 class _Unnamed:
