@@ -7,16 +7,22 @@ from typing import Any, TypeVar
 
 R = TypeVar("R")
 
+_COMPILED = ", with compiled = {name}.prepare(...) for these arguments"
+
 
 class Calling:
     """With pytrees of arrays; an adapter for modules has a subclass.
 
     Attributes:
       place: how to place an ``{argument}`` where the step ``{name}`` reads it; ``{home}`` stands for where it is in
-        ``input_shardings``, ``{which}`` for its position or name.
+        ``input_shardings``, ``{which}`` for its position or name. In one process, and in several, between which
+        ``jax.device_put`` moves nothing that was put somewhere.
     """
 
-    place = "jax.device_put({argument}, compiled.input_shardings{home}), with compiled = {name}.prepare(...) for these arguments"
+    place = (
+        "jax.device_put({argument}, compiled.input_shardings{home})" + _COMPILED,
+        "mm.jit(lambda x: x, out_shardings=compiled.input_shardings{home})({argument})" + _COMPILED,
+    )
 
     def call(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a step of arrays as its user does, and gives back what the user expects."""

@@ -200,7 +200,7 @@ class Compiled(Shown):
 
     @functools.cached_property
     def _moved_again(self) -> MovedAgain:
-        return MovedAgain(self.name, self._homes_read(), self._path, self.calling.place)
+        return MovedAgain(self.name, self._homes_read(), self._path, self.calling.place[world() is not None])
 
     def _homes_read(self) -> list[Sharding | None]:
         """The home of each leaf of the arguments; None where nothing reads it."""
@@ -330,7 +330,11 @@ class Compiled(Shown):
 
         Returns:
           Seconds, for ``report(times=...)`` of this step and of its `Lowered`.
+
+        Raises:
+          ProcessError: there are several processes.
         """
+        self._check_alone("durations")
         leaves = self.calling.take(self._flatten, args, kwargs)
 
         def arguments() -> list[Any]:
@@ -382,10 +386,14 @@ class Compiled(Shown):
             raise ArgumentError(
                 f"{self.name}: measure(loop={loop}), but the step has {len(self.program.loops)} microbatch loops"
             )
-        if world() is not None:
-            raise ProcessError(f"{self.name}: measure() runs in one process; start the script without others")
+        self._check_alone("measure")
         leaves = self._spared(self.calling.take(self._flatten, args, kwargs))
         return loop_costs(self._lowered, measure(self._executor, self._stacks.cut(leaves)), loop)
+
+    def _check_alone(self, call: str) -> None:
+        """Refuses to time a step of which other processes run a part."""
+        if world() is not None:
+            raise ProcessError(f"{self.name}: {call}() runs in one process; start the script without others")
 
     def as_text(self) -> str:
         """The optimized program of every fragment that this process runs."""

@@ -145,7 +145,7 @@ class Hardware:
 
     @classmethod
     def measure(cls, size: int | None = None) -> Hardware:
-        """Measures this machine, on the first devices of ``jax.devices()``: seconds of work, more on a slow machine.
+        """Measures this machine, on the first devices of ``jax.local_devices()``: seconds of work, more on a slow machine.
 
         A product of square matrices in float32 and bfloat16, a sum of large vectors, copies to a second device (or to
         the same one, where there is only one), and the shortest launch; of each as many, one after the other, as take
@@ -190,7 +190,7 @@ def _tpu(bf16: float, int8: float) -> dict[str, float]:
 
 
 def _measure(size: int | None) -> Hardware:
-    devices = jax.devices()
+    devices = jax.local_devices()
     here, there = devices[0], devices[min(1, len(devices) - 1)]
     on_cpu = here.platform == "cpu"
     size = size or (1024 if on_cpu else 8192)

@@ -14,7 +14,6 @@ from typing import Any
 from jax.sharding import Sharding
 
 from . import _compat
-from ._calling import PLAIN
 from ._runtime._memories import is_in_host_memory
 from ._shown import format_bytes, joined
 
@@ -29,12 +28,10 @@ class MovedAgain:
       name: that of the step.
       homes: the sharding that each leaf of the arguments has at its home; None where nothing reads it.
       path: ``args[0]['w']`` of a leaf.
-      place: how to place an argument, as `Calling.place`.
+      place: how to place an argument, one of `Calling.place`.
     """
 
-    def __init__(
-        self, name: str, homes: Sequence[Sharding | None], path: Callable[[int], str], place: str = PLAIN.place
-    ) -> None:
+    def __init__(self, name: str, homes: Sequence[Sharding | None], path: Callable[[int], str], place: str) -> None:
         self._name, self._homes, self._path, self._place = name, homes, path, place
         self._seen: dict[int, weakref.ref[Any]] = {}
         self.calls = CALLS  # that are still to come

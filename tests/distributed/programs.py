@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -308,6 +310,61 @@ def recorded():
     with mm.inspect.record() as run:
         step(jnp.ones(4))
     return sorted({s.submesh for s in run.spans}), run.elsewhere, str(run.timeline())
+
+
+def timed():
+    """What a compiled step says to who wants to time it."""
+    front, back = (mm.task(lambda x: x + 1, name, devices=[d]) for name, d in (("front", 0), ("back", 4)))
+    run = mm.microbatch(lambda x: back(front(x)), num_microbatches=2, reduce="concat")
+    step = mm.jit(lambda x: run(x)).lower(jnp.ones(4)).compile()
+    words = []
+    for call in (step.measure, step.durations):
+        with pytest.raises(mm.errors.ProcessError) as refused:
+            call(jnp.ones(4))
+        words.append(str(refused.value))
+    return words
+
+
+def measured_machine():
+    """Which rates of this process's machine are positive."""
+    return [name for name, rate in mm.inspect.Hardware.measure(size=64).peak_flops.items() if rate > 0]
+
+
+def left_behind():
+    """How many objects a call of a step leaves behind, of whose results the other process has a number and a random key."""
+    front, back = (mm.task(lambda x: x + 1, name, devices=[d]) for name, d in (("front", 0), ("back", 4)))
+    draws = [mm.task(lambda key: jax.random.fold_in(key, 1), f"draw{d}", devices=[d]) for d in (0, 4)]
+    step = mm.jit(lambda keys, x: ([draw(key) for draw, key in zip(draws, keys, strict=True)], jnp.sum(back(front(x)))))
+    keys, calls, counts = [jax.random.key(0), jax.random.key(1)], 20, []
+    for _ in range(3):
+        for _ in range(calls):
+            keys, total = step(keys, jnp.ones(4))
+        float(total)
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    return (counts[2] - counts[1]) / calls
+
+
+def moved_again():
+    """How to place weights that lie on devices of all processes, as a warning says it, and what is warned of if one does."""
+    front, back = (mm.task(lambda w, x: x @ w, name, devices=[d]) for name, d in (("front", 0), ("back", 4)))
+    weight = jax.device_put(np.ones((512, 512), "f"), NamedSharding(mesh(*range(8)), P("x")))
+    args, x, step = (
+        (weight, weight + 1),
+        np.ones((2, 512), "f"),
+        mm.jit(lambda w, x: jnp.mean(back(w[1], front(w[0], x)))),
+    )
+
+    def told(step):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                step(args, x)
+        return [str(w.message).partition("pass that: ")[2].partition(", with")[0] for w in found]
+
+    (how,) = told(step)
+    args = eval(how, {"jax": jax, "mm": mm, "args": [args], "compiled": step.prepare(args, x)})
+    return how, told(mm.jit(step.fun))
 
 
 def generated(number, shared=None):

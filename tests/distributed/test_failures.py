@@ -16,7 +16,7 @@ import pytest
 
 from manymesh._distributed._launch import run_processes
 from manymesh._distributed._watch import ENDED_WITH_OTHERS
-from manymesh._distributed._words import LONGEST, first_line, in_a_line
+from manymesh._distributed._words import LONGEST, first_line, in_a_line, remedy_of
 
 pytestmark = [pytest.mark.once, pytest.mark.xdist_group("failures")]
 
@@ -108,6 +108,47 @@ def test_a_message_has_a_length():
     """What connections carry has a limit, and an exception may show a whole array."""
     assert in_a_line(ValueError("x" * LONGEST)) == f"ValueError: {'x' * LONGEST}"
     assert in_a_line(ValueError("x" * 70000)) == f"ValueError: {'x' * LONGEST}…"
+
+
+MOVES = """
+import manymesh as mm
+mm.distributed.initialize()
+import jax
+x = jax.device_put(1.0, jax.devices()[0])
+moved = mm.jit(lambda x: x, out_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[1]))(x)
+print("moved", mm.fetch(moved))
+jax.device_put(x, jax.devices()[1])
+"""
+
+
+def test_an_array_is_moved_by_a_step(tmp_path):
+    """Which a process says that ends in an error of `jax.device_put`."""
+    script, output = tmp_path / "script.py", io.StringIO()
+    script.write_text(MOVES)
+    more = {"PYTHONPATH": ":".join(p for p in sys.path if p)}
+    code = run_processes([sys.executable, str(script)], 2, 1, output=output, timeout=300, more=more)
+    assert code == 1 and "moved 1.0" in output.getvalue(), output.getvalue()
+    assert "move = manymesh.jit(lambda x: x, out_shardings=sharding), then move(x)" in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("Fetching value for `jax.Array` that spans non-addressable (non process local) devices is not possible", "fetch"),
+        ("FAILED_PRECONDITION: FullyReplicatedShard: Array has no addressable shards.", "fetch"),
+        ("Cannot reshard an input that is not fully addressable", "jit"),
+        ("the first argument must be a fully addressable array or a non-addressable array with a single device sharding", "jit"),
+        ("device_put's second argument must be a Device or a Sharding which represents addressable devices", "jit"),
+        ("The backend (cpu, 1) does not support cross-host device transfers.", "jit"),
+        ("For a cross-host reshard in multi-controller JAX, input and target sharding should have the same set of devices", "jit"),
+        ("on purpose", ""),
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_what_to_do_instead(text, word):
+    """Of what JAX says, on both ends of the versions that are supported."""
+    found = remedy_of(ValueError(text))
+    assert f"manymesh.{word}(" in found if word else not found
 
 
 def test_a_process_that_never_starts(waiting):

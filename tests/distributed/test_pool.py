@@ -158,6 +158,31 @@ def test_each_process_records_what_it_runs(pool):
         assert f"{1 - process} | recorded in another process" in text
 
 
+def test_a_step_of_several_processes_is_not_timed(pool):
+    """Each has a part of it alone."""
+    expected = [
+        f"<lambda>: {name}() runs in one process; start the script without others" for name in ("measure", "durations")
+    ]
+    assert pool.call("programs.timed") == [expected] * 2
+
+
+def test_each_process_measures_its_own_machine(pool):
+    """On devices that it has."""
+    assert pool.call("programs.measured_machine") == [["float32", "bfloat16"]] * 2
+
+
+def test_a_call_leaves_nothing_behind(pool):
+    """Nor what stands for a random key of another process, which was traced for in each call."""
+    for objects in pool.call("programs.left_behind"):
+        assert objects < 1
+
+
+def test_what_is_moved_in_each_call_can_be_placed_as_it_is_told(pool):
+    """Between processes a step moves what was put somewhere; `jax.device_put` does not."""
+    how = "mm.jit(lambda x: x, out_shardings=compiled.input_shardings[0][0])(args[0])"
+    assert pool.call("programs.moved_again") == [(how, [])] * 2
+
+
 PARTS = 5
 
 

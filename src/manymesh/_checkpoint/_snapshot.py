@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .. import _compat
 from .._errors import CheckpointError
 from ._format import Record, check_names
 from ._leaves import NUMBERS, Leaf, is_array, is_key
@@ -122,7 +123,7 @@ def _plan(leaf: Leaf) -> tuple[Part, list[tuple[tuple[slice, ...], Any]]]:
     random = None
     if is_key(value):
         random = str(jax.random.key_impl(value))
-        inner = jax.eval_shape(jax.random.key_data, value).shape[value.ndim :]
+        inner = _compat.key_shape(value.dtype)
         shape, shard = (*shape, *inner), (*shard, *inner)
     dtype = None if random is not None or held == value.dtype else value.dtype.name
     record = Record(leaf.name, leaf.in_sequence, "jax.Array", random, dtype)

@@ -12,6 +12,7 @@ from ._arrays import assemble as assemble
 from ._arrays import device_order as device_order
 from ._arrays import is_in_host_memory as is_in_host_memory
 from ._arrays import key_kind as key_kind
+from ._arrays import key_shape as key_shape
 from ._arrays import key_words as key_words
 from ._arrays import on_devices as on_devices
 from ._arrays import pieces as pieces

@@ -79,6 +79,12 @@ def key_kind(dtype: Any) -> Any:
     return dtype._impl.name
 
 
+def key_shape(dtype: Any) -> tuple[int, ...]:
+    """Dimensions of the words of which one typed random key of a dtype consists."""
+    shape: tuple[int, ...] = dtype._impl.key_shape
+    return shape
+
+
 def as_device_dtype(x: Any) -> tuple[Any, bool]:
     """The dtype that a host value has as an array, and whether that is weak."""
     aval = jax.typeof(x)

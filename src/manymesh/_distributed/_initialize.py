@@ -26,7 +26,7 @@ from ._proxies import words_on_proxies
 from ._transports import TransportName, asked_for, prepare
 from ._watch import ENDED_WITH_OTHERS, Watch, say
 from ._wires import Wires
-from ._words import first_line, in_a_line, text_of
+from ._words import first_line, in_a_line, remedy_of
 from ._world import Doing, World, enter, flood_of, world
 
 # What `launch` tells the processes that it starts.
@@ -269,11 +269,8 @@ class _Hook:
             self.before(kind, error, traceback)  # type: ignore[operator]  # whatever was there
             return
         text = in_a_line(error)
-        if any(words in text_of(error) for words in ("non-addressable", "not fully addressable")):
-            error.add_note(
-                "This array is on devices of another process, and its value is not here. manymesh.fetch(x) brings it to "
-                "every process; all of them have to call it."
-            )
+        if remedy := remedy_of(error):
+            error.add_note(remedy)
         elif type(error).__module__.startswith("jax") and not isinstance(error, KeyboardInterrupt):
             # Somebody else's death looks like an error of ours when a value does not come: the watch knows better.
             time.sleep(min(world.death_timeout, 2.0))

@@ -5,6 +5,26 @@ from __future__ import annotations
 LONGEST = 1000  # characters of what an exception says; it may show a whole array
 INTERRUPTED = "KeyboardInterrupt"  # what `in_a_line` gives for Ctrl-C
 _TRACEBACK = "Traceback (most recent call last):"
+# What JAX says of arrays on devices of other processes, and what to do instead; the first that fits.
+_REMEDIES = (
+    (
+        (
+            "Cannot reshard an input that is not fully addressable",
+            "must be a fully addressable array",
+            "represents addressable devices",
+            "cross-host device transfers",
+            "cross-host reshard",
+            "Cross-host transfers are not supported",
+        ),
+        "jax.device_put does not move arrays between these processes. A step does, made once: move = manymesh.jit(lambda x: x, "
+        "out_shardings=sharding), then move(x); all of them have to call it.",
+    ),
+    (
+        ("non-addressable", "not fully addressable", "no addressable shards"),
+        "This array is on devices of another process, and its value is not here. manymesh.fetch(x) brings it to "
+        "every process; all of them have to call it.",
+    ),
+)
 
 
 def text_of(error: BaseException) -> str:
@@ -13,6 +33,12 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception:  # whatever a user's class does there
         return "<exception str() failed>"  # as Python says it
+
+
+def remedy_of(error: BaseException) -> str:
+    """What to do where an array is on devices of another process, of which JAX knows no way; empty for other exceptions."""
+    text = text_of(error)
+    return next((remedy for words, remedy in _REMEDIES if any(each in text for each in words)), "")
 
 
 def first_line(error: BaseException) -> str:

@@ -76,13 +76,16 @@ def _is_array(x: Any) -> bool:
     return bool(eqx.is_array(x) or isinstance(x, (np.ndarray, np.generic, jax.ShapeDtypeStruct)))
 
 
+def _place(call: str) -> str:
+    """How to place an argument, by a call for each of its arrays."""
+    which = "mm.checkpoint.argument_of({name}.lower(...), {which})) for these arguments"
+    return f"jax.tree.map(lambda x, like: {call} if eqx.is_array(x) else x, {{argument}}, {which}"
+
+
 class _Unpacked(Calling):
     """With modules, of which a step has packed ones."""
 
-    place = (
-        "jax.tree.map(lambda x, like: jax.device_put(x, like.sharding) if eqx.is_array(x) else x, {argument}, "
-        "mm.checkpoint.argument_of({name}.lower(...), {which})) for these arguments"
-    )
+    place = _place("jax.device_put(x, like.sharding)"), _place("mm.jit(lambda y: y, out_shardings=like.sharding)(x)")
 
     def call(self, run: Callable[..., Packed], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.take(run, args, kwargs).unpacked()

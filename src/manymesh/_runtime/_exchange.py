@@ -42,10 +42,9 @@ def words_of(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """What a value consists of on its devices: typed random keys are words."""
     if not is_key(aval.dtype):
         return aval
-    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    sharding = aval.sharding
-    # The words of a key lie together: no axis shards them.
-    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=sharding)
+    # The words of a key lie together: no axis shards them. They are not traced for: each call of a step asks for them.
+    shape = (*aval.shape, *_compat.key_shape(aval.dtype))
+    return jax.ShapeDtypeStruct(shape, np.uint32, sharding=aval.sharding)
 
 
 def assembled(aval: jax.ShapeDtypeStruct, pieces: Sequence[Any]) -> jax.Array:
