@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from .. import _compat
-from .._api._arguments import Arguments
+from .._api._arguments import Arguments, array_of_host, call_inside
 from .._api._jit import FunctionLike
 from .._api._jit import Jitted as PlainJitted
 from .._api._lowered import Lowered
@@ -79,6 +79,10 @@ def _is_array(x: Any) -> bool:
     return bool(eqx.is_array(x) or isinstance(x, (np.ndarray, np.generic, jax.ShapeDtypeStruct)))
 
 
+def _own(x: Any) -> Any:
+    return array_of_host(x) if isinstance(x, (np.ndarray, np.generic)) else x
+
+
 class _Step(PlainJitted[..., Packed]):
     """A step of packed arguments, some of which it may reuse."""
 
@@ -130,7 +134,8 @@ class Jitted(FunctionLike[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step."""
         if current_recording() is not None:
-            return self.fun(*args, **kwargs)  # a step inside a step is part of it
+            inside: R = call_inside(self._jitted._step, self.fun, args, kwargs, _own)
+            return inside  # a step inside a step is part of it
         packed, named = _arguments(args, kwargs)
         result: R = self._jitted(*packed, **named).unpacked()
         return result
