@@ -568,3 +568,18 @@ def test_a_result_that_is_known_without_the_loop(reduce):
     assert_same(got, reference(run, parameters(), rows()))
     both = lambda p, x: (run(p, x), loss(p, x))  # noqa: E731
     assert_agrees(both, parameters(), rows())
+
+
+def test_what_a_function_changes_in_its_arguments_is_unknown_to_the_next_microbatch():
+    """In the reference mode as well, where no gradient gives it others."""
+
+    def double(p, b):
+        p["front"] = 2 * p["front"]
+        return jnp.mean(back(p["back"], front(p["front"], b.pop("x"))))
+
+    def step(p, b):
+        return mm.microbatch(double, argnum=1, num_microbatches=4, reduce="mean")(p, b), p["front"], b["x"]
+
+    batch = {"x": rows()}
+    assert_same(mm.jit(step)(parameters(), batch), reference(step, parameters(), batch))
+    assert_same(reference(step, parameters(), batch)[1], parameters()["front"])
