@@ -1,6 +1,7 @@
 """Programs that plain JAX runs as they are written: types, containers and objects of the user's own."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -119,3 +120,57 @@ def test_a_function_that_jax_replaces_late_beside_an_array(in_jit):
     p = parameters()["front"]
     for fun in (task, jax.grad(lambda w, x: jnp.sum(task(w, x) ** 2))):
         assert_same(mm.jit(fun)(p, rows()), reference(jax.jit(fun), p, rows()))
+
+
+@pytest.mark.parametrize("compiled", [mm.jit, mm.nnx.jit, mm.equinox.jit])
+def test_a_step_inside_a_step_has_arguments_of_its_own(compiled):
+    """Containers that it changes, and arrays where its caller has those of NumPy; also under a transformation."""
+
+    @compiled
+    def inner(p, x):
+        x += 1.0
+        p["front"] = 2 * p["front"]
+        return {"y": back(p["back"], front(p["front"], x.at[0].set(0.0))), "given": p, "count": np.float32(3)}
+
+    def loss(front, p, x):
+        p = {**p, "front": front}
+        x, ones = x + 0, np.ones(x.shape, np.float32)
+        first, again = inner(p, x), inner(p, ones)
+        first["given"]["back"] = 0.0
+        return jnp.sum(first["y"] + p["front"] + again["y"] * ones + p["back"] * first["count"].at[...].add(1))
+
+    step = compiled(lambda p, x: jax.value_and_grad(loss)(p["front"], p, x))
+    x = rows()[: parameters()["front"].shape[0]]
+    assert_same(step(parameters(), x), reference(step, parameters(), x))
+
+
+@pytest.mark.parametrize("compiled", [mm.jit, mm.nnx.jit])
+def test_numbers_for_a_step_inside_a_step_are_arrays(compiled):
+    @functools.partial(compiled, static_argnames="times")
+    def inner(p, x, ready, factor, times):
+        for _ in range(times):
+            x = back(p["back"], front(p["front"], x))
+        return jnp.where(~ready, 1.0, factor.astype(x.dtype)) * x, 3
+
+    @compiled
+    def step(p, x):
+        y, count = inner(p, x, True, 2, times=1)
+        return y / count.astype(y.dtype)
+
+    assert_same(step(parameters(), rows()), reference(step, parameters(), rows()))
+
+
+def test_a_module_for_a_step_inside_a_step_is_its_own():
+    """As `optax` shows it: parameters are put into a module that `jax.grad` knows nothing of."""
+    model = nnx.Linear(WIDTH, 3, rngs=nnx.Rngs(0))
+
+    @mm.jit
+    def predict(state, model, x):
+        nnx.update(model, state)
+        return model(front(parameters()["front"], x))
+
+    step = mm.jit(lambda s, m, x: jax.value_and_grad(lambda s: jnp.mean(predict(s, m, x) ** 2))(s))
+    state = nnx.state(model, nnx.Param)
+    assert_same(
+        nnx.to_pure_dict(step(state, model, rows())[1]), nnx.to_pure_dict(reference(step, state, model, rows())[1])
+    )

@@ -187,6 +187,17 @@ def test_constants_that_a_loop_closes_over():
     assert sorted(x.shape for x in compiled._consts.values()) == [(), (WIDTH,)]  # each is on the devices once
 
 
+def test_a_constant_that_only_dead_code_reads():
+    """As a table that the initialization of a model makes, of whose variables only the cache is used."""
+    table = np.linspace(0, 1, WIDTH, dtype=np.float32)
+
+    def fun(p, x):
+        both(p, x + jnp.asarray(table))
+        return until(p, x)
+
+    same(fun, parameters(), rows())
+
+
 @pytest.mark.parametrize("how", ["debug", "io", "ordered"])
 def test_effects_happen_as_often_as_the_body_runs(how):
     def fun(p, x):

@@ -595,3 +595,18 @@ def test_the_reference_is_compiled_once_and_not_for_each_microbatch(count):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, expected)
     tanhs = str(jax.make_jaxpr(run)(*args)).count(" = tanh ")
     assert tanhs == (count if count <= 4 else 1)
+
+
+def test_what_a_function_changes_in_its_arguments_is_unknown_to_the_next_microbatch():
+    """In the reference mode as well, where no gradient gives it others."""
+
+    def double(p, b):
+        p["front"] = 2 * p["front"]
+        return jnp.mean(back(p["back"], front(p["front"], b.pop("x"))))
+
+    def step(p, b):
+        return mm.microbatch(double, argnum=1, num_microbatches=4, reduce="mean")(p, b), p["front"], b["x"]
+
+    batch = {"x": rows()}
+    assert_same(mm.jit(step)(parameters(), batch), reference(step, parameters(), batch))
+    assert_same(reference(step, parameters(), batch)[1], parameters()["front"])

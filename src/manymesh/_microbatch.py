@@ -170,6 +170,11 @@ def microbatch(
     return over_microbatches
 
 
+def _own(tree: PyTree) -> Any:
+    """A tree with dictionaries and lists of its own: what a function changes in them is unknown to the next microbatch."""
+    return jax.tree.map(lambda x: x, tree, is_leaf=lambda x: not isinstance(x, (dict, list, tuple)))
+
+
 def _cut(
     name: str, fun: Any, argnum: Any, dim: Any, size: Any, num_microbatches: Any, others: Iterable[int | None]
 ) -> Cut:
@@ -313,18 +318,17 @@ class _Call:
     def reference(self) -> PyTree:
         """The definition: a Python loop, reduced in microbatch order."""
         outs = []
-        args = list(self.args)
-        state = None if self.state_argnum is None else args[self.state_argnum]
+        state = None if self.state_argnum is None else self.args[self.state_argnum]
         structure = jax.tree.structure(state)
         for i in range(self.count):
-            args = list(self.args)
+            args, kwargs = _own((list(self.args), self.kwargs))
             if self.state_argnum is not None:
                 args[self.state_argnum] = state
             for n, k in enumerate(self.argnums):
                 args[k] = self._constrained(n, jax.tree.map(functools.partial(self._piece, i=i), args[k]))
             if self.rng_argnum is not None:
                 args[self.rng_argnum] = jax.tree.map(functools.partial(_fold_in, i=i), args[self.rng_argnum])
-            out = self.fun(*args, **self.kwargs)
+            out = self.fun(*args, **kwargs)
             if self.state_argnum is not None:
                 out, state = state_of(self.name, self.state_argnum, out, structure)
             outs.append(out)

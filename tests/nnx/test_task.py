@@ -15,6 +15,7 @@ import pytest
 
 import manymesh as mm
 import manymesh.nnx
+from flax import linen as nn
 from flax import nnx
 
 X = jax.random.normal(jax.random.key(0), (4, 4))
@@ -295,3 +296,28 @@ def test_what_cannot_be_a_task() -> None:
 
     with pytest.raises(mm.errors.TaskError, match=r"a Linen module takes manymesh\.flax\.task"):
         mm.nnx.task(nn.Dense, devices=[0])
+
+
+def test_a_module_of_linen_behind_a_bridge() -> None:
+    """Its scopes are known by name; the bridge takes what it holds for variables, but not the path that it carries."""
+
+    class Halves(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(2, name="back")(jnp.tanh(nn.Dense(4, name="front")(x)))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.halves = nnx.bridge.lazy_init(nnx.bridge.ToNNX(Halves(), rngs=rngs), X)
+
+        def __call__(self, x: Any) -> Any:
+            return self.halves(x)
+
+    model = Model(nnx.Rngs(0))
+    step = mm.nnx.jit(nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2)))
+    expected = jax.device_get(step(model, X))
+    with mm.register_task("front", devices=[1]), mm.register_task("back", devices=[2]):
+        tasks = [f.name for f in step.lower(model, X).program.fragments if f.tasks]
+        assert tasks == ["front", "back", "back_bwd", "front_bwd"]
+        jax.tree.map(np.testing.assert_array_almost_equal, jax.device_get(step(model, X)), expected)
+    assert set(vars(model.halves)) == set(vars(Model(nnx.Rngs(0)).halves))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat, meta
@@ -62,6 +63,39 @@ def flatten(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argume
     dyn_kwargs = {k: v for k, v in kwargs.items() if k not in step.static_argnames}
     leaves, treedef = jax.tree.flatten((dyn_args, dyn_kwargs))
     return Arguments(leaves, treedef, tuple(static), dyn_args, dyn_kwargs)
+
+
+def call_inside(
+    step: Step,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    own: Callable[[Any], Any],
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Calls the function of a step inside another one, of which it is a part: as under ``jax.jit``, with containers of its own.
+
+    So what it changes in a dictionary that it is given stays unknown to its caller.
+
+    Args:
+      own: what it has in the place of a leaf of its arguments that is not static, and its caller in that of a result.
+    """
+    numbers = step.static_positions(len(args))
+
+    def mapped(tree: PyTree) -> Any:
+        return jax.tree.map(own, tree, is_leaf=is_leaf)
+
+    own_args = [a if k in numbers else mapped(a) for k, a in enumerate(args)]
+    own_kwargs = {k: v if k in step.static_argnames else mapped(v) for k, v in kwargs.items()}
+    return mapped(fun(*own_args, **own_kwargs))
+
+
+def array_of_host(x: Any) -> Any:
+    """The array that a step makes of a value of the host, which may be read while it is traced; others as they are."""
+    if isinstance(x, (np.ndarray, np.generic)) or type(x) in (bool, int, float, complex):
+        with jax.ensure_compile_time_eval():
+            return jnp.asarray(x)
+    return x
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

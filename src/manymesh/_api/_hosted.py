@@ -409,7 +409,8 @@ class CompiledParts(_InParts, Compiled):
         }
         consts = lowered._consts
         read = self._reads(self._items, ())
-        self._consts = {v: put_apart(consts[v], home, self.bring) for v, home, _ in read if v in consts}
+        # What only dead code reads stays where it is.
+        self._consts = {**consts, **{v: put_apart(consts[v], home, self.bring) for v, home, _ in read if v in consts}}
 
     def __repr__(self) -> str:
         return f"CompiledParts({self.name}: {', '.join(self.parts)}; the host runs its loops)"

@@ -18,7 +18,9 @@ from .._shown import Shown, name_of
 from .._types import PyTree
 from ._arguments import (
     Arguments,
+    array_of_host,
     as_tuple,
+    call_inside,
     check_apart,
     check_donation,
     check_named,
@@ -241,8 +243,9 @@ class Jitted(FunctionLike[P, R], Shown):
         if transforms_ignored():
             result: R = self._reference(*gathered(args), **gathered(kwargs))
             return result
-        if current_recording() is not None:
-            return self.fun(*args, **kwargs)  # a step inside a step is part of it
+        if current_recording() is not None:  # a step inside a step is part of it
+            result = call_inside(self._step, self.fun, args, kwargs, array_of_host)
+            return result
         if _compat.jit_is_disabled():
             result = self._reference(*gathered(args), **gathered(kwargs))
             return result

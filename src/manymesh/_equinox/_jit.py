@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from .. import _compat
-from .._api._arguments import Arguments
+from .._api._arguments import Arguments, array_of_host, call_inside
 from .._api._jit import FunctionLike
 from .._api._jit import Jitted as PlainJitted
 from .._api._kept import kept
@@ -74,6 +74,10 @@ def _packed(tree: PyTree) -> Packed:
 
 def _is_array(x: Any) -> bool:
     return bool(eqx.is_array(x) or isinstance(x, (np.ndarray, np.generic, jax.ShapeDtypeStruct)))
+
+
+def _own(x: Any) -> Any:
+    return array_of_host(x) if isinstance(x, (np.ndarray, np.generic)) else x
 
 
 def _place(call: str) -> str:
@@ -149,7 +153,8 @@ class Jitted(FunctionLike[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step."""
         if current_recording() is not None:
-            return self.fun(*args, **kwargs)  # a step inside a step is part of it
+            inside: R = call_inside(self._jitted._step, self.fun, args, kwargs, _own)
+            return inside  # a step inside a step is part of it
         result: R = _UNPACKED.call(self._jitted, args, kwargs)
         return result
 

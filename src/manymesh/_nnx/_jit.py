@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 
 from .. import _compat
+from .._api._arguments import array_of_host, call_inside
 from .._api._jit import FunctionLike
 from .._api._jit import Jitted as PlainJitted
 from .._api._kept import kept
@@ -20,7 +21,7 @@ from .._mark import carry_box_names, current_recording
 from .._types import PyTree
 from ..meta._axes import Axes
 from ..meta._rules import Rules
-from ._lift import PureResult, call_lifted, call_split, constrained, merge_result, pure
+from ._lift import PureResult, call_lifted, call_split, constrained, is_node, merge_result, pure
 from ._names import rooted
 
 P = ParamSpec("P")
@@ -61,7 +62,8 @@ class Jitted(FunctionLike[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the step and updates the modules among its arguments."""
         if current_recording() is not None:
-            return self.fun(*args, **kwargs)  # a step inside a step is part of it
+            inside: R = call_inside(self._jitted._step, self.fun, args, kwargs, array_of_host, is_node)
+            return inside  # a step inside a step is part of it
         result: R = call_lifted(self._jitted, args, kwargs)
         return result
 

@@ -40,8 +40,9 @@ class _Call:
         return self._paths.get(id(module))
 
 
-# The attribute by which a module carries its path from the root.
-_PATH = "_manymesh_path"
+# The attribute by which a module carries its path from the root. What a bridge to Linen holds under a name of another
+# beginning it takes for variables of Linen.
+_PATH = "to_nnx__manymesh_path"
 
 _calls: contextvars.ContextVar[tuple[_Call, ...] | None] = contextvars.ContextVar("manymesh_nnx_calls", default=None)
 
