@@ -439,6 +439,32 @@ def test_a_small_state_that_nobody_needs_stays_with_what_it_is_made_of():
     assert_agrees(step, *args)
 
 
+def test_a_state_stays_where_the_home_of_another_draws_it():
+    """What scales a norm between two tasks moves to the second one, and most of what reads the count of steps with it."""
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"t{i}", devices=[i]) for i in range(2)]
+    optimizer = optax.adam(0.1, eps=0.1)
+
+    def loss(params, stats, x):
+        h = tasks[0](params["w"][0], x)
+        mean, var = jnp.mean(h, 0), jnp.var(h, 0)
+        h = (h - mean) * (jax.lax.rsqrt(var + 0.1) * params["scale"]) + params["bias"]
+        new = {"mean": 0.9 * stats["mean"] + 0.1 * mean, "var": 0.9 * stats["var"] + 0.1 * var}
+        return jnp.mean(tasks[1](params["w"][1], h) ** 2), new
+
+    def step(params, stats, state, x):
+        grad = mm.microbatch(jax.grad(loss, has_aux=True), argnum=2, num_microbatches=2, state_argnum=1)
+        grads, stats = grad(params, stats, x)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), stats, state
+
+    params = {"w": [jnp.ones((4, 8)) / 4, jnp.ones((8, 1))], "scale": jnp.ones(8), "bias": jnp.ones(8)}
+    stats = {"mean": jnp.zeros(8), "var": jnp.ones(8)}
+    args = params, stats, optimizer.init(params), jnp.sin(jnp.arange(32.0)).reshape(8, 4)
+    compiled = mm.jit(step).lower(*args).compile()
+    assert compiled.input_shardings[0][:3] == compiled.output_shardings
+    assert_agrees(step, *args)
+
+
 @pytest.mark.parametrize("unmarked", [True, False], ids=["looked up outside", "looked up in a task"])
 def test_a_tied_head_of_few_tokens_is_where_its_table_lies(unmarked):
     """One token of each sequence: activations go to the table, which is larger than all of them, and no table to them."""
