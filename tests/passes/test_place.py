@@ -152,6 +152,32 @@ def test_what_nobody_needs_is_beside_its_neighbours():
     assert found == {"a 0 x count": 1, "a 1 of": 1, "a 0 z value": None, "a 2": None, "d": None, "b c y z": 2}
 
 
+def test_a_count_that_goes_through_a_loop_is_beside_its_total():
+    """Nobody needs it anywhere. A loop gets no stage for its sake."""
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"t{i}", devices=[i]) for i in range(3)]
+
+    def loop(params, metric, x):
+        def one(params, metric, x):
+            loss = jnp.mean(tasks[1](params[1], tasks[0](params[0], x)) ** 2)
+            return loss, {k: m + (loss if k == "total" else 1) for k, m in metric.items()}
+
+        return mm.microbatch(one, argnum=2, num_microbatches=2, state_argnum=1)(params, metric, x)
+
+    def step(params, metric, other, x):
+        loss, metric = loop(params, metric, x)
+        again, counted = loop(params, {"count": other["count"]}, 2 * x)
+        return loss + again, metric, {**counted, "weight": tasks[2](other["weight"], other["weight"])}
+
+    args = [jnp.ones((4, 4)) / 4] * 2, {"total": jnp.zeros(()), "count": jnp.int32(0)}
+    args += {"count": jnp.int32(0), "weight": jnp.ones((4, 4)) / 4}, jnp.ones((4, 4))
+    compiled = mm.jit(step).lower(*args).compile()
+    at = jax.tree.map(lambda s: [d.id for d in s.device_set], compiled.input_shardings[0][1:3])
+    assert at == ({"total": [1], "count": [1]}, {"count": [0], "weight": [2]})
+    assert compiled.input_shardings[0][1:3] == compiled.output_shardings[1:]
+    assert [loop.placement for loop in compiled.program.loops] == [(0, 1)] * 2
+    assert_agrees(step, *args)
+
+
 def test_a_gradient_is_where_the_task_is_that_takes_it():
     """Where it meets another one in equal bytes, and where what it is multiplied by is brought to that task anyhow."""
     flat = program("""
