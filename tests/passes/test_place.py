@@ -178,6 +178,27 @@ def test_a_count_that_goes_through_a_loop_is_beside_its_total():
     assert_agrees(step, *args)
 
 
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_a_count_that_comes_out_of_a_loop_is_beside_what_it_counts(reduce):
+    """``correct / count`` works outside of the step; again no loop gets a stage for it."""
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"t{i}", devices=[i]) for i in range(3)]
+
+    def one(params, x):
+        return {"correct": jnp.sum(tasks[1](params[1], tasks[0](params[0], x)) > 0), "count": x.shape[0]}
+
+    def step(params, x):
+        loop = mm.microbatch(one, argnum=1, num_microbatches=2, reduce=reduce)
+        again = loop(params, 2 * x)
+        return loop(params, x), again["correct"], {"w": tasks[2](params[2], params[2]), "count": again["count"]}
+
+    args = [jnp.ones((4, 4)) / 4] * 3, jnp.ones((4, 4))
+    compiled = mm.jit(step).lower(*args).compile()
+    at = jax.tree.map(lambda s: [d.id for d in s.device_set], compiled.output_shardings)
+    assert at == ({"correct": [1], "count": [1]}, [1], {"w": [2], "count": [0]})
+    assert [loop.placement for loop in compiled.program.loops] == [(0, 1)] * 2
+    assert_agrees(step, *args)
+
+
 def test_a_gradient_is_where_the_task_is_that_takes_it():
     """Where it meets another one in equal bytes, and where what it is multiplied by is brought to that task anyhow."""
     flat = program("""

@@ -31,12 +31,10 @@ def beside(flat: FlatProgram, placement: Placement) -> tuple[dict[Var, int], dic
         return {}, {}
     pins, made = flat.pins, {v for n in idle for v in n.outputs}.union(c.final for c in carries)
     starts = {c.init for c in carries if _compat.is_var(c.init)}
-    elsewhere = _read_by_loops(flat, carries)
+    elsewhere = _read_by_loops(flat, carries) | flat.index.results
     read = {v: flat.index.readers.get(v, ()) for v in pins.names if v not in pins.inputs}
     free = {
-        v
-        for v, readers in read.items()
-        if (readers or v in starts) and v not in elsewhere | flat.index.results and idle.issuperset(readers)
+        v for v, readers in read.items() if (readers or v in starts) and v not in elsewhere and idle.issuperset(readers)
     }
     around = _Names((name, placement.home[v]) for v, name in pins.names.items() if v not in free)
     # A state that a step resets to a number has a literal for its next value, which follows it.
@@ -49,9 +47,7 @@ def beside(flat: FlatProgram, placement: Placement) -> tuple[dict[Var, int], dic
     # One value may be two results: the next value of a state is where the state is, whatever else it is.
     fixed = {flat.outvars[o] for o in (*pins.outputs, *(o for _, o in pins.states)) if _compat.is_var(flat.outvars[o])}
     left = {v: around.of_neighbours(pins.result_names[o]) for o, v in outs.items() if v in made - fixed}
-    # What a loop hands on is made in it, where it runs anyhow.
-    bodies = flat.index.bodies
-    runs = {c.final: {k for n in bodies[i] for k in placement.node[n]} for i, c in _carries(flat) if c in carries}
+    runs = _runs(flat, placement, idle, carries)
     for v, out in following.items():
         if _compat.is_var(out) and out in runs and v in found:
             left[out] = found[v]
@@ -74,14 +70,13 @@ def of_literals(flat: FlatProgram, placement: Placement) -> dict[int, int]:
 def _idle(flat: FlatProgram, placement: Placement) -> tuple[set[Node], set[Carry]]:
     """Nodes on no submesh in particular, for what comes of them only leaves the step; and what loops hand on of it."""
     readers = flat.index.readers
-    carries = {c for _, c in _carries(flat) if c.final not in readers}
+    carries, adrift = {c for _, c in _carries(flat)}, _adrift(flat, placement)
     wanted = {v for o in flat.pins.outputs if _compat.is_var(v := flat.outvars[o])}
     while True:
         idle: set[Node] = set()
         read_by_loops = _read_by_loops(flat, carries)
         for n in reversed(flat.nodes):
-            anywhere = placement.reason[n] == "cloned" or (placement.reason[n] == "default" and n.loop is not None)
-            free = anywhere and wanted.isdisjoint(n.outputs) and read_by_loops.isdisjoint(n.outputs)
+            free = n in adrift and wanted.isdisjoint(n.outputs) and read_by_loops.isdisjoint(n.outputs)
             if free and all(reader in idle for v in n.outputs for reader in readers.get(v, ())):
                 idle.add(n)
         # The next value of a state that something else reads goes where the state is.
@@ -90,7 +85,7 @@ def _idle(flat: FlatProgram, placement: Placement) -> tuple[set[Node], set[Carry
         kept = {
             c
             for c in carries
-            if idle.issuperset(readers.get(c.inner, ()))
+            if idle.issuperset((*readers.get(c.inner, ()), *readers.get(c.final, ())))
             and flat.index.producer.get(c.out) in idle
             and not {c.inner, c.final} & (wanted | placed | read_by_loops)
         }
@@ -98,6 +93,28 @@ def _idle(flat: FlatProgram, placement: Placement) -> tuple[set[Node], set[Carry
             return idle, carries
         wanted |= placed
         carries = kept
+
+
+def _adrift(flat: FlatProgram, placement: Placement) -> set[Node]:
+    """Nodes that are where they are for no reason: cloned, or in a loop in no place in particular, or after such ones."""
+    producer, comes_from = flat.index.producer, flat.index.comes_from
+    found: set[Node] = set()
+    for n in flat.nodes:
+        why, made = placement.reason[n], [producer.get(comes_from.get(v, v)) for v in n.inputs]
+        after = why in ("reads", "state", "default") and made and found.issuperset(made)
+        if why == "cloned" or after or (why == "default" and n.loop is not None):
+            found.add(n)
+    return found
+
+
+def _runs(flat: FlatProgram, placement: Placement, idle: set[Node], carries: set[Carry]) -> dict[Var, set[int]]:
+    """What comes of loops -> where they run anyhow: no loop gets a stage for what it hands on."""
+    bodies = flat.index.bodies
+    found = {c.final: {k for n in bodies[i] for k in placement.node[n]} for i, c in _carries(flat) if c in carries}
+    for n in flat.nodes:
+        limits = [found[v] for v in n.inputs if v in found and n in idle]
+        found.update(dict.fromkeys(n.outputs, set.intersection(*limits)) if limits else {})
+    return found
 
 
 def _carries(flat: FlatProgram) -> Iterator[tuple[int, Carry]]:
