@@ -152,6 +152,53 @@ def test_what_nobody_needs_is_beside_its_neighbours():
     assert found == {"a 0 x count": 1, "a 1 of": 1, "a 0 z value": None, "a 2": None, "d": None, "b c y z": 2}
 
 
+def test_a_count_that_goes_through_a_loop_is_beside_its_total():
+    """Nobody needs it anywhere. A loop gets no stage for its sake."""
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"t{i}", devices=[i]) for i in range(3)]
+
+    def loop(params, metric, x):
+        def one(params, metric, x):
+            loss = jnp.mean(tasks[1](params[1], tasks[0](params[0], x)) ** 2)
+            return loss, {k: m + (loss if k == "total" else 1) for k, m in metric.items()}
+
+        return mm.microbatch(one, argnum=2, num_microbatches=2, state_argnum=1)(params, metric, x)
+
+    def step(params, metric, other, x):
+        loss, metric = loop(params, metric, x)
+        again, counted = loop(params, {"count": other["count"]}, 2 * x)
+        return loss + again, metric, {**counted, "weight": tasks[2](other["weight"], other["weight"])}
+
+    args = [jnp.ones((4, 4)) / 4] * 2, {"total": jnp.zeros(()), "count": jnp.int32(0)}
+    args += {"count": jnp.int32(0), "weight": jnp.ones((4, 4)) / 4}, jnp.ones((4, 4))
+    compiled = mm.jit(step).lower(*args).compile()
+    at = jax.tree.map(lambda s: [d.id for d in s.device_set], compiled.input_shardings[0][1:3])
+    assert at == ({"total": [1], "count": [1]}, {"count": [0], "weight": [2]})
+    assert compiled.input_shardings[0][1:3] == compiled.output_shardings[1:]
+    assert [loop.placement for loop in compiled.program.loops] == [(0, 1)] * 2
+    assert_agrees(step, *args)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+def test_a_count_that_comes_out_of_a_loop_is_beside_what_it_counts(reduce):
+    """``correct / count`` works outside of the step; again no loop gets a stage for it."""
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"t{i}", devices=[i]) for i in range(3)]
+
+    def one(params, x):
+        return {"correct": jnp.sum(tasks[1](params[1], tasks[0](params[0], x)) > 0), "count": x.shape[0]}
+
+    def step(params, x):
+        loop = mm.microbatch(one, argnum=1, num_microbatches=2, reduce=reduce)
+        again = loop(params, 2 * x)
+        return loop(params, x), again["correct"], {"w": tasks[2](params[2], params[2]), "count": again["count"]}
+
+    args = [jnp.ones((4, 4)) / 4] * 3, jnp.ones((4, 4))
+    compiled = mm.jit(step).lower(*args).compile()
+    at = jax.tree.map(lambda s: [d.id for d in s.device_set], compiled.output_shardings)
+    assert at == ({"correct": [1], "count": [1]}, [1], {"w": [2], "count": [0]})
+    assert [loop.placement for loop in compiled.program.loops] == [(0, 1)] * 2
+    assert_agrees(step, *args)
+
+
 def test_a_gradient_is_where_the_task_is_that_takes_it():
     """Where it meets another one in equal bytes, and where what it is multiplied by is brought to that task anyhow."""
     flat = program("""
@@ -436,6 +483,32 @@ def test_a_small_state_that_nobody_needs_stays_with_what_it_is_made_of():
     compiled = mm.jit(step).lower(*args).compile()
     at = jax.tree.map(lambda s: sorted(d.id for d in s.device_set), compiled.input_shardings[0][:2])
     assert at == ([{"b": [i], "w": [i]} for i in range(2)],) * 2
+    assert_agrees(step, *args)
+
+
+def test_a_state_stays_where_the_home_of_another_draws_it():
+    """What scales a norm between two tasks moves to the second one, and most of what reads the count of steps with it."""
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"t{i}", devices=[i]) for i in range(2)]
+    optimizer = optax.adam(0.1, eps=0.1)
+
+    def loss(params, stats, x):
+        h = tasks[0](params["w"][0], x)
+        mean, var = jnp.mean(h, 0), jnp.var(h, 0)
+        h = (h - mean) * (jax.lax.rsqrt(var + 0.1) * params["scale"]) + params["bias"]
+        new = {"mean": 0.9 * stats["mean"] + 0.1 * mean, "var": 0.9 * stats["var"] + 0.1 * var}
+        return jnp.mean(tasks[1](params["w"][1], h) ** 2), new
+
+    def step(params, stats, state, x):
+        grad = mm.microbatch(jax.grad(loss, has_aux=True), argnum=2, num_microbatches=2, state_argnum=1)
+        grads, stats = grad(params, stats, x)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), stats, state
+
+    params = {"w": [jnp.ones((4, 8)) / 4, jnp.ones((8, 1))], "scale": jnp.ones(8), "bias": jnp.ones(8)}
+    stats = {"mean": jnp.zeros(8), "var": jnp.ones(8)}
+    args = params, stats, optimizer.init(params), jnp.sin(jnp.arange(32.0)).reshape(8, 4)
+    compiled = mm.jit(step).lower(*args).compile()
+    assert compiled.input_shardings[0][:3] == compiled.output_shardings
     assert_agrees(step, *args)
 
 

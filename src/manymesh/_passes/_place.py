@@ -52,9 +52,15 @@ def place(flat: FlatProgram) -> FlatProgram:
         small = {changed.get(n, n) for n in small}
     placement = _Placer(flat, small).run()
     states, results = beside(flat, placement)
-    late = {**_states_apart(flat, placement), **states}
-    again = late or results
-    return replace(flat, placement=_Placer(flat, small).run(late, results) if again else placement)
+    late: dict[Var, int] = {}
+    found = {**_states_apart(flat, placement), **states}
+    again = bool(found or results)
+    while again:  # what moves may draw the home of another state after it
+        late |= found
+        placement = _Placer(flat, small).run(late, results)
+        found = {v: at for v, at in _states_apart(flat, placement).items() if v not in late}
+        again = bool(found)
+    return replace(flat, placement=placement)
 
 
 def _states_apart(flat: FlatProgram, placement: Placement) -> dict[Var, int]:
