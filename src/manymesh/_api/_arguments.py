@@ -134,9 +134,10 @@ def _frozen(rules: Any) -> Any:
 
 
 def places(leaves: list[Any]) -> tuple[Any, ...]:
-    """Where arguments were put: the sharding of each, None for one that may go anywhere, or is in every process."""
+    """Where arguments were put: the sharding of each, None for one that may go anywhere, or is in every process, or a tracer."""
     shared = everywhere() if world() is not None else None
-    return tuple(None if (place := committed_sharding(x)) == shared else place for x in leaves)
+    given = (None if isinstance(x, jax.core.Tracer) else committed_sharding(x) for x in leaves)
+    return tuple(None if place == shared else place for place in given)
 
 
 def check_apart(

@@ -96,13 +96,20 @@ def _idle(flat: FlatProgram, placement: Placement) -> tuple[set[Node], set[Carry
 
 
 def _adrift(flat: FlatProgram, placement: Placement) -> set[Node]:
-    """Nodes that are where they are for no reason: cloned, or in a loop in no place in particular, or after such ones."""
+    """Nodes that are where they are for no reason: cloned, or in a loop in no place in particular, or after such ones.
+
+    What reads a batch is where the batch is, and so is what comes of it: it would have to cross.
+    """
     producer, comes_from = flat.index.producer, flat.index.comes_from
+    pieces = {p.inner for loop in flat.loops for p in loop.xs}
     found: set[Node] = set()
     for n in flat.nodes:
         why, made = placement.reason[n], [producer.get(comes_from.get(v, v)) for v in n.inputs]
         after = why in ("reads", "state", "default") and made and found.issuperset(made)
-        if why == "cloned" or after or (why == "default" and n.loop is not None):
+        by_itself = (
+            why == "default" and n.loop is not None and found.issuperset(producer[v] for v in n.inputs if v in producer)
+        )
+        if pieces.isdisjoint(n.inputs) and (why == "cloned" or after or by_itself):
             found.add(n)
     return found
 
