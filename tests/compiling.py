@@ -1,7 +1,7 @@
 """Compiling in tests: what one test has compiled another one uses, and small programs are lowered faster.
 
-Nothing else changes, but that `mm.jit` again is anew: what is compiled is what would be, and JAX reports each compilation as if it had happened, so that
-tests count the same.
+Nothing else changes, but that `mm.jit` of a function again is made anew: what is compiled is what would be, and JAX reports each
+compilation as if it had happened, so that tests count the same.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from ._program._stacked import positions
 from ._report import Memory, Report, make_report
 from ._runtime._bind import bind
 from ._runtime._bind_processes import Results, bind_processes
-from ._runtime._exchange import copied
+from ._runtime._exchange import copied, is_key
 from ._runtime._execute import Executor
 from ._runtime._lower import Lowered
 from ._runtime._memories import DEVICE, into, is_in_host_memory, lying
@@ -55,7 +55,7 @@ class Compiled(Shown):
 
     explain: Callable[[Any, list[Any]], Exception] | None = None  # what a result that is no number comes from
     estimate: Callable[[], Estimate]  # what the step costs by our own count
-    calling = PLAIN
+    calling = PLAIN  # what its user calls it with
     static_argnums: tuple[int, ...] = ()  # counted from the first argument
 
     def __init__(
@@ -84,8 +84,9 @@ class Compiled(Shown):
         at = positions(in_tree.num_leaves, program.stacked_inputs)
         owner, processes = ownership(program.submeshes, jax.process_index()), world()
         stays = handed_on(program, lowered.plan, asked_in, asked)
-        if processes is not None:  # there, numbers are known in all of them
-            stays = frozenset(i for i in stays if program.invars[i].aval.shape)
+        if processes is not None:  # there, results that are numbers are known in all of them
+            avals = {i: _compat.abstract(program.invars[i].aval) for i in stays}
+            stays = frozenset(i for i, aval in avals.items() if aval.shape or is_key(aval.dtype))
         self._stays = {k - len(program.consts) for k in stays}
         self._executor: Executor
         made = [s or getattr(literals[o], "sharding", None) for o, s in enumerate(lowered.outputs)]
@@ -172,11 +173,11 @@ class Compiled(Shown):
 
     def _with_statics(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         """The arguments of a call, with None for those that are static, if they are left out as for JAX."""
-        if self.static_argnums and len(args) + len(self.static_argnums) == len(self._in_tree.children()[0].children()):
-            given = iter(args)
-            count = len(args) + len(self.static_argnums)
-            return tuple(None if k in self.static_argnums else next(given) for k in range(count))
-        return args
+        count = len(args) + len(self.static_argnums)
+        if count == len(args) or count != len(self._in_tree.children()[0].children()):
+            return args
+        given = iter(args)
+        return tuple(None if k in self.static_argnums else next(given) for k in range(count))
 
     def _how_structures_differ(self, given: PyTree) -> str:
         """Which arguments of a call are not there, or were not there when the step was compiled, and what to do."""
@@ -188,8 +189,8 @@ class Compiled(Shown):
             *([f"called with {joined(surplus, MOST_NAMES)}, which it was not compiled with"] if surplus else []),
         ] or list(_differing(self._in_tree, jax.tree.structure(given)))
         return (
-            f"{'; '.join(parts)}; static arguments are left out of the call, or None where they are by position, and the function that mm.jit returned "
-            "compiles for each structure"
+            f"{'; '.join(parts)}; static arguments are left out of the call, or None where they are by position, and the function "
+            "that mm.jit returned compiles for each structure"
         )
 
     def run(self, leaves: list[Any]) -> PyTree:

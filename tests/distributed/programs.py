@@ -598,6 +598,7 @@ def handed_on():
 
     steps = {name: step_of(name) for name in parts}
     state = {name: put(np.eye(4, dtype="f4"), NamedSharding(m, P("x"))) for name, m in parts.items()}
+    state["key"] = put(jax.random.key(3), NamedSharding(parts["b"], P()))
     for name in parts:  # each puts its own part where it reads it
         state = steps[name](state, np.ones((4, 4), "f4"))
     before = {name: x.sharding for name, x in state.items()}

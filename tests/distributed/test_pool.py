@@ -273,6 +273,8 @@ def test_steps_that_take_turns(pool, first):
 
 def test_what_is_handed_on_stays_where_it_is(pool):
     (where, moved, state), (where_1, moved_1, state_1) = pool.call("programs.handed_on")
-    assert where == where_1 == {"a": True, "b": True, "both": True}
+    assert where == where_1 == {"a": True, "b": True, "both": True, "key": True}
     assert not moved and not moved_1
+    keys = [jax.random.key_data(each.pop("key")).tolist() for each in (state, state_1)]
+    assert keys == [jax.random.key_data(jax.random.key(3)).tolist()] * 2
     jax.tree.map(np.testing.assert_array_equal, state, state_1)

@@ -150,9 +150,8 @@ class ProcessesExecutor(Executor):
         # Two programs of one step are different things to be in.
         self._name, self._calls, self._number = f"{name} (program {self._world.doing.calls})", 0, 0
         self._label = f"a call of {self._name}"
-        self._elsewhere: dict[
-            int, jax.ShapeDtypeStruct
-        ] = {}  # results of the call that are not where the plan has them
+        # Results of the call that are not where the plan has them.
+        self._elsewhere: dict[int, jax.ShapeDtypeStruct] = {}
         self._others = frozenset().union(*(processes_of_mesh(m) for m in program.submeshes)) & self._world.others
 
     @property
