@@ -597,6 +597,20 @@ def test_the_reference_is_compiled_once_and_not_for_each_microbatch(count):
     assert tanhs == (count if count <= 4 else 1)
 
 
+def test_many_microbatches_that_are_no_scan_are_a_loop_in_the_reference():
+    """A state that grows, which `mm.jit` refuses."""
+
+    def fun(seen, x):
+        return x.sum(), jnp.concatenate([seen, x[:1, 0]])
+
+    run = mm.microbatch(fun, argnum=1, num_microbatches=8, state_argnum=0, reduce="sum")
+    found, expected = (call(jnp.ones(1), rows()) for call in (jax.jit(run), run))
+    assert found[1].shape == (9,)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    with pytest.raises(mm.errors.MicrobatchError, match=r"of shape \(1,\) becomes one of shape \(2,\)"):
+        mm.jit(run)(jnp.ones(1), rows())
+
+
 def test_what_a_function_changes_in_its_arguments_is_unknown_to_the_next_microbatch():
     """In the reference mode as well, where no gradient gives it others."""
 

@@ -43,6 +43,7 @@ from ._types import PyTree
 from .schedules import Costs
 
 MOST_NAMES = 4  # arguments by which the structure of a call differs
+MOST_TEXT = 160  # characters of a structure; a module's is pages long
 
 
 class Compiled(Shown):
@@ -414,7 +415,22 @@ def _differing(ours: Any, theirs: Any) -> Iterator[str]:
             continue
         for name, one, other in zip(names, a.children(), b.children(), strict=True):
             if one != other:
-                yield f"compiled with {name} of structure {one}, called with {other}"
+                ours, theirs = _around_difference(str(one), str(other))
+                yield f"compiled with {name} of structure {ours}, called with {theirs}"
+
+
+def _around_difference(one: str, other: str) -> tuple[str, str]:
+    """What two texts say where they begin to differ, and a little around it; short texts whole."""
+    if max(len(one), len(other)) <= MOST_TEXT:
+        return one, other
+    at = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, at - MOST_TEXT // 2)
+    return _cut_out(one, start), _cut_out(other, start)
+
+
+def _cut_out(text: str, start: int) -> str:
+    shown = " ".join(text[start : start + MOST_TEXT].split())
+    return f"{'...' if start else ''}{shown}{'...' if start + MOST_TEXT < len(text) else ''}"
 
 
 def _name_of_leaf(path: Sequence[Any]) -> str:

@@ -346,9 +346,12 @@ class _Call:
         return result if self.state_argnum is None else (result, state)
 
     def scanned(self) -> PyTree:
-        """The same as a scan, which JAX compiles once and not for each microbatch."""
+        """The same as a scan, which JAX compiles once and not for each microbatch; where it can be none, as a loop after all."""
         out_tree: list[Any] = []
-        leaves = self._scan(None, self.name, self.args, self.kwargs, out_tree)
+        try:
+            leaves = self._scan(None, self.name, self.args, self.kwargs, out_tree)
+        except MicrobatchError:  # of a state that grows, say, which is right here and not in `mm.jit`
+            return self.reference()
         return jax.tree.unflatten(out_tree[-1][0], leaves)
 
     def _check_next(self, name: str, i: int, new: Any) -> None:

@@ -104,6 +104,15 @@ def test_another_module_is_told_by_what_differs() -> None:
         compiled(net, X)
 
 
+def test_a_module_of_the_same_leaves_is_told_in_a_few_words() -> None:
+    """Where its structure begins to differ, of pages that it has."""
+    net, plain = (nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), last) for last in (jnp.tanh, jnp.sin))
+    compiled = mm.nnx.jit(lambda net, x: net(x)).lower(net, X).compile()
+    with pytest.raises(mm.errors.ArgumentError, match=r"compiled with args\[0\] of structure \.\.\..*tanh") as error:
+        compiled(plain, X)
+    assert "sin" in str(error.value) and len(str(error.value)) < 900
+
+
 @pytest.mark.parametrize("static", [0, 1, -1])
 def test_static_arguments_are_left_out_as_for_jax(static: int) -> None:
     """Or None in their place; an argument that is missing besides is told."""
