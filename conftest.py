@@ -10,6 +10,7 @@ import importlib
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from importlib.metadata import version
@@ -124,6 +125,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that all workers of this run have, and the processes that they start."""
     folder = tmp_path_factory.getbasetemp()
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What examples and the processes that tests start make in temporary folders goes with those of pytest."""
+    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("t"))
 
 
 @pytest.hookimpl(trylast=True)

@@ -34,9 +34,8 @@ def mesh_of(x: Any) -> Mesh | None:
 
 def default_device() -> Any:
     """The device for what may go anywhere: that of ``jax.default_device``; in several processes the first one of all."""
-    said = None
-    if world() is None:
-        said = jax.config.jax_default_device  # type: ignore[attr-defined]  # JAX adds its settings as it is imported
+    config: Any = jax.config  # JAX adds its settings as it is imported
+    said = config.jax_default_device if world() is None else None
     if isinstance(said, str):
         return jax.devices(said)[0]
     return jax.devices()[0] if said is None else said

@@ -21,7 +21,7 @@ Literal = core.Literal
 Eqn = core.JaxprEqn
 Jaxpr = core.Jaxpr
 if TYPE_CHECKING:
-    ClosedJaxpr = core.ClosedJaxpr
+    from jax.extend.core import ClosedJaxpr as ClosedJaxpr  # type: ignore[attr-defined, unused-ignore]  # 0.12 only names it
 else:
     ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)  # 0.12 has one class for both
 DropVar = core.DropVar

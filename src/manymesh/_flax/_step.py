@@ -151,13 +151,13 @@ def parallelize_step(
     if num_microbatches is not None:
         loop = {"num_microbatches": num_microbatches, "schedule": schedule, "reduce": reduce}
         grad = microbatch(grad, argnum=1, rng_argnum=2 if rngs else None, **loop)
-    run_key = run_key if rngs else None
 
     init = _make_init(model, optimizer, keys, pick(batch))
     abstract_state = jax.eval_shape(init)
-    _check_loss(loss_of, abstract_state.params, batch, run_key)
+    drawn = run_key if rngs else None
+    _check_loss(loss_of, abstract_state.params, batch, drawn)
     joins = local_batch is not None and jax.process_count() > 1
-    step = TrainStep(_make_update(grad, run_key), abstract_state, batch, strict, joins)
+    step = TrainStep(_make_update(grad, drawn), abstract_state, batch, strict, joins)
     _check_devices(step.compiled, mesh)
     state = jit(_without_tasks(init), out_shardings=step.state_shardings)()
     return (step, state, mesh) if local_batch is None else (step, state, mesh, _make_prepare(step, local_batch))
