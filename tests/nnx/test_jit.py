@@ -354,3 +354,45 @@ def test_microbatches_in_the_reference_change_modules_as_in_a_loop(count: int) -
     assert [int(model.calls[...]) for model in models] == [count] * 4
     for found in results[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, results[0])
+
+
+def test_one_stream_of_random_numbers_for_all_stages_is_a_pipeline() -> None:
+    """Each layer's count goes on from the one before, through all stages, and on to the next microbatch."""
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.dense, self.dropout = nnx.Linear(4, 4, rngs=rngs), nnx.Dropout(0.5)
+
+        def __call__(self, x: Any, rngs: nnx.Rngs) -> Any:
+            return x + self.dropout(jnp.tanh(self.dense(x)), rngs=rngs)
+
+    class Layers(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.layers = nnx.List([mm.nnx.task(Layer(rngs), f"layer{i}", devices=[i]) for i in range(3)])
+
+        def __call__(self, x: Any, rngs: nnx.Rngs) -> Any:
+            for layer in self.layers:
+                x = layer(x, rngs)
+            return x
+
+    def loss_of(model: Layers, rngs: nnx.Rngs, x: Any) -> Any:
+        return jnp.mean((model(x, rngs) - 1) ** 2)
+
+    def step(model: Layers, rngs: nnx.Rngs, x: Any) -> Any:
+        grad = mm.nnx.microbatch(
+            nnx.value_and_grad(loss_of), argnum=2, num_microbatches=4, schedule="1f1b", reduce="mean"
+        )
+        return grad(model, rngs, x)
+
+    model, rngs, plain = Layers(nnx.Rngs(0)), nnx.Rngs(dropout=3), nnx.Rngs(dropout=3)
+    x = jax.random.normal(jax.random.key(1), (8, 4))
+    jitted = mm.nnx.jit(step, strict=True)
+    assert jitted.lower(model, rngs, x).program.loops[0].in_order
+    for _ in range(2):
+        got = jitted(model, rngs, x)
+        with mm.ignore_transforms():
+            wanted = jitted(model, plain, x)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+        assert int(rngs.dropout.count[...]) == int(plain.dropout.count[...])
+    assert int(rngs.dropout.count[...]) == 2 * 4 * 3

@@ -21,6 +21,7 @@ from ._call_once import call_once
 from ._casts import cast_once
 from ._constants import repeat_constants
 from ._copies import copy_results
+from ._counters import count_beside
 from ._dead import remove_dead
 from ._hoist import cross_once, hoist_loop_invariants
 from ._in_loops import make_in_loops
@@ -84,6 +85,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("advance_inner_gradients", advance_inner_gradients, needs=_DEAD, makes_stale=_PLACED),
     Pass("mark_scopes", mark_scopes, needs=_DEAD, makes_stale=ALL),
     Pass("place_by_hand", place_by_hand, needs=_DEAD, makes_stale=_PLACED),
+    Pass("count_beside", count_beside, needs=_DEAD, makes_stale=ALL),
     Pass("follow_gradients", follow_gradients, makes_stale=_PLACED),
     Pass("recompute_apart", recompute_apart, makes_stale=ALL),
     Pass("call_once", call_once, needs=_DEAD, makes_stale=ALL),
