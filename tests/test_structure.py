@@ -60,6 +60,7 @@ LAYERS = (
     "_progress",
     "_calling",
     "_moved_again",
+    "_stages",
     "_compiled",
     "_api",
     "_table",

@@ -38,7 +38,8 @@ from ._runtime._ownership import ownership
 from ._runtime._stacks import Stacks
 from ._runtime._transport import LocalTransport
 from ._runtime._watch import observer_of
-from ._shown import Shown, joined
+from ._shown import joined
+from ._stages import Stage
 from ._types import PyTree
 from .schedules import Costs
 
@@ -46,7 +47,7 @@ MOST_NAMES = 4  # arguments by which the structure of a call differs
 MOST_TEXT = 160  # characters of a structure; a module's is pages long
 
 
-class Compiled(Shown):
+class Compiled(Stage):
     """A compiled step: callable with arguments of the structure it was compiled for.
 
     Attributes:
@@ -56,6 +57,7 @@ class Compiled(Shown):
 
     explain: Callable[[Any, list[Any]], Exception] | None = None  # what a result that is no number comes from
     estimate: Callable[[], Estimate]  # what the step costs by our own count
+    results: Callable[[], PyTree]  # what it returns
     calling = PLAIN  # what its user calls it with
     static_argnums: tuple[int, ...] = ()  # counted from the first argument
 
@@ -128,20 +130,14 @@ class Compiled(Shown):
         made, reused = self._compilations
         return f"Compiled({self.name}: {outline(self.program, self._lowered.plan)}; {made} compiled, {reused} reused)"
 
-    @property
-    def in_tree(self) -> Any:
-        """The structure of ``(args, kwargs)``; static arguments are None in it."""
-        return self._in_tree
+    def _argument_types(self) -> Sequence[Any]:
+        return self._avals
 
     @property
-    def out_tree(self) -> Any:
-        """The structure of the result."""
-        return self._out_tree
-
-    @property
-    def in_avals(self) -> Any:
-        """Shape and dtype of each argument, as a `jax.core.ShapedArray`, in the structure ``(args, kwargs)``."""
-        return jax.tree.unflatten(self._in_tree, self._avals)
+    def out_info(self) -> PyTree:
+        """Shapes and dtypes of the result, in its structure, each with its sharding."""
+        described = zip(jax.tree.leaves(self.results()), self._leaving, strict=True)
+        return jax.tree.unflatten(self._out_tree, [x.update(sharding=s) for x, s in described])
 
     @property
     def input_shardings(self) -> Any:

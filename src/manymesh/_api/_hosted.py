@@ -347,7 +347,7 @@ class LoweredParts(_InParts, Lowered):
         self._title, self._whole, self._items, self._consts = whole.step.name, whole, items, consts
         lines = filter(None, (x.part.line for x in _all_hosted(items)))
         self._homes, self._lines = homes, ", ".join(dict.fromkeys(lines))
-        self._in_tree, self._out_tree = whole.given.treedef, whole.out_tree
+        self._in_tree, self._out_tree, self._donated = whole.given.treedef, whole.out_tree, whole.donated
         self.findings = tuple(sentences(whole.record.findings))
         programs = _programs(items)
         self.parts: dict[str, Lowered] = {p.name: p.lowered for p in programs}
@@ -397,6 +397,7 @@ class CompiledParts(_InParts, Compiled):
         self._items, self._invars, self.parts = lowered._items, whole.invars, parts
         self._lines = lowered._lines
         self._in_tree, self._out_tree = lowered._in_tree, lowered._out_tree
+        self.results = lambda: lowered.out_info
         self._avals = [v.aval for v in whole.invars]
         self._dies = self._donated = tuple(sorted(whole.donated))
         self.homes = [x.sharding for x in jax.tree.leaves(lowered.arguments)]

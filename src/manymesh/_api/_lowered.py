@@ -36,7 +36,7 @@ from .._runtime._lower import compile_and_look, lower
 from .._runtime._memories import in_memories
 from .._runtime._ownership import check_joined, ownership
 from .._runtime._stacks import collapsed
-from .._shown import Shown
+from .._stages import Stage
 from .._task import mesh_devices
 from .._topology import PlannedDevice, auto_mesh, require_devices
 from .._types import PyTree
@@ -46,7 +46,7 @@ from ._step import Step
 
 
 @dataclass(eq=False, repr=False)
-class Lowered(Shown):
+class Lowered(Stage):
     """A step split over its submeshes, laid out, not yet compiled.
 
     Attributes:
@@ -77,15 +77,9 @@ class Lowered(Shown):
     _weak: tuple[bool, ...]  # of each result whether it is weakly typed, where it was traced
     findings: tuple[str, ...] = ()
 
-    @property
-    def in_tree(self) -> Any:
-        """The structure of ``(args, kwargs)``; static arguments are None in it."""
-        return self._in_tree
-
-    @property
-    def out_tree(self) -> Any:
-        """The structure of the result."""
-        return self._out_tree
+    def _argument_types(self) -> list[Any]:
+        described = jax.tree.leaves(self.arguments)
+        return [jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in described]
 
     @property
     def out_info(self) -> Any:
@@ -238,7 +232,11 @@ class Lowered(Shown):
             frozenset(self._wanted), frozenset(self._asked), self._memory_in, self._memory_out, self._types_to_see_to(),
         )  # fmt: skip
         compiled.explain = functools.partial(explain_float, step.name, self._plain, self.program)
-        compiled.estimate, compiled.calling = lambda: self._estimate, step.calling
+        compiled.estimate, compiled.results, compiled.calling = (
+            lambda: self._estimate,
+            lambda: self.out_info,
+            step.calling,
+        )
         compiled.static_argnums = step.static_positions(len(self._in_tree.children()[0].children()))
         return compiled
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +25,10 @@ from .._plan._emit import emit
 from .._program import Program
 from .._runtime._memories import HOST, host_kind
 from .._runtime._processes import committed_sharding
-from .._shown import Shown, joined
+from .._shown import joined
+from .._stages import Stage
 from .._topology import auto_mesh
+from .._types import PyTree
 from ._arguments import Arguments, donated_leaves
 from ._boxes import with_parameter
 from ._findings import note_accumulation, note_dropped, note_opened, note_outside, note_pipeline
@@ -39,7 +42,7 @@ from ._step import Step
 
 
 @dataclass(eq=False, repr=False)
-class Traced(Shown):
+class Traced(Stage):
     """A step as one jaxpr, with the meaning of its marks.
 
     Attributes:
@@ -57,6 +60,27 @@ class Traced(Shown):
     _pairs: list[tuple[int, int]] | None = None
     _constant: tuple[int, ...] = ()
     _memories: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def fun_name(self) -> str:
+        """What the function is called."""
+        return self._step.name
+
+    @functools.cached_property
+    def _donated(self) -> frozenset[int]:  # type: ignore[override]
+        return donated_leaves(self._given, self._step.donate_argnums, self._step.donate_argnames)
+
+    @property
+    def _in_tree(self) -> Any:
+        return self._given.treedef
+
+    def _argument_types(self) -> list[Any]:
+        return list(self.jaxpr.in_avals)
+
+    @property
+    def out_avals(self) -> PyTree:
+        """Shape and dtype of each result, as a `jax.core.ShapedArray`, in its structure."""
+        return jax.tree.unflatten(self._out_tree, list(self.jaxpr.out_avals))
 
     @property
     def out_info(self) -> Any:
@@ -90,9 +114,7 @@ class Traced(Shown):
         wanted_in, asked_out = self._asked()
         wanted_out = {**self._moved, **asked_out}
         pinned_out = {i: auto_mesh(s.mesh) for i, s in wanted_out.items()}
-        given_away = (
-            frozenset() if _compat.checks_floats() else donated_leaves(given, step.donate_argnums, step.donate_argnames)
-        )
+        given_away = frozenset() if _compat.checks_floats() else self._donated
         pairs = self._states(given_away) if self._pairs is None else self._pairs
         memory_in, memory_out = self._lying(wanted_in, asked_out, pairs)
         wanted_in = {i: on_devices(s) for i, s in wanted_in.items()}

@@ -6,6 +6,7 @@ Served versions: JAX 0.10 to 0.12. A comment names the version that needs each b
 
 from ._arrays import ConcreteArray as ConcreteArray
 from ._arrays import abstract as abstract
+from ._arrays import arg_info as arg_info
 from ._arrays import as_device_dtype as as_device_dtype
 from ._arrays import as_named as as_named
 from ._arrays import assemble as assemble

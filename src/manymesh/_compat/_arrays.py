@@ -18,6 +18,11 @@ def abstract(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
+def arg_info(aval: Any, donated: bool) -> Any:
+    """What ``jax.jit`` says of an argument: a `jax.stages.ArgInfo`."""
+    return jax.stages.ArgInfo(aval, donated)
+
+
 def as_named(sharding: Any, mesh: Any, ndim: int) -> NamedSharding:
     """The sharding of a compiled value of ``ndim`` dimensions in terms of a mesh.
 
