@@ -6,6 +6,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -59,13 +60,49 @@ def test_layers_that_do_not_divide():
     assert str(warning.message) == (
         "mm.jit(<lambda>): the 5 layers of args[0]['w'] are not used in equal blocks by 3 submeshes of one shape, so "
         f"they lie together on one submesh between steps: {3 * size} bytes go out to the others in every step, and where "
-        "they are trained or changed as many come back; use a number of layers that 3 divides, such as 3"
+        "they are trained or changed as many come back; use a number of layers that 3 divides, such as 3 or 6, or a stack of 6 "
+        "of which the scan takes the first 5 (see docs: tutorials/stacked)"
     )
     assert warning.filename == __file__
     assert sum(e.nbytes for e in lowered.program.edges if e.nbytes == size) == 3 * size
     assert not lowered.program.stacked_inputs
     with pytest.raises(mm.errors.AxisError, match="5 layers of args"):
         mm.jit(step.fun, strict=True).lower({"w": weights(5)}, batch())
+
+
+@pytest.mark.parametrize("layers", [7, 10, 13])
+def test_a_last_stage_with_fewer_layers(layers, recwarn):
+    """What is read of a longer stack stays in blocks, weights, moments and gradients; no weight crosses, or is cut in the loop."""
+    devices = np.array(jax.devices()).reshape(4, 2)
+    stages = mm.submeshes(Mesh(devices, ("stage", "m"), axis_types=(AxisType.Auto,) * 2), "stage")
+    share = -(-layers // 4)
+    layer = mm.task(lambda x, w: (jnp.tanh(x @ w), None), "layer", mesh=[stages[i // share] for i in range(layers)])
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+    def loss(params, x):
+        return jnp.mean(lax.scan(layer, x, params["w"][:layers])[0] ** 2)
+
+    def step(params, moments, x):
+        grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=4, schedule="1f1b", reduce="mean")
+        value, grads = grad(params, x)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, value
+
+    params = {"w": weights(4 * share)}
+    state, plain = (params, optimizer.init(params)), (params, optimizer.init(params))
+    jitted = mm.jit(step)
+    program = jitted.lower(*state, batch()).program
+    for _ in range(2):
+        *state, value = jitted(*state, batch())
+        with mm.ignore_transforms():
+            *plain, wanted = jax.jit(step)(*plain, batch())
+        np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    for got, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+        assert got.ndim < 3 or got.sharding.spec[0] == "stage"
+    assert not recwarn.list
+    assert not [e for e in program.edges if e.var.aval.shape[-2:] == (WIDTH, WIDTH)]
+    assert {f.name.split("_")[0] for f in program.fragments if f.loop == 0} == {"layer"}
 
 
 def test_layers_before_an_early_exit():

@@ -24,6 +24,7 @@ from .._program._nodes import Carry, Node, nbytes, nodes_where
 from .._program._rewrite import making, rename, substitute
 from ._hoist import SMALL
 
+_STACKS = ("concatenate", "stack")  # of these each stage may have its own, and wait for nobody
 _COUNTS = (jnp.integer, jnp.bool_, jax.dtypes.prng_key)
 
 
@@ -134,7 +135,7 @@ class _Worker:
             if n is None or n.loop != self._loop:
                 chain.ends[v] = None
             elif n.task is None:
-                if not _is_counting([n.eqn]) or n.guard:
+                if n.primitive in _STACKS or n.guard or not _is_counting([n.eqn]):
                     return None
                 chain.nodes[n] = None
                 todo += n.inputs

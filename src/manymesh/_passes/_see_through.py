@@ -61,17 +61,23 @@ def _layer_read(n: Node) -> int | None:
 def _read(flat: FlatProgram, n: Node, layer: Layer, alias: dict[Var, Var]) -> list[Node]:
     """Equations that read a layer of what it is made of. What drops its dimension of one becomes another name of it."""
     (out,) = n.outputs
-    if isinstance(layer, Cut):
+    once: list[Node] = []
+    if isinstance(layer, Cut) and (n.loop is None or flat.index.scope.get(layer.whole) == n.loop):
         at = layer.at
         made, _ = trace_nodes(lambda x: lax.slice_in_dim(x, at, at + 1), [layer.whole])
     else:
-        made, v = make_layer(layer)
+        if isinstance(layer, Cut):  # a microbatch changes nothing of it
+            at = layer.at
+            cut = lambda x: lax.index_in_dim(x, at, keepdims=False)  # noqa: E731
+            (once, (v,)), made = trace_nodes(cut, [layer.whole], unstacks=True), []
+        else:
+            made, v = make_layer(layer)
         for r in flat.index.readers.get(out, ()):
             drops = r.primitive == "squeeze" and tuple(r.eqn.params["dimensions"]) == (0,)
             if drops and (r.loop, r.guard) == (n.loop, ()) and r.outputs[0] not in flat.index.leaving:
                 alias[r.outputs[0]] = v
         made += trace_nodes(lambda x: lax.expand_dims(x, (0,)), [v])[0]
-    return _instead(n, made)
+    return [*once, *_instead(n, made)]
 
 
 def _is_rearranged(n: Node, column: Sequence[Layer | None]) -> bool:

@@ -150,7 +150,12 @@ def _even(kind: str, layers: int, count: int, rounds: int) -> str:
             "layers of one row after the other, for then each submesh has columns of its own (see docs: tutorials/stacked)"
         )
     if kind == "layers" and layers % count:
-        return f"use a number of layers that {count} divides, such as {max(layers // count, 1) * count}"
+        more = -(-layers // count) * count
+        fewer = f"{layers // count * count} or " if layers > count else ""
+        return (
+            f"use a number of layers that {count} divides, such as {fewer}{more}, or a stack of {more} of which the scan takes "
+            f"the first {layers} (see docs: tutorials/stacked)"
+        )
     return (
         f"let each submesh use as many {kind} as the others, which stand side by side in the argument (those of a V in the order "
         f"of the submeshes, not of the model), or give each an argument of its own"
