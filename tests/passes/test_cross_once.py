@@ -87,7 +87,7 @@ def test_parameters_in_one_array(monkeypatch, shape):
         assert crossing > activations
     switch_off(monkeypatch, "cross_once")
     crossing, holders = moved(step, args)
-    assert crossing > activations or holders == 3
+    assert crossing > activations or holders > 1
 
 
 @pytest.mark.parametrize("size", [1, 2048])

@@ -5,59 +5,102 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from .._compat import Var
+from .._compat import Atom, Var
 from .._program._calls import calls_back
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
+from .._program._rewrite import reading, substitute
 from ._pieces import VIEWS
 
 # Bytes of what may be computed on every submesh that reads it: a random key, a step counter or a learning rate fits.
 SMALL = 1024
+_TAKES_APART = ("slice", "squeeze")
+_FREE = ("transpose",)  # a product reads either way
 
 
 def hoist_loop_invariants(flat: FlatProgram) -> FlatProgram:
     """Moves what every microbatch would compute alike.
 
-    An unmarked equation of a loop's body that depends on nothing, or a small one that depends only on values from
-    outside, takes the phase of its only reader, so that the two fuse. With several readers it leaves the loop and is
-    computed once.
+    An unmarked equation of a loop's body that depends only on values from outside takes the phase of what reads it, so that
+    they fuse: in the loop, if what it makes is large, or has one reader. It leaves the loop and is computed once where it has
+    several readers, or is small and made of what is large; and so does what is large and read in forward and backward passes,
+    of which each microbatch would hold its own from the one to the other. Each pass has its own of a transpose, which costs
+    nothing where it is read.
     """
-    changed: dict[Node, Node] = {}
-    for i in range(len(flat.loops)):
-        changed.update(_hoist(flat, i))
-    if not changed:
+    bodies = [_Body(flat, i) for i in range(len(flat.loops))]
+    if not any(body.changed for body in bodies):
         return flat
-    return replace(flat, nodes=tuple(changed.get(n, n) for n in flat.nodes), placement=None)
+    nodes: list[Node] = []
+    for n in flat.nodes:
+        nodes += [n] if n.loop is None else bodies[n.loop].instead(n)
+    return replace(flat, nodes=tuple(nodes), placement=None)
 
 
-def _hoist(flat: FlatProgram, loop: int) -> dict[Node, Node]:
-    """The nodes of one body that change, and what becomes of them."""
-    index = flat.index
-    invariant: set[Var] = set()
-    candidates: list[Node] = []
-    for n in index.bodies[loop]:
-        if stays(n) or any(v in index.leaving for v in n.outputs):
-            continue
-        outside = all(index.scope.get(v) != loop or v in invariant for v in n.inputs)
-        small = sum(nbytes(v.aval) for v in n.outputs) <= SMALL
-        if outside and (small or not n.inputs):
-            invariant.update(n.outputs)
-            candidates.append(n)
-    readers = {n: list(dict.fromkeys(r for v in n.outputs for r in index.readers.get(v, ()))) for n in candidates}
-    backward = {n: n.backward for n in candidates}
-    for n in reversed(candidates):
-        if len(readers[n]) == 1 and readers[n][0].loop == loop:
-            (reader,) = readers[n]
-            backward[n] = backward.get(reader, reader.backward)
-    hoisted: set[Var] = set()
-    changed: dict[Node, Node] = {}
-    for n in candidates:
-        if len(readers[n]) != 1 and all(v not in invariant or v in hoisted for v in n.inputs):
-            changed[n] = replace(n, loop=None, backward=False)
-            hoisted.update(n.outputs)
-        elif backward[n] != n.backward:
-            changed[n] = replace(n, backward=backward[n])
-    return changed
+class _Body:
+    """The body of a loop, and what becomes of its nodes.
+
+    Attributes:
+      changed: nodes that change -> what becomes of them.
+    """
+
+    def __init__(self, flat: FlatProgram, loop: int) -> None:
+        self._index, self._loop = flat.index, loop
+        self._made = self._invariants()
+        self._hoisted: set[Node] = set()
+        self._backward: dict[Node, bool] = {}
+        self._own: dict[Node, Node] = {}  # node -> the same, of the backward pass
+        self._reads: dict[Node, dict[Var, Atom]] = defaultdict(dict)  # reader -> what it reads instead
+        self.changed: dict[Node, Node] = {}
+        for n in reversed(list(dict.fromkeys(self._made.values()))):
+            self._visit(n)
+
+    def instead(self, n: Node) -> list[Node]:
+        """What stands where a node stood."""
+        found = [self.changed.get(n, n), *([self._own[n]] if n in self._own else ())]
+        return [reading(new, self._reads.get(old, {})) for new, old in zip(found, (n, self._own.get(n)), strict=False)]
+
+    def _invariants(self) -> dict[Var, Node]:
+        """What depends on nothing in the body -> what makes it."""
+        index, made = self._index, dict[Var, Node]()
+        for n in index.bodies[self._loop]:
+            if stays(n) or any(v in index.leaving for v in n.outputs):
+                continue
+            if all(index.scope.get(v) != self._loop or v in made for v in n.inputs):
+                made.update(dict.fromkeys(n.outputs, n))
+        return made
+
+    def _visit(self, n: Node) -> None:
+        """Decides on a node whose readers are decided on."""
+        readers = list(dict.fromkeys(r for v in n.outputs for r in self._index.readers.get(v, ())))
+        inside = [r for r in readers if r.loop == self._loop and r not in self._hoisted]
+        inside += [self._own[r] for r in inside if r in self._own]
+        passes = {self._backward.get(r, r.backward) for r in inside}
+        if n not in self._hoisted and len(passes) > 1 and _is_large(n) and n.primitive in _FREE and not n.guard:
+            self.changed[n] = replace(n, backward=False)
+            env: dict[Var, Atom] = {}
+            self._own[n] = replace(n, eqn=substitute(n.eqn, env), backward=True)
+            for r in inside:
+                if self._backward.get(r, r.backward):
+                    self._reads[r].update((v, env[v]) for v in n.outputs)
+        elif n in self._hoisted or not inside or _leaves(n, len(readers), len(passes)):
+            self._hoisted.add(n)
+            self._hoisted.update(self._made[v] for v in n.inputs if v in self._made)
+            unstacks = _is_large(n) and n.primitive in _TAKES_APART
+            self.changed[n] = replace(n, loop=None, backward=False, unstacks=unstacks)
+        elif len(passes) == 1 and n.backward not in passes:
+            (self._backward[n],) = passes
+            self.changed[n] = replace(n, backward=self._backward[n])
+
+
+def _leaves(n: Node, readers: int, passes: int) -> bool:
+    """Whether a node that every microbatch would run alike leaves the loop for its own sake."""
+    if _is_large(n) and n.inputs:
+        return passes > 1 and not n.guard
+    return readers > 1 or any(nbytes(v.aval) > SMALL for v in n.inputs)
+
+
+def _is_large(n: Node) -> bool:
+    return sum(nbytes(v.aval) for v in n.outputs) > SMALL
 
 
 def stays(n: Node) -> bool:
