@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import manymesh as mm
-from flat import lines, program, run, text
+from flat import lines, looped, program, run, text
 from manymesh._passes._hoist import SMALL
 
 BODY = """
@@ -65,6 +65,51 @@ def test_what_depends_on_a_microbatch_stays():
         results: total
     """)
     assert run("hoist_loop_invariants", flat) is flat
+
+
+LARGE = f"""
+    tasks: front 0
+    inputs: s f32[{SMALL}]
+    loop 0: 2 microbatches, gpipe
+    carry a f32[{SMALL}] = s, then t, at last total
+    {{}}
+    results: total
+"""
+
+
+def test_what_is_large_and_read_in_both_passes_is_computed_once():
+    """Each microbatch would hold its own until its backward pass. What it is made of comes along."""
+    flat = looped(
+        LARGE, "q = s * 2.0", "r = lax.exp(q)", "h = front: r * a", "g = front_bwd: r * h", "t = a + g"
+    )  # fmt: skip
+    after = lines(run("hoist_loop_invariants", flat))
+    assert "\ne f32[1024] = mul(a, 2.0)\nf f32[1024] = exp(e)\n" in after
+
+
+def test_each_pass_has_its_own_transpose():
+    """It costs nothing where it is read."""
+    flat = program("""
+        tasks: front 0
+        inputs: s f32[32,64], x f32[64,32]
+        loop 0: 2 microbatches, gpipe
+        carry a f32[64,32] = x, then t, at last total
+        0: q = lax.transpose(s, (1, 0))
+        0: h = front: q * a
+        0: g = front_bwd: q * h
+        0: t = a + g
+        results: total
+    """)
+    after = run("hoist_loop_invariants", flat)
+    twice = [n for n in after.nodes if n.primitive == "transpose"]
+    assert [n.loop for n in twice] == [0, 0] and [n.backward for n in twice] == [False, True]
+    assert [n.inputs[0] for n in after.nodes if n.task] == [n.outputs[0] for n in twice]
+
+
+def test_a_number_made_of_what_is_large_is_computed_once():
+    """With one reader as well: a penalty on the weights."""
+    flat = looped(LARGE, "q = s * s", "r = jnp.sum(q)", "h = front: r * a", "t = a + h")
+    after = run("hoist_loop_invariants", flat)
+    assert [n.primitive for n in after.nodes if n.loop is None] == ["mul", "reduce_sum"]
 
 
 def test_what_is_large_stays():

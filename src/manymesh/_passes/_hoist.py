@@ -56,8 +56,9 @@ class _Body:
 
     def instead(self, n: Node) -> list[Node]:
         """What stands where a node stood."""
-        found = [self.changed.get(n, n), *([self._own[n]] if n in self._own else ())]
-        return [reading(new, self._reads.get(old, {})) for new, old in zip(found, (n, self._own.get(n)), strict=False)]
+        own = self._own.get(n)
+        found = [reading(self.changed.get(n, n), self._reads.get(n, {}))]
+        return found if own is None else [*found, reading(own, self._reads.get(own, {}))]
 
     def _invariants(self) -> dict[Var, Node]:
         """What depends on nothing in the body -> what makes it."""
@@ -87,15 +88,15 @@ class _Body:
             self._hoisted.update(self._made[v] for v in n.inputs if v in self._made)
             unstacks = _is_large(n) and n.primitive in _TAKES_APART
             self.changed[n] = replace(n, loop=None, backward=False, unstacks=unstacks)
-        elif len(passes) == 1 and n.backward not in passes:
-            (self._backward[n],) = passes
+        elif len(passes) == 1 and n.backward not in passes and (n.inputs or not n.backward):
+            (self._backward[n],) = passes  # the sum that a constant of the backward pass is added to is after that
             self.changed[n] = replace(n, backward=self._backward[n])
 
 
 def _leaves(n: Node, readers: int, passes: int) -> bool:
     """Whether a node that every microbatch would run alike leaves the loop for its own sake."""
     if _is_large(n) and n.inputs:
-        return passes > 1 and not n.guard
+        return (passes > 1 or n.unstacks) and not n.guard
     return readers > 1 or any(nbytes(v.aval) > SMALL for v in n.inputs)
 
 
