@@ -410,6 +410,8 @@ def test_a_count_that_is_no_scalar_leaf():
 
     with raises(ValueError, "WeightedMean", "has to pick one leaf", "(0, {'count': 1})"):
         microbatched(step, reduce=mm.WeightedMean(lambda out: out))(parameters(), rows())
+    with raises(ValueError, "WeightedMean", "has to pick one leaf", "it gave 5"):
+        microbatched(step, reduce=mm.WeightedMean(lambda out: 5))(parameters(), rows())
     with raises(ValueError, "WeightedMean('count')", "shape (3,)", "has to be a scalar"):
         microbatched(step, reduce=mm.WeightedMean("count"))(parameters(), rows())
 

@@ -336,11 +336,12 @@ class _Call:
         leaves = [jax.tree.leaves(o) for o in outs]
         reduced = [reduce_reference(w, [row[j] for row in leaves]) for j, w in enumerate(words.per_leaf)]
         if words.count is not None:
-            counts = [row[words.count] for row in leaves]
+            counts = [jnp.asarray(row[words.count]) for row in leaves]
             total = functools.reduce(jnp.add, counts)
             for j, w in enumerate(words.per_leaf):
                 if w == "weighted":
-                    parts = [row[j] * c.astype(row[j].dtype) for row, c in zip(leaves, counts, strict=True)]
+                    values = [jnp.asarray(row[j]) for row in leaves]
+                    parts = [x * c.astype(x.dtype) for x, c in zip(values, counts, strict=True)]
                     reduced[j] = functools.reduce(jnp.add, parts) / total.astype(parts[0].dtype)
         result = jax.tree.unflatten(jax.tree.structure(outs[0]), reduced)
         return result if self.state_argnum is None else (result, state)
