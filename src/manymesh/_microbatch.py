@@ -332,7 +332,7 @@ class _Call:
             if self.state_argnum is not None:
                 out, state = state_of(self.name, self.state_argnum, out, structure)
             outs.append(out)
-        words = words_of(self.name, self.reduce, outs[0])
+        words = words_of(self.name, self.reduce, _arrays(self.name, outs[0]))
         leaves = [jax.tree.leaves(o) for o in outs]
         reduced = [reduce_reference(w, [row[j] for row in leaves]) for j, w in enumerate(words.per_leaf)]
         if words.count is not None:
