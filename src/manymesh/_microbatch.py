@@ -21,7 +21,7 @@ import numpy as np
 from . import _compat, schedules
 from ._batch import Cut, check_arguments, in_words, whole_by_keyword
 from ._changed import changed
-from ._errors import MicrobatchError, ScheduleError
+from ._errors import ArgumentError, MicrobatchError, ScheduleError
 from ._findings import Finding
 from ._mark import Recording, constrain, current_recording, is_spec
 from ._means import is_mean
@@ -179,6 +179,11 @@ def _cut(
     name: str, fun: Any, argnum: Any, dim: Any, size: Any, num_microbatches: Any, others: Iterable[int | None]
 ) -> Cut:
     """How the batch is cut; it is hardly an argument that is differentiated, or one of ``others``."""
+    if not callable(fun):
+        raise ArgumentError(
+            f"microbatch takes a function, found {name}: write microbatch(jax.value_and_grad(loss), ...)(params, batch), which "
+            "calls it for each piece"
+        )
     argnums = _positions(name, argnum)
     number, size, dim = _sizes(name, num_microbatches, size, dim)
     taken = (*(_compat.differentiated(fun) or ()), *(k for k in others if k is not None))
