@@ -407,7 +407,9 @@ def test_a_result_that_is_no_array(num_microbatches):
     """It is named, in a step and where the loop is the plain function."""
     step = mm.microbatch(lambda p, x: (loss(p, x), "text"), argnum=1, num_microbatches=num_microbatches)
     for run in (lambda fun: fun, mm.jit):
-        with raises(mm.errors.MicrobatchError, "microbatch(<lambda>): result[1] is str 'text', no array; return arrays"):
+        with raises(
+            mm.errors.MicrobatchError, "microbatch(<lambda>): result[1] is str 'text', no array; return arrays"
+        ):
             run(step)(parameters(), rows())
 
 

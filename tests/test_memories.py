@@ -322,7 +322,10 @@ def test_what_a_policy_offloads_is_planned_for_devices_that_are_not_here():
 
     def activations(layer):
         tasks = [mm.task(layer, f"t{k}", devices=[d]) for k, d in enumerate(mm.planned_devices(2))]
-        loss = lambda ws, x: jnp.mean(tasks[1](ws[1], tasks[0](ws[0], x)) ** 2)
+
+        def loss(ws, x):
+            return jnp.mean(tasks[1](ws[1], tasks[0](ws[0], x)) ** 2)
+
         step = mm.jit(mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=8, schedule="gpipe"))
         w, x = jax.ShapeDtypeStruct((32, 32), "float32"), jax.ShapeDtypeStruct((256, 32), "float32")
         return step.lower([w, w], x).report().memory[mm.planned_devices(1)[0]].made_of["activations"]

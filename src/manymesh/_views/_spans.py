@@ -91,9 +91,7 @@ def calls_of(predicted: Sequence[Span]) -> list[list[Span]]:
         return [*found.values()]
     calls = [found[i] for i in sorted(found)]
     begins = [extent(call)[0] for call in calls]
-    return [
-        [s._replace(start=s.start - t, end=s.end - t) for s in call] for call, t in zip(calls, begins, strict=True)
-    ]
+    return [[s._replace(start=s.start - t, end=s.end - t) for s in call] for call, t in zip(calls, begins, strict=True)]
 
 
 def _span(i: int, row: object) -> Span:
