@@ -259,6 +259,10 @@ def test_a_decorator_with_arguments():
     assert x.is_deleted()
     with pytest.raises(mm.errors.ArgumentError, match="takes a function, found NoneType"):
         mm.jit(None)
+    with pytest.raises(
+        mm.errors.ArgumentError, match=r"microbatch takes a function, found tuple: write microbatch\(jax.value"
+    ):
+        mm.microbatch((1.0, 2.0), argnum=1, num_microbatches=2)
 
 
 def test_counts_are_where_what_they_count_is():

@@ -402,6 +402,17 @@ def test_a_reduction_that_does_not_fit_the_result():
         microbatched(reduce=("mean", mm.WeightedMean("tokens")))
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_result_that_is_no_array(num_microbatches):
+    """It is named, in a step and where the loop is the plain function."""
+    step = mm.microbatch(lambda p, x: (loss(p, x), "text"), argnum=1, num_microbatches=num_microbatches)
+    for run in (lambda fun: fun, mm.jit):
+        with raises(
+            mm.errors.MicrobatchError, "microbatch(<lambda>): result[1] is str 'text', no array; return arrays"
+        ):
+            run(step)(parameters(), rows())
+
+
 def test_a_count_that_is_no_scalar_leaf():
     """The function gave more than one leaf; the leaf it gave has a shape."""
 
@@ -410,6 +421,8 @@ def test_a_count_that_is_no_scalar_leaf():
 
     with raises(ValueError, "WeightedMean", "has to pick one leaf", "(0, {'count': 1})"):
         microbatched(step, reduce=mm.WeightedMean(lambda out: out))(parameters(), rows())
+    with raises(ValueError, "WeightedMean", "has to pick one leaf", "it gave 5"):
+        microbatched(step, reduce=mm.WeightedMean(lambda out: 5))(parameters(), rows())
     with raises(ValueError, "WeightedMean('count')", "shape (3,)", "has to be a scalar"):
         microbatched(step, reduce=mm.WeightedMean("count"))(parameters(), rows())
 

@@ -309,3 +309,25 @@ def test_what_a_policy_offloads_lies_in_the_memory_of_the_host_between_tasks(num
     assert compiled.memory_analysis()[jax.devices()[0]] == here
     if num_microbatches > 1:
         assert compiled.measure(params, x).activation[0] == 2 * WIDTH * 4 / 2  # its piece of the batch
+
+
+def test_what_a_policy_offloads_is_planned_for_devices_that_are_not_here():
+    """A report counts it on no device, without asking planned devices for kinds of memory, of which they have none."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst=HOST
+    )
+
+    def layer(w, x):
+        return jnp.sin(checkpoint_name(jnp.tanh(x @ w), "h")) @ w
+
+    def activations(layer):
+        tasks = [mm.task(layer, f"t{k}", devices=[d]) for k, d in enumerate(mm.planned_devices(2))]
+
+        def loss(ws, x):
+            return jnp.mean(tasks[1](ws[1], tasks[0](ws[0], x)) ** 2)
+
+        step = mm.jit(mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=8, schedule="gpipe"))
+        w, x = jax.ShapeDtypeStruct((32, 32), "float32"), jax.ShapeDtypeStruct((256, 32), "float32")
+        return step.lower([w, w], x).report().memory[mm.planned_devices(1)[0]].made_of["activations"]
+
+    assert activations(jax.checkpoint(layer, policy=policy)) < 0.7 * activations(layer)

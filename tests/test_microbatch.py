@@ -498,6 +498,22 @@ def test_weighted_mean_with_a_piece_that_counts_nothing():
     assert_same(result, both(parameters(), batch))
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_numbers_of_python_among_results(num_microbatches):
+    """A count that is no array, and results that are none, also where the loop is the plain function: each as in `mm.jit`."""
+
+    def f(p, x):
+        return {"loss": jnp.mean(back(p["back"], front(p["front"], x))), "rows": x.shape[0], "scale": 0.5}
+
+    for count in ("rows", lambda out: out["rows"]):
+        step = microbatched(f, num_microbatches=num_microbatches, reduce=mm.WeightedMean(count))
+        expected = f(parameters(), rows())
+        for result in (step(parameters(), rows()), assert_agrees(step, parameters(), rows())):
+            assert {name: pytest.approx(float(x), rel=1e-5) for name, x in result.items()} == expected
+    with pytest.raises(mm.errors.MicrobatchError, match="is a scalar in each microbatch"):
+        microbatched(f, num_microbatches=num_microbatches, reduce="concat")(parameters(), rows())
+
+
 def test_the_sharding_of_a_piece():
     """arg_shardings holds for every piece, also where there is only one."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("d",))

@@ -595,7 +595,7 @@ def with_sharding_constraint(x: Any, spec: Any) -> PyTree:
     Returns:
       ``x`` with the constraint, which the surrounding task resolves on its mesh: by its own ``logical_axes`` first, then
       by the rules around the call (`meta.logical_axis_rules`, and Flax's), then as device axes. Outside any task the
-      constraint travels with the value to wherever the value is placed, where its names are device axes.
+      constraint travels with the value to wherever the value is placed, where the tasks on that submesh say what its names mean.
       Outside ``mm.jit`` it does nothing. Under `jax.vmap` the names of axes that vmap took away count for nothing: the new
       axis lies as its ``spmd_axis_name``, a device axis, says.
 

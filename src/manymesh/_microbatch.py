@@ -21,7 +21,7 @@ import numpy as np
 from . import _compat, schedules
 from ._batch import Cut, check_arguments, in_words, whole_by_keyword
 from ._changed import changed
-from ._errors import MicrobatchError, ScheduleError
+from ._errors import ArgumentError, MicrobatchError, ScheduleError
 from ._findings import Finding
 from ._mark import Recording, constrain, current_recording, is_spec
 from ._means import is_mean
@@ -179,6 +179,11 @@ def _cut(
     name: str, fun: Any, argnum: Any, dim: Any, size: Any, num_microbatches: Any, others: Iterable[int | None]
 ) -> Cut:
     """How the batch is cut; it is hardly an argument that is differentiated, or one of ``others``."""
+    if not callable(fun):
+        raise ArgumentError(
+            f"microbatch takes a function, found {name}: write microbatch(jax.value_and_grad(loss), ...)(params, batch), which "
+            "calls it for each piece"
+        )
     argnums = _positions(name, argnum)
     number, size, dim = _sizes(name, num_microbatches, size, dim)
     taken = (*(_compat.differentiated(fun) or ()), *(k for k in others if k is not None))
@@ -332,15 +337,16 @@ class _Call:
             if self.state_argnum is not None:
                 out, state = state_of(self.name, self.state_argnum, out, structure)
             outs.append(out)
-        words = words_of(self.name, self.reduce, outs[0])
+        words = words_of(self.name, self.reduce, _arrays(self.name, outs[0]))
         leaves = [jax.tree.leaves(o) for o in outs]
         reduced = [reduce_reference(w, [row[j] for row in leaves]) for j, w in enumerate(words.per_leaf)]
         if words.count is not None:
-            counts = [row[words.count] for row in leaves]
+            counts = [jnp.asarray(row[words.count]) for row in leaves]
             total = functools.reduce(jnp.add, counts)
             for j, w in enumerate(words.per_leaf):
                 if w == "weighted":
-                    parts = [row[j] * c.astype(row[j].dtype) for row, c in zip(leaves, counts, strict=True)]
+                    values = [jnp.asarray(row[j]) for row in leaves]
+                    parts = [x * c.astype(x.dtype) for x, c in zip(values, counts, strict=True)]
                     reduced[j] = functools.reduce(jnp.add, parts) / total.astype(parts[0].dtype)
         result = jax.tree.unflatten(jax.tree.structure(outs[0]), reduced)
         return result if self.state_argnum is None else (result, state)

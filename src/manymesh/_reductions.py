@@ -124,7 +124,7 @@ def words_of(name: str, reduce: Any, out: PyTree) -> Words:
     leaves = jax.tree.leaves(out)
     if isinstance(reduce, WeightedMean):
         index = _find_count(name, reduce.count, out)
-        words = ["weighted" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "sum" for leaf in leaves]
+        words = ["weighted" if jnp.issubdtype(_dtype_of(leaf), jnp.inexact) else "sum" for leaf in leaves]
         words = ["float0" if _dtype_of(x) == jax.dtypes.float0 else w for w, x in zip(words, leaves, strict=True)]
         words[index] = "sum"
         _check_words(name, out, words, ", for a WeightedMean is of the whole result")
@@ -157,7 +157,7 @@ def _check_words(name: str, out: PyTree, words: list[str], otherwise: str) -> No
                 f"{result} is {dtype.name}, and complex numbers have no greatest one; "
                 "reduce their absolute values, or use another word, such as 'stack'"
             )
-        if word == "concat" and not leaf.shape:
+        if word == "concat" and not np.shape(leaf):
             raise MicrobatchError(
                 f"{result} is a scalar in each microbatch and cannot be concatenated; reduce it by 'stack'"
             )
@@ -179,6 +179,7 @@ def _check_states(name: str, out: PyTree, words: Sequence[str]) -> None:
 
 
 def _dtype_of(x: Any) -> Any:
+    """The dtype of a result; outside of `mm.jit` that may be a number of Python."""
     return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
 
 
@@ -187,7 +188,7 @@ def _find_count(name: str, count: Any, out: PyTree) -> int:
     if callable(count):
         numbered = jax.tree.unflatten(jax.tree.structure(out), list(range(len(with_path))))
         index = count(numbered)
-        if not isinstance(index, int):
+        if not isinstance(index, int) or not 0 <= index < len(with_path):
             raise MicrobatchError(
                 f"microbatch({name}): WeightedMean: the function has to pick one leaf of the result, it gave {index!r}"
             )
@@ -200,9 +201,9 @@ def _find_count(name: str, count: Any, out: PyTree) -> int:
             f"microbatch({name}): WeightedMean({count!r}): {len(found)} leaves of the result are called that; it has leaves called {names}. "
             "Return the count beside the loss (has_aux=True), or pick it with a function"
         )
-    if with_path[found[0]][1].shape:
+    if shape := np.shape(with_path[found[0]][1]):
         raise MicrobatchError(
-            f"microbatch({name}): WeightedMean({count!r}): the count has shape {with_path[found[0]][1].shape}; it has to be a scalar"
+            f"microbatch({name}): WeightedMean({count!r}): the count has shape {shape}; it has to be a scalar"
         )
     return found[0]
 

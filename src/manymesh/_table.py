@@ -149,7 +149,7 @@ def tabulate(
       A `ParameterTable`; ``print`` it, or give it to a Rich console. Scalars outside boxes are left out.
 
     Raises:
-      ArgumentError: ``boxed`` or ``shardings`` has other leaves than ``tree``.
+      ArgumentError: ``boxed`` or ``shardings``, whose leaves count in order, has more or fewer than ``tree``.
       AxisError: a sharding does not divide its parameter.
 
     Example:

@@ -226,6 +226,27 @@ def moved_results():
     return y.sharding == there, mm.fetch((y, x))
 
 
+def called_otherwise(donate):
+    """Arguments that lie where a step reads them, but on meshes of other names, and are results too: where these lie, and they."""
+    front = mm.task(lambda w, k, x: x @ w + jax.random.normal(k), "front", mesh=mesh(0, 1))
+    back = mm.task(lambda w, x: x @ w, "back", mesh=mesh(5, 6))
+    here, there = (NamedSharding(Mesh([jax.devices()[i] for i in of], ("other",)), P()) for of in ((0, 1), (5, 6)))
+    w, v, x = np.eye(4, dtype="f4"), 2 * np.eye(4, dtype="f4"), np.ones((2, 4), "f4")
+    key = mm.jit(lambda: jax.random.key(3), out_shardings=here)()
+    step = mm.jit(lambda w, k, v, x: (back(v, front(w, k, x)), w, k, v), donate_argnums=(0, 1, 2) if donate else ())
+    y, *given = step(put(w, here), key, put(v, there), x)
+    said = [str(g.sharding) for g in given]
+    again, *given = step(*given, x)
+    first = mm.task(lambda w, x: x @ w, "first", mesh=mesh(0, 1))
+
+    def until(w, v, x):
+        return jax.lax.while_loop(lambda x: x.sum() < 99, lambda x: back(v, first(w, x)), x)
+
+    loop = mm.jit(until)  # the host runs it
+    tokens = loop(given[0], given[2], loop(given[0], given[2], x))
+    return [*said, str(tokens.sharding)], mm.fetch((y, again, *given[::2], tokens))
+
+
 def host_loops():
     """Decoding until a token comes, over submeshes of two processes: what comes out, and what it should be."""
     front = mm.task(lambda w, t, cache, i: (jnp.tanh(w[t] + cache[i]), cache.at[i].set(w[t])), "front", mesh=mesh(0, 1))

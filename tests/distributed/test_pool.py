@@ -225,6 +225,19 @@ def test_one_process_compares(pool):
     assert (other, nothing) == (losses, None)
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_arguments_on_meshes_of_other_names_come_out_alike_in_every_process(pool, donate):
+    """So that the next step, and `mm.fetch`, can be given them."""
+    (first, values), (second, others) = pool.call("programs.called_otherwise", donate)
+    assert first == second
+    jax.tree.map(np.testing.assert_array_equal, values, others)
+    y, again, w, v, tokens = values
+    np.testing.assert_array_equal(y, again)
+    np.testing.assert_array_equal(w, np.eye(4))
+    np.testing.assert_array_equal(v, 2 * np.eye(4))
+    assert tokens.sum() == 128
+
+
 def test_the_hosts_run_a_loop_together(pool):
     """Each process reads the condition, and runs the body as often."""
     for results, expected, step in pool.call("programs.host_loops"):

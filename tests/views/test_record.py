@@ -250,6 +250,22 @@ def test_what_never_ran_and_what_nobody_predicted_is_said():
     assert "was predicted but never ran" in made_up().compare(rows).summary()
 
 
+def test_a_recording_of_several_calls_is_a_prediction():
+    """As of one call: what takes as long in each is off by nothing, and each call stands beside its own."""
+    run, later = made_up(), 0.05
+    again = tuple(s._replace(start=s.start + later, end=s.end + later, step=1) for s in run.spans)
+    twice = dataclasses.replace(run, spans=run.spans + again, steps=("train", "train"))
+    for measured, prediction in ((twice, twice), (twice, run), (run, twice)):
+        found = measured.compare(prediction)
+        assert found.predicted_seconds == pytest.approx(found.measured_seconds) == pytest.approx(0.02)
+        assert found.predicted_bubble == pytest.approx(found.measured_bubble)
+        assert all(d.seconds == pytest.approx(0) for d in found.differences)
+        assert {d.label: d.runs for d in found.differences}["front"] == 2
+        drawn = measured.timeline(prediction)
+        assert [(s.label, s.step) for s in drawn.predicted] == [(s.label, s.step) for s in drawn.spans]
+        assert [s.start for s in drawn.predicted] == pytest.approx([s.start for s in drawn.spans])
+
+
 def test_a_simulation_is_a_prediction():
     """Tasks of a stage and phase are matched with it together; what it says nothing of is left out."""
     simulation = schedules.simulate("1f1b", 2, 2, forward=2e-3, backward=2e-3)

@@ -110,10 +110,12 @@ def jit(
       out_shardings: pytree prefix of the result, likewise.
       compiler_options: handed to XLA for every fragment.
       strict: whether findings are errors instead of one warning: a logical name that no rule knows, a constraint that
-        vmap took the axis of, a task whose results nobody reads, microbatches in a step without a task, with stages in
-        no order, or in turns around a loop of unknown length, a batch that is also what is differentiated, a sum of
-        losses that are means, stacked layers that are not used in equal blocks or that something reads whole, a module of
-        Flax NNX that is changed in place and not returned.
+        vmap took the axis of, a task whose results nobody reads, a sharding on another mesh of the devices of a task,
+        microbatches in a step without a task, with stages in no order, in turns around a loop of unknown length, or
+        differentiated from outside, gradients of three pieces or more that are added up by hand, a batch that is also what is
+        differentiated, a sum of losses that are means, stacked layers that are not used in equal blocks, or that something
+        reads whole, puts together or draws numbers for on one submesh, a module of Flax NNX that is changed in place and not
+        returned. A pattern of `register_task` that matches no scope stays a warning.
 
     Returns:
       A callable. Each distinct structure, shape, dtype and static value of arguments is traced and compiled once, also where

@@ -19,8 +19,8 @@ def argument_of(step: Lowered | Compiled, argument: int | str = 0) -> Any:
 
     Args:
       step: what ``lower`` or ``compile`` of a step returned. Lowering is enough.
-      argument: its position or name. A module of NNX gives its state, as ``nnx.state`` does, also
-        in a dictionary of modules; one of Equinox is a module, with all that is no array as it was given.
+      argument: its position; its name where ``lower`` was given it by keyword. A module of NNX gives its state, as
+        ``nnx.state`` does, also in a dictionary of modules; one of Equinox is a module, with all that is no array as it was given.
 
     Returns:
       The argument with a ``jax.ShapeDtypeStruct`` for each array, whose sharding is that of its home.

@@ -93,7 +93,7 @@ def _these(inputs: Mapping[Any, int], outputs: Sequence[Any], pairs: Iterable[tu
 def _shape(layout: Layout, v: Var, submesh: int) -> Any:
     """Shape, dtype and kind of memory of what a device holds of a value."""
     sharding = layout.sharding(v, submesh)
-    return sharding.shard_shape(_compat.shape(v)), _compat.dtype(v), sharding.memory_kind
+    return sharding.shard_shape(_compat.shape(v)), _compat.dtype(v), _compat.is_in_host_memory(v.aval)
 
 
 def _count(layout: Layout, v: Var, submesh: int) -> Any:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .. import _compat
 from .._compat import Var
 from .._shown import Shown, shortened
+from .._topology import PlannedDevice
 
 HOST = "pinned_host"  # the kind of the host's memory from which devices read
 
@@ -56,9 +57,13 @@ class Layout(Shown):
     replaces: Mapping[Var, Var] = field(default_factory=dict)
 
     def sharding(self, v: Var, submesh: int) -> NamedSharding:
-        """The sharding of a value on a submesh: on its devices, or in their part of the host's memory if it was put there."""
-        kind = HOST if _compat.is_in_host_memory(v.aval) else None
-        return _sharding(self.submeshes[submesh], self.decisions[v, submesh].spec, kind)
+        """The sharding of a value on a submesh: on its devices, or in their part of the host's memory if it was put there.
+
+        Planned devices have no kinds of memory: there only the type of the value says it.
+        """
+        mesh = self.submeshes[submesh]
+        on_host = _compat.is_in_host_memory(v.aval) and not isinstance(mesh.devices.flat[0], PlannedDevice)
+        return _sharding(mesh, self.decisions[v, submesh].spec, HOST if on_host else None)
 
     def spec(self, v: Var, submesh: int) -> PartitionSpec:
         """The device axes of each dimension of a value on a submesh."""

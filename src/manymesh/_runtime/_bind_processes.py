@@ -98,9 +98,11 @@ def bind_processes(
             if not home.is_equivalent_to(p.sharding, len(p.aval.shape)):
                 arrivals.crossing(n, home)
     final = [results.moved.get(o, s) for o, s in enumerate(results.made)]
+    given = {slot for _, _, slot in plan.inputs}
     departures = Departures(
-        program, final, results.moved, results.kept, first + len(places), binder.relayouts, carries, results.made
-    )
+        program, final, results.moved, results.kept, first + len(places), binder.relayouts, carries, results.made,
+        [o for o, slot in enumerate(plan.outputs) if slot in given],
+    )  # fmt: skip
     outputs = binder.outputs()
     _describe_submeshes(program, world)
     return ProcessesExecutor(

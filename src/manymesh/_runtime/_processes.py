@@ -228,7 +228,9 @@ class Departures:
         relayouts: Relayouts,
         carrier: Carrier,
         made: Sequence[NamedSharding | None],
+        through: Sequence[int],
     ) -> None:
+        self.through = through  # those that are arguments as they came
         self.moves: list[tuple[int, Crossing]] = []
         self.ghosts: list[tuple[int, jax.ShapeDtypeStruct]] = []
         scalars: dict[int, list[int]] = {}
@@ -277,6 +279,17 @@ class Departures:
         for o, aval in (*self.ghosts, *elsewhere.items()):
             if results[o] is None:
                 results[o] = assembled(elsewhere.get(o, aval), [])
+        for o in self.through:
+            sharding = self.shardings[o]
+            if o not in elsewhere and sharding is not None and results[o].sharding != sharding:
+                results[o] = _called(results[o], sharding)
+
+
+def _called(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """The array with an equivalent sharding: where it lies the same on a mesh of other names, as others know it by the plan."""
+    if not x.sharding.is_equivalent_to(sharding, x.ndim) or x.sharding.memory_kind != sharding.memory_kind:
+        return x
+    return assembled(with_weak(_compat.abstract(jax.typeof(x)), sharding), _compat.pieces(_compat.key_words(x)))
 
 
 def waiting_for(

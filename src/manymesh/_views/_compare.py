@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 from .._shown import as_written, page_width, rich_html
-from ._spans import Prediction, Span, bubble_fraction, extent, spans_of
+from ._spans import Prediction, Span, bubble_fraction, calls_of, extent, spans_of
 from ._words import format_seconds
 
 if TYPE_CHECKING:  # imported when it is printed
@@ -134,12 +134,13 @@ class _Measured(Protocol):
 
 
 def compare(recording: _Measured, prediction: Prediction) -> Comparison:
-    """Puts a recording beside a prediction of one step.
+    """Puts a recording beside a prediction of one step, or beside another recording.
 
     A task is matched by its label. Where the prediction speaks of whole stages (``stage 0``), as a simulation does, all
     the tasks of a stage in a phase are matched together.
     """
     predicted = spans_of(prediction)
+    calls = calls_of(predicted) or [[]]
     steps = max(len(recording.steps), 1)
     by_stage = {(s.submesh, s.kind, s.stage) for s in predicted if s.label == f"stage {s.stage}"}
 
@@ -153,18 +154,18 @@ def compare(recording: _Measured, prediction: Prediction) -> Comparison:
     differences = [
         Difference(
             *k,
-            runs=len(theirs[k]) if k in theirs else round(len(ours[k]) / steps),
+            runs=round(len(theirs[k]) / len(calls)) if k in theirs else round(len(ours[k]) / steps),
             measured=median(ours[k]) if k in ours else None,
             predicted=median(theirs[k]) if k in theirs else None,
         )
         for k in dict.fromkeys([*theirs, *(k for k in ours if k[1] in told)])
     ]
-    begin, end = extent(predicted)
     told_spans = [s for s in recording.spans if s.kind in told]
     times = [extent([s for s in told_spans if s.step == i]) for i in range(steps)]
     bubbles = [bubble_fraction([s for s in told_spans if s.step == i]) for i in range(steps)]
     return Comparison(
-        median(b - a for a, b in times), end - begin, median(bubbles), bubble_fraction(predicted),
+        median(b - a for a, b in times), median(b - a for a, b in map(extent, calls)),
+        median(bubbles), median(map(bubble_fraction, calls)),
         tuple(sorted(differences, key=lambda d: -abs(d.seconds))),
     )  # fmt: skip
 

@@ -68,8 +68,8 @@ class Recording:
         """Which tasks and transfers took another time than predicted, and by how much.
 
         Args:
-          prediction: spans, tuples ``(submesh, label, kind, stage, microbatch, start, end)``, or a simulation whose unit
-            is the second.
+          prediction: of one step: a report, spans, tuples ``(submesh, label, kind, stage, microbatch, start, end)``, or a
+            simulation whose unit is the second; or another recording.
         """
         return compare(self, prediction)
 

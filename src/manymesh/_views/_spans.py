@@ -82,6 +82,18 @@ def spans_of(prediction: object) -> tuple[Span, ...]:
     return tuple(_span(i, row) for i, row in enumerate(rows))
 
 
+def calls_of(predicted: Sequence[Span]) -> list[list[Span]]:
+    """The calls of a prediction, each from its own beginning: one, but where another recording is the prediction."""
+    found: dict[int, list[Span]] = {}
+    for s in predicted:
+        found.setdefault(s.step, []).append(s)
+    if len(found) < 2:
+        return [*found.values()]
+    calls = [found[i] for i in sorted(found)]
+    begins = [extent(call)[0] for call in calls]
+    return [[s._replace(start=s.start - t, end=s.end - t) for s in call] for call, t in zip(calls, begins, strict=True)]
+
+
 def _span(i: int, row: object) -> Span:
     if isinstance(row, Span):
         return row

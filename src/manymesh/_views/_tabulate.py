@@ -37,8 +37,8 @@ def tabulate(
       boxes are left out.
 
     Raises:
-      ArgumentError: ``boxed`` or ``shardings`` has other leaves than ``tree``, or ``tree`` is a Linen module, which has
-        no parameters of its own.
+      ArgumentError: ``boxed`` or ``shardings``, whose leaves count in order, has more or fewer than ``tree``, or ``tree`` is a
+        Linen module, which has no parameters of its own.
 
     Example:
       >>> import jax, jax.numpy as jnp, manymesh as mm

@@ -17,7 +17,7 @@ from . import _text
 from ._chrome import chrome_trace
 from ._figure import figure
 from ._page import page
-from ._spans import Prediction, Span, bubble_fraction, extent, spans_of
+from ._spans import Prediction, Span, bubble_fraction, calls_of, extent, spans_of
 from ._words import format_seconds, with_elsewhere
 
 if TYPE_CHECKING:  # imported when a timeline is printed or drawn
@@ -67,7 +67,10 @@ class Timeline:
 
     @classmethod
     def of(cls, recorded: _Recorded, prediction: Prediction | None = None) -> Timeline:
-        """The timeline of a recording, beside a prediction that is repeated for every recorded call."""
+        """The timeline of a recording, beside a prediction that is repeated for every recorded call.
+
+        Where the prediction is a recording of several calls, each stands beside its own, and the last one beside all later.
+        """
         predicted = () if prediction is None else spans_of(prediction)
         spans = recorded.spans
         submeshes = recorded.submeshes or tuple(
@@ -75,8 +78,11 @@ class Timeline:
         )
         if predicted and recorded.steps:
             starts = [min((s.start for s in spans if s.step == i), default=0.0) for i in range(len(recorded.steps))]
+            calls = calls_of(predicted)
             predicted = tuple(
-                p._replace(start=p.start + t, end=p.end + t, step=i) for i, t in enumerate(starts) for p in predicted
+                p._replace(start=p.start + t, end=p.end + t, step=i)
+                for i, t in enumerate(starts)
+                for p in calls[min(i, len(calls) - 1)]
             )
         return cls(spans, predicted, submeshes, recorded.steps, elsewhere=recorded.elsewhere)
 

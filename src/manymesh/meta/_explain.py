@@ -41,7 +41,7 @@ def explain(
       tree: a pytree of arrays or of descriptions of them (`jax.eval_shape`), with boxes. A bare `PartitionSpec` counts
         as logical names of a value of unknown shape.
       mesh: the mesh, concrete or abstract; may be left out where all leaves are in ``tasks``.
-      rules: rules for logical names; by default each box's own, else those of the surroundings.
+      rules: rules for the logical names of boxes that carry none themselves; by default those of the surroundings.
       tasks: the `manymesh.Task` that the leaves are in, or a mapping from patterns of paths (``"front"``,
         ``r"blocks/[01]"``: whole components) to tasks. Their names are then read by the rules of their task, on its
         submesh, as they are when the step runs; bytes per device are those of the fullest submesh.

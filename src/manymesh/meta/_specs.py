@@ -113,7 +113,7 @@ def get_sharding(
     Args:
       tree: a pytree with boxes, as in `get_partition_spec`.
       mesh: the mesh, concrete or abstract.
-      rules: rules for logical names; by default the box's own, else those of the surroundings.
+      rules: rules for the logical names of boxes that carry none themselves; by default those of the surroundings.
       tasks: as for `explain`: what is in a task gets its submesh, and its names are read by the rules of the task.
       strict: whether what `explain` finds suspicious is an error: a logical name that no rule knows, or a large
         value that stays replicated.
