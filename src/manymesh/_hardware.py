@@ -90,6 +90,8 @@ class Hardware:
 
     def scaled(self, efficiency: float) -> Hardware:
         """The same hardware with a part of its FLOP/s, such as 0.4: what programs reach of the vendor's figures."""
+        if not _is_number(efficiency):
+            raise ArgumentError(f"Hardware: efficiency has to be a number, such as 0.4, found {efficiency!r}")
         rates = {dtype: rate * efficiency for dtype, rate in self.peak_flops.items()}
         return Hardware(
             self.name, rates, self.memory_bandwidth, self.link_bandwidth, self.link_latency, self.launch_overhead,

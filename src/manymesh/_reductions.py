@@ -187,9 +187,10 @@ def _find_count(name: str, count: Any, out: PyTree) -> int:
     if callable(count):
         numbered = jax.tree.unflatten(jax.tree.structure(out), list(range(len(with_path))))
         index = count(numbered)
-        if not isinstance(index, int):
+        if not isinstance(index, int) or not 0 <= index < len(with_path):
             raise MicrobatchError(
-                f"microbatch({name}): WeightedMean: the function has to pick one leaf of the result, it gave {index!r}"
+                f"microbatch({name}): WeightedMean: the function has to pick one leaf of the result, as lambda result: result['tokens'] "
+                "does, and compute nothing of it"
             )
         found = [index]
     else:

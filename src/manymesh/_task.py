@@ -188,6 +188,12 @@ def check_name(caller: str, name: Any, *misplaced: Any) -> None:
     raise misplaced_error(caller, "the name of the task, a str", misplaced[0] if misplaced else name)
 
 
+def check_task(caller: str, task: object) -> None:
+    """Refuses what is no `Task` where one was said to be ready."""
+    if not isinstance(task, Task):
+        raise ArgumentError(f"{caller}: task has to be a manymesh.Task, found {type(task).__name__} {_short(task)}")
+
+
 def misplaced_error(caller: str, expected: str, found: Any) -> ArgumentError:
     """What stands by position where a keyword belongs."""
     what = {Mesh: "mesh=", Task: "task="}.get(type(found), "mesh=, devices= or task=")

@@ -40,6 +40,7 @@ from .._shown import Shown
 from .._task import mesh_devices
 from .._topology import PlannedDevice, auto_mesh, require_devices
 from .._types import PyTree
+from ._arguments import check_options
 from ._floats import explain_float
 from ._names import differences, names_of_inputs, names_of_values
 from ._step import Step
@@ -200,6 +201,7 @@ class Lowered(Shown):
           MeshError: a submesh has `planned_devices`.
           ProcessError: processes derived different programs, or did not join each other.
         """
+        check_options(compiler_options)
         processes = world()
         try:
             return self._compiled(processes, compiler_options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .._errors import ScheduleError
 from ._types import Order
 
 
@@ -33,7 +34,14 @@ def peak_memory(order: Order, activation: Sequence[float]) -> tuple[float, ...]:
 
     Returns:
       ``float[submesh]``, in the same unit.
+
+    Raises:
+      ScheduleError: there is not one activation for each stage.
     """
+    if len(activation) != order.num_stages:
+        raise ScheduleError(
+            f"peak_memory: activation has {len(activation)} numbers, but the order has {order.num_stages} stages; give one for each."
+        )
     if not order.backward:
         return (0.0,) * order.num_submeshes
     frees = "W" if order.splits_backward else "B"

@@ -33,12 +33,17 @@ def validate(name: str, placement: Sequence[int], num_microbatches: int) -> tupl
       The placement as a tuple.
 
     Raises:
-      ScheduleError: there is no stage, a submesh is negative, or no microbatch.
+      ScheduleError: there is no stage, a submesh is negative or no number, or there is no microbatch.
     """
     placement = tuple(placement)
     if not placement:
         raise ScheduleError(f"schedule '{name}': placement is empty; name the submesh of at least one stage.")
     for stage, submesh in enumerate(placement):
+        if not isinstance(submesh, SupportsIndex):
+            raise ScheduleError(
+                f"schedule '{name}': stage {stage} is placed on {type(submesh).__name__} {submesh!r} in {placement}; "
+                "name each stage's submesh by its number."
+            )
         if submesh < 0:
             raise ScheduleError(
                 f"schedule '{name}': stage {stage} is placed on submesh {submesh} in {placement}; "
