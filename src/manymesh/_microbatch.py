@@ -140,7 +140,7 @@ def microbatch(
     _check_reductions(name, reduce)
     shardings = _of_each(name, arg_shardings, cut.argnums)
     custom_schedule = _custom_rows(name, schedule, custom_schedule)
-    chosen = schedules.get("1f1b" if schedule is None else schedule) if custom_schedule is None else _Rows()
+    chosen = _chosen_schedule(schedule, custom_schedule)
 
     @_compat.boundary
     @functools.wraps(fun)
@@ -149,12 +149,8 @@ def microbatch(
         check_arguments(name, args, cut.argnums, rng_argnum, state_argnum)
         record = current_recording()
         call = _Call(fun, args, kwargs, cut, count, reduce, shardings, rng_argnum, state_argnum)
-        if (
-            _compat.manual_axes()
-        ):  # in jax.shard_map, where no task can be; a scan would want its sums marked as varying
-            return call.reference()
-        if record is None:
-            return call.reference() if count <= UNROLLED or not _compat.is_staging() else call.scanned()
+        if record is None or _compat.manual_axes():
+            return call.in_jax()
         if count == 1:
             before = set(record.tasks)
             result = call.reference()
@@ -240,6 +236,11 @@ def _positions(name: str, argnum: Any) -> tuple[int, ...]:
             "by position"
         )
     return tuple(map(int, argnums))
+
+
+def _chosen_schedule(schedule: Any, rows: object) -> Any:
+    """The schedule object; of a custom one, what stands for it until the tasks are known."""
+    return schedules.get("1f1b" if schedule is None else schedule) if rows is None else _Rows()
 
 
 def _custom_rows(name: str, schedule: object, rows: Any) -> tuple[tuple[Any, ...], ...] | None:
@@ -395,6 +396,12 @@ class _Call:
                     reduced[j] = functools.reduce(jnp.add, parts) / total.astype(parts[0].dtype)
         result = jax.tree.unflatten(jax.tree.structure(outs[0]), reduced)
         return result if self.state_argnum is None else (result, state)
+
+    def in_jax(self) -> PyTree:
+        """The loop where there is no schedule: outside of `mm.jit`, and in ``jax.shard_map``, in which no task can be."""
+        alone = self.count <= UNROLLED or not _compat.is_staging()
+        # A scan would have to know in which axes of a ``shard_map`` its sums vary.
+        return self.reference() if alone or _compat.manual_axes() else self.scanned()
 
     def scanned(self) -> PyTree:
         """The same as a scan, which JAX compiles once and not for each microbatch; where it can be none, as a loop after all."""
