@@ -12,14 +12,14 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from . import _compat, schedules
-from ._batch import Cut, check_arguments, in_words, whole_by_keyword
+from ._batch import Cut, check_arguments, in_words, is_whole, positions, whole_by_keyword
 from ._changed import changed
 from ._errors import MicrobatchError, ScheduleError
 from ._findings import Finding
@@ -182,7 +182,7 @@ def _check_kinds(
             "arguments to what it returns"
         )
     for label, number in (("rng_argnum", rng_argnum), ("state_argnum", state_argnum)):
-        if number is not None and not _is_whole(number):
+        if number is not None and not is_whole(number):
             raise MicrobatchError(
                 f"microbatch({name}): {label} has to be the position of one argument, found {number!r}"
             )
@@ -199,7 +199,7 @@ def _cut(
     name: str, fun: Any, argnum: Any, dim: Any, size: Any, num_microbatches: Any, others: Iterable[int | None]
 ) -> Cut:
     """How the batch is cut; it is hardly an argument that is differentiated, or one of ``others``."""
-    argnums = _positions(name, argnum)
+    argnums = positions(name, argnum)
     number, size, dim = _sizes(name, num_microbatches, size, dim)
     taken = (*(_compat.differentiated(fun) or ()), *(k for k in others if k is not None))
     return Cut(name, argnums, dim, size, number, taken)
@@ -209,7 +209,7 @@ def _sizes(name: str, num_microbatches: object, size: object, dim: object) -> tu
     """The three as Python's ints, whatever type of whole number they came in."""
     if num_microbatches is None and size is None:
         raise MicrobatchError(f"microbatch({name}): give num_microbatches= or size=, the length of a piece")
-    if not _is_whole(dim):
+    if not is_whole(dim):
         raise MicrobatchError(f"microbatch({name}): dim has to be the number of a dimension, found {dim!r}")
     return _positive(name, "num_microbatches", num_microbatches), _positive(name, "size", size), int(dim)
 
@@ -217,25 +217,10 @@ def _sizes(name: str, num_microbatches: object, size: object, dim: object) -> tu
 def _positive(name: str, label: str, number: object) -> int | None:
     if number is None:
         return None
-    if _is_whole(number) and number >= 1:
+    if is_whole(number) and number >= 1:
         return int(number)
     hint = "; // divides whole numbers" if isinstance(number, (float, np.floating)) else ""
     raise MicrobatchError(f"microbatch({name}): {label} has to be a positive int, found {number!r}{hint}")
-
-
-def _is_whole(number: object) -> TypeGuard[int | np.integer[Any]]:
-    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
-
-
-def _positions(name: str, argnum: Any) -> tuple[int, ...]:
-    """Where the batch stands among the arguments."""
-    argnums = tuple(argnum) if isinstance(argnum, Iterable) else (argnum,)
-    if not argnums or not all(_is_whole(k) for k in argnums):
-        raise MicrobatchError(
-            f"microbatch({name}): argnum has to be the position of the batch, or several, found {argnum!r}; the batch is passed "
-            "by position"
-        )
-    return tuple(map(int, argnums))
 
 
 def _chosen_schedule(schedule: Any, rows: object) -> Any:

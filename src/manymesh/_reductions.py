@@ -207,7 +207,7 @@ class _Leaf(int):
 
 def _picked(name: str, count: Callable[[Any], Any], out: PyTree) -> int:
     """Which leaf of the result a function picks."""
-    structure = jax.tree.structure(out)
+    structure: Any = jax.tree.structure(out)
     index = count(jax.tree.unflatten(structure, list(map(_Leaf, range(structure.num_leaves)))))
     if not isinstance(index, _Leaf):
         raise MicrobatchError(

@@ -94,6 +94,11 @@ def mistaken_result(result):
     return mm.jit(mm.microbatch(lambda x: result, num_microbatches=2))(rows())
 
 
+def of_nnx(**options):
+    """A step of NNX over two microbatches."""
+    return mm.nnx.jit(mm.nnx.microbatch(lambda m, x, y=None: jnp.sum(m(x)), num_microbatches=2, **options))
+
+
 CHOICE = schedules.search(schedules.Costs(), 2, [2])
 TABLE = [[(0, "front"), (0, "back")]]
 
@@ -451,6 +456,22 @@ CASES = {
     "a typo of a device axis": (
         lambda: meta.get_sharding({"w": meta.Partitioned(jnp.ones(2), ("dat",))}, MESH), ValueError, "'dat'",
     ),
+}  # fmt: skip
+CASES |= {
+    "a batch by keyword, NNX": (
+        lambda: of_nnx(argnum=(1, 2))(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), rows(), y=rows()), ValueError,
+        "argnum 2 names the batch", "2 positional arguments",
+    ),
+    "keys that are not there, NNX": (
+        lambda: of_nnx(argnum=1, rng_argnum=5)(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), rows(), jax.random.key(0)), ValueError,
+        "rng_argnum 5 names the random keys", "3 positional arguments",
+    ),
+    "a module for random keys, NNX": (
+        lambda: of_nnx(argnum=1, rng_argnum=2)(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), rows(), nnx.Rngs(0)), ValueError,
+        "rng_argnum 2 is a random key, but there is a module in it", "without rng_argnum",
+    ),
+    "a value in place of a function, NNX": (lambda: mm.nnx.jit(3), TypeError, "nnx.jit takes a function, found int"),
+    "a value in place of a function, Equinox": (lambda: mm.equinox.jit(3), TypeError, "equinox.jit takes a function, found int"),
 }  # fmt: skip
 MISTAKES = {name: Mistake(call, error, words) for name, (call, error, *words) in CASES.items()}
 
