@@ -275,6 +275,12 @@ class Compiled(Shown):
         return [(f.name, self.program.submeshes[f.submesh]) for f in self.program.fragments]
 
     def _check_usable(self, leaves: list[Any]) -> None:
+        self._check_each(leaves)
+        # Of every call, not only of the one that compiles: XLA refuses such a buffer in its own words, or ends the process.
+        if self._donated and len(set(map(id, leaves))) < len(leaves):
+            check_given_once(self.name, leaves, frozenset(self._donated), self._path)
+
+    def _check_each(self, leaves: Sequence[Any]) -> None:
         # Almost every leaf is a usable one of this class; isinstance(x, jax.Array) is slow.
         for i in [i for i, x in enumerate(leaves) if type(x) is not _compat.ConcreteArray or x.is_deleted()]:
             x = leaves[i]
@@ -282,9 +288,6 @@ class Compiled(Shown):
                 raise self._unusable(i, x)
             if type(x) is jax.ShapeDtypeStruct:
                 raise described(f"{self.name}: argument {self._path(i)}", x)
-        # Of every call, not only of the one that compiles: XLA refuses such a buffer in its own words, or ends the process.
-        if self._donated and len(set(map(id, leaves))) < len(leaves):
-            check_given_once(self.name, leaves, frozenset(self._donated), self._path)
 
     def _unusable(self, i: int, x: Any) -> Exception:
         context = f"{self.name}: argument {self._path(i)} of shape {x.shape}"
@@ -346,6 +349,7 @@ class Compiled(Shown):
 
     def _spared(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of a call, of those that it would delete copies."""
+        self._check_each(leaves)
         with _compat.without_mesh():
             return [jnp.copy(x) if i in self._donated else x for i, x in enumerate(leaves)]
 

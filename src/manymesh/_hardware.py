@@ -195,6 +195,8 @@ def _measure(size: int | None) -> Hardware:
     devices = jax.local_devices()
     here, there = devices[0], devices[min(1, len(devices) - 1)]
     on_cpu = here.platform == "cpu"
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise ArgumentError(f"Hardware.measure: size has to be a positive int, found {size!r}")
     size = size or (1024 if on_cpu else 8192)
     add = jax.jit(lambda x: x + 1)
     copy = functools.partial(_copy, here=here, there=there)

@@ -228,10 +228,7 @@ def register_task(
         rule = Rule(compiled, described if name is None else described.named(name))
     else:
         rule = Rule(compiled, None, callback, _defaults(task, name, placement))
-    handle = Registration(rule)
-    with _lock:
-        _registered[0] = _Registry((*_registered[0].handles, handle))
-    return handle
+    return _added(Registration(rule))
 
 
 def _compiled(pattern: Any) -> re.Pattern[str]:
@@ -261,6 +258,18 @@ def _defaults(task: Task | None, name: str | None, placement: dict[str, Any]) ->
 
 def _frozen(rule: Any) -> Any:
     return tuple(tuple(part) if isinstance(part, list) else part for part in rule) if isinstance(rule, list) else rule
+
+
+# What else wants to hear of a registration, by its pattern.
+told: list[Callable[[str], None]] = []
+
+
+def _added(handle: Registration) -> Registration:
+    for tell in told:
+        tell(handle._rule.pattern.pattern)
+    with _lock:
+        _registered[0] = _Registry((*_registered[0].handles, handle))
+    return handle
 
 
 def clear_tasks() -> None:

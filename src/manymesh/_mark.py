@@ -28,7 +28,7 @@ from . import _compat
 from ._changed import changed
 from ._errors import ArgumentError, AxisError, ManyMeshError, TaskError
 from ._findings import Finding
-from ._implicit import Matcher
+from ._implicit import Matcher, told
 from ._key import Keys
 from ._scope import Scope, carrying, current_scope, enter_scope
 from ._shown import name_of
@@ -83,6 +83,16 @@ def current_recording() -> Recording | None:
     """The recording of the trace under way, or None where marks have no meaning."""
     return None if _ignored.get() else _recording.get()
 
+
+def _too_late(pattern: str) -> None:
+    """Tells of a registration that the trace under way does not know."""
+    record = current_recording()
+    if record is not None:
+        text = f"register_task({pattern!r}) is called in the step itself, and a step knows the registrations from before its call: it places nothing there"
+        record.findings[Finding(f"{text}; call it around the call of the step")] = TaskError
+
+
+told.append(_too_late)
 
 # Each gives the context of a trace in which a framework says more than elsewhere, told whether scopes may be tasks.
 frameworks: list[Callable[[bool], contextlib.AbstractContextManager[None]]] = []

@@ -94,6 +94,14 @@ def mistaken_result(result):
     return mm.jit(mm.microbatch(lambda x: result, num_microbatches=2))(rows())
 
 
+def in_a_step_that_registers():
+    def step(x):
+        with mm.register_task("enc", devices=[1]), jax.named_scope("enc"):
+            return x + 1
+
+    return mm.jit(step, strict=True)(rows())
+
+
 def of_nnx(**options):
     """A step of NNX over two microbatches."""
     return mm.nnx.jit(mm.nnx.microbatch(lambda m, x, y=None: jnp.sum(m(x)), num_microbatches=2, **options))
@@ -470,6 +478,17 @@ CASES |= {
         lambda: of_nnx(argnum=1, rng_argnum=2)(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), rows(), nnx.Rngs(0)), ValueError,
         "rng_argnum 2 is a random key, but there is a module in it", "without rng_argnum",
     ),
+    "a size that is none": (lambda: mm.inspect.Hardware.measure(size=-4), TypeError, "size has to be a positive int, found -4"),
+    "an axis for a mesh": (lambda: meta.explain({"w": rows()}, "data"), TypeError, "explain: mesh has to be", "found str 'data'"),
+    "an axis for a mesh, constraint": (
+        lambda: meta.with_logical_constraint(rows(), ("a", "b"), [("a", "data")], "data"), TypeError, "mesh has to be", "str 'data'",
+    ),
+    "a description to be measured": (
+        lambda: mm.jit(microbatched()).lower(parameters(), rows()).compile().measure(
+            parameters(), jax.ShapeDtypeStruct((8, WIDTH), np.float32)
+        ), TypeError, "argument args[1] is a jax.ShapeDtypeStruct",
+    ),
+    "a registration in a step": (in_a_step_that_registers, ValueError, "register_task('enc') is called in the step itself", "around the call"),
     "a value in place of a function, NNX": (lambda: mm.nnx.jit(3), TypeError, "nnx.jit takes a function, found int"),
     "a value in place of a function, Equinox": (lambda: mm.equinox.jit(3), TypeError, "equinox.jit takes a function, found int"),
 }  # fmt: skip
@@ -523,6 +542,11 @@ BESIDES = {
     "argument_of": lambda: mm.checkpoint.argument_of(3),
     "initialize": lambda: mm.distributed.initialize("localhost:1", 0, 0),
     "launch": lambda: mm.distributed.launch(print, 0),
+    "launch with one argument": lambda: mm.distributed.launch(print, 1, args="text"),
+    "launch with half a restart": lambda: mm.distributed.launch(print, 1, max_restarts=0.5),
+    "initialize with a port": lambda: mm.distributed.initialize(1234, 2, 0),
+    "initialize with text for a time": lambda: mm.distributed.initialize("localhost:1234", 2, 0, stall_timeout="9"),
+    "initialize with no time to start": lambda: mm.distributed.initialize("localhost:1234", 2, 0, start_timeout=-1),
     "fetch": lambda: mm.fetch(jnp.ones(2), process=7),
 }
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _compat
-from .._errors import AxisError, MetadataError
+from .._errors import ArgumentError, AxisError, MetadataError
 from .._scope import names_may_be_known
 from .._types import PyTree
 from ._axes import AnyMesh, check_names, make_axes
@@ -194,6 +194,8 @@ def with_logical_constraint(
 
 def _constrain_names(x: Any, names: Any, rules: Rules, mesh: AnyMesh | None, fallback: RulesFallback) -> Any:
     where = "with_logical_constraint"
+    if mesh is not None and not hasattr(mesh, "axis_names"):
+        raise ArgumentError(f"{where}: mesh has to be a jax.sharding.Mesh, found {type(mesh).__name__} {mesh!r:.80}")
     names = check_names(names, where)
     if names_may_be_known():
         return constrain(x, names, mesh, where, rules)

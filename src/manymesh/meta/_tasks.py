@@ -75,6 +75,10 @@ class Tasks:
             self._tasks.append((re.compile(pair[0]), pair[1]))
         self._mesh = mesh
         self._where = where
+        if mesh is not None and not hasattr(mesh, "axis_names"):
+            raise ArgumentError(
+                f"{where}: mesh has to be a jax.sharding.Mesh, found {type(mesh).__name__} {mesh!r:.80}"
+            )
         if mesh is None and not self._tasks:
             raise ArgumentError(f"{where}: give the mesh, or tasks= that say where what is")
 
