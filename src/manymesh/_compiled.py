@@ -388,7 +388,7 @@ class Compiled(Shown):
           >>> len(costs.forward), costs.backward, len(costs.transfer)
           (2, None, 1)
         """
-        if not 0 <= loop < len(self.program.loops):
+        if not isinstance(loop, int) or not 0 <= loop < len(self.program.loops):
             raise ArgumentError(
                 f"{self.name}: measure(loop={loop}), but the step has {len(self.program.loops)} microbatch loops"
             )

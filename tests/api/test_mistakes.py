@@ -421,7 +421,7 @@ CASES = {
         lambda: schedules.search(schedules.Costs(), 2, [4], schedules="1f1b"), ValueError, "write ['1f1b']",
     ),
     "activations of one stage": (
-        lambda: schedules.peak_memory(schedules.GPipe().order((0, 1), 2), [1.0]), ValueError, "has 1 numbers, but the order has 2 stages",
+        lambda: schedules.peak_memory(schedules.GPipe().order((0, 1), 2), [1.0]), ValueError, "activation has to be 2 numbers", "found [1.0]",
     ),
     "a picture of a name": (lambda: schedules.picture("1f1b"), ValueError, "picture: expected a Simulation or an Order, found str"),
     # Mistakes of the user's own, and those that are told deep in the compiler.
@@ -478,6 +478,29 @@ CASES |= {
         lambda: of_nnx(argnum=1, rng_argnum=2)(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), rows(), nnx.Rngs(0)), ValueError,
         "rng_argnum 2 is a random key, but there is a module in it", "without rng_argnum",
     ),
+    "a mesh for rules": (lambda: mm.Task("a", mesh=MESH, logical_axes=MESH), ValueError, "logical_axes has to be a list", "found Mesh"),
+    "a number for names of axes": (
+        lambda: mm.Task("a", devices=[0], device_axes=1), TypeError, "device_axes has to be one name for each dimension", "int 1",
+    ),
+    "a mesh for tasks": (
+        lambda: meta.get_sharding({"w": rows()}, tasks=MESH), TypeError, "tasks has to be a manymesh.Task, or a mapping", "Mesh(",
+    ),
+    "no mesh for shardings": (
+        lambda: meta.logical_to_mesh_sharding(P("a"), None, [("a", "data")]), TypeError, "mesh has to be", "found NoneType",
+    ),
+    "a number for a placement": (
+        lambda: schedules.simulate("1f1b", 2, 4, placement=2), ValueError, "placement has to be the submesh of each stage", "int 2",
+    ),
+    "submeshes by name": (
+        lambda: schedules.search(schedules.Costs(), 2, [4], submeshes="all"), ValueError, "submeshes has to be a positive int",
+    ),
+    "a number for schedules": (lambda: schedules.search(schedules.Costs(), 2, [4], schedules=3), ValueError, "schedules has to be a list"),
+    "a name for an order": (lambda: schedules.live_activations("1f1b"), ValueError, "live_activations: expected an Order", "str '1f1b'"),
+    "a loop by name": (
+        lambda: mm.jit(microbatched()).lower(parameters(), rows()).compile().measure(parameters(), rows(), loop="first"),
+        TypeError, "measure(loop=first), but the step has 1 microbatch loops",
+    ),
+    "arrays for positions": (lambda: mm.jit(loss, donate_argnums=jnp.ones(2)), TypeError, "donate_argnums takes numbers of arguments"),
     "a size that is none": (lambda: mm.inspect.Hardware.measure(size=-4), TypeError, "size has to be a positive int, found -4"),
     "an axis for a mesh": (lambda: meta.explain({"w": rows()}, "data"), TypeError, "explain: mesh has to be", "found str 'data'"),
     "an axis for a mesh, constraint": (
@@ -542,6 +565,8 @@ BESIDES = {
     "argument_of": lambda: mm.checkpoint.argument_of(3),
     "initialize": lambda: mm.distributed.initialize("localhost:1", 0, 0),
     "launch": lambda: mm.distributed.launch(print, 0),
+    "launch without a number": lambda: mm.distributed.launch(print, None),
+    "argument_of several": lambda: mm.checkpoint.argument_of(mm.jit(front).lower(jnp.eye(4), rows()), [0, 1]),
     "launch with one argument": lambda: mm.distributed.launch(print, 1, args="text"),
     "launch with half a restart": lambda: mm.distributed.launch(print, 1, max_restarts=0.5),
     "initialize with a port": lambda: mm.distributed.initialize(1234, 2, 0),

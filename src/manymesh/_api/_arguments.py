@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +106,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     several = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
-    return tuple(operator.index(x) if isinstance(x, SupportsIndex) and not isinstance(x, bool) else x for x in several)
+    return tuple(int(x) if isinstance(x, np.integer) else x for x in several)
 
 
 def check_options(options: object) -> None:

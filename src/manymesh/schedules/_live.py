@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from .._errors import ScheduleError
 from ._types import Order
+from ._validate import require_order
 
 
 def live_activations(order: Order) -> tuple[int, ...]:
@@ -22,6 +23,7 @@ def live_activations(order: Order) -> tuple[int, ...]:
     Returns:
       ``int[submesh]``, in activations of one stage and one microbatch.
     """
+    require_order("live_activations", order)
     return tuple(int(peak) for peak in peak_memory(order, [1.0] * order.num_stages))
 
 
@@ -38,9 +40,10 @@ def peak_memory(order: Order, activation: Sequence[float]) -> tuple[float, ...]:
     Raises:
       ScheduleError: there is not one activation for each stage.
     """
-    if len(activation) != order.num_stages:
+    require_order("peak_memory", order)
+    if not hasattr(activation, "__len__") or len(activation) != order.num_stages:
         raise ScheduleError(
-            f"peak_memory: activation has {len(activation)} numbers, but the order has {order.num_stages} stages; give one for each."
+            f"peak_memory: activation has to be {order.num_stages} numbers, one for each stage of the order, found {activation!r:.80}."
         )
     if not order.backward:
         return (0.0,) * order.num_submeshes

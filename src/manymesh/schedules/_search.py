@@ -101,13 +101,15 @@ def search(
             f"{num_microbatches!r}; write [{num_microbatches!r}]."
         )
     num_microbatches = [whole_number("search: a number of microbatches", count) for count in num_microbatches]
-    if isinstance(schedules, str | AbstractSchedule):
+    if isinstance(schedules, str) or not isinstance(schedules, Iterable | None):
         raise ScheduleError(
             f"search: schedules has to be a list of those to try, found {schedules!r}; write [{schedules!r}]."
         )
     schedules = None if schedules is None else [get(schedule) for schedule in schedules]
     whole = costs
     cost_of = whole.split if isinstance(whole, Costs) else whole
+    if submeshes is not None:
+        whole_number("search: submeshes", submeshes)
     tried = _placements(stages, stages if submeshes is None else submeshes, placements)
     best: tuple[tuple[float, float, bool, int, str], Choice] | None = None
     refused: list[Choice] = []
