@@ -153,6 +153,7 @@ class Compiled(Shown):
         """`NamedSharding` of each result, in its structure."""
         return jax.tree.unflatten(self._out_tree, self._leaving)
 
+    @_compat.boundary
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the step, with what the function that it was made of takes, but what is static."""
         return self.calling.call(lambda *args, **kwargs: self.run(self._flatten(*args, **kwargs)), args, kwargs)
@@ -164,7 +165,13 @@ class Compiled(Shown):
         if tree != self._in_tree:
             raise ArgumentError(f"{self.name}: {self._how_structures_differ(arguments)}")
         for i, (x, aval) in enumerate(zip(leaves, self._avals, strict=True)):
-            given = jax.typeof(x)
+            try:
+                given = jax.typeof(x)
+            except TypeError:
+                raise ArgumentError(
+                    f"{self.name}: argument {self._path(i)} was compiled as {aval.str_short()}, called with {type(x).__name__} "
+                    f"{x!r:.80}, which is no array"
+                ) from None
             if given.shape != aval.shape or given.dtype != aval.dtype:
                 raise ArgumentError(
                     f"{self.name}: argument {self._path(i)} was compiled as {aval.str_short()}, called with "
@@ -314,6 +321,7 @@ class Compiled(Shown):
         ]
         return jax.tree.unflatten(self._in_tree, described)
 
+    @_compat.boundary
     def report(self, hardware: Hardware | None = None, *, times: Durations | None = None) -> Report:
         """What the step consists of and costs by XLA's figures, and where our own count before compiling was off.
 
@@ -326,6 +334,7 @@ class Compiled(Shown):
             hardware=hardware, times=times,
         )  # fmt: skip
 
+    @_compat.boundary
     def durations(self, *args: PyTree, repeats: int = 3, **kwargs: PyTree) -> Durations:
         """Times every fragment and every transfer: the step runs several times, one instruction at a time.
 
@@ -365,6 +374,7 @@ class Compiled(Shown):
             if executable is not None
         }
 
+    @_compat.boundary
     def measure(self, *args: PyTree, loop: int = 0, **kwargs: PyTree) -> Costs:
         """Times every task of a microbatch loop: the step runs once, one task at a time.
 

@@ -478,6 +478,21 @@ CASES |= {
         lambda: of_nnx(argnum=1, rng_argnum=2)(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), rows(), nnx.Rngs(0)), ValueError,
         "rng_argnum 2 is a random key, but there is a module in it", "without rng_argnum",
     ),
+    "text for a compiled step": (
+        lambda: mm.jit(front).lower(jnp.eye(WIDTH), rows()).compile()(jnp.eye(WIDTH), "rows"), TypeError,
+        "argument args[1] was compiled as float32[8,4], called with str 'rows', which is no array",
+    ),
+    "other rows for a compiled step": (
+        lambda: mm.jit(front).lower(jnp.eye(WIDTH), rows()).compile()(jnp.eye(WIDTH), rows(4)), TypeError,
+        "was compiled as float32[8,4], called with float32[4,4]", "call the function that mm.jit returned",
+    ),
+    "a description for a compiled step": (
+        lambda: mm.jit(front).lower(jnp.eye(WIDTH), rows()).compile()(jnp.eye(WIDTH), jax.ShapeDtypeStruct((8, WIDTH), np.float32)),
+        TypeError, "is a jax.ShapeDtypeStruct",
+    ),
+    "a name for hardware": (
+        lambda: mm.jit(front).lower(jnp.eye(WIDTH), rows()).report("h100"), TypeError, "hardware has to be", "found str 'h100'",
+    ),
     "a mesh for rules": (lambda: mm.Task("a", mesh=MESH, logical_axes=MESH), ValueError, "logical_axes has to be a list", "found Mesh"),
     "a number for names of axes": (
         lambda: mm.Task("a", devices=[0], device_axes=1), TypeError, "device_axes has to be one name for each dimension", "int 1",

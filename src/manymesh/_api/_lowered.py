@@ -114,6 +114,7 @@ class Lowered(Shown):
         with _compat.without_mesh():
             return estimate(self.program, self.plan, self.layout, self._states, self.findings, late, first)
 
+    @_compat.boundary
     def report(self, hardware: Hardware | None = None, *, times: Durations | None = None) -> Report:
         """What the step will cost, without compiling and without devices: FLOPs, bytes, what crosses, memory, time.
 

@@ -54,6 +54,7 @@ class TrainStep:
         """The sharding of every leaf of the batch, in its structure."""
         return self.compiled.input_shardings[0][1]
 
+    @_compat.boundary
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[jax.Array, Any]:
         """Runs one step."""
         if not isinstance(state, TrainState):
