@@ -321,6 +321,22 @@ def test_a_loop_without_tasks():
         assert_agrees(f, parameters(), rows())
 
 
+@pytest.mark.parametrize("count", [2, 8])
+def test_a_loop_in_a_shard_map(count):
+    """It is the plain loop over the rows of each device, in the reference of many microbatches, too."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+
+    def step(p, x):
+        loop = microbatched(lambda p, x: jnp.sum(x @ p["front"]), num_microbatches=count, reduce="sum")
+        return jnp.sum(
+            jax.shard_map(lambda p, x: loop(p, x)[None], mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))(
+                p, x
+            )
+        )
+
+    assert_agrees(jax.value_and_grad(step), parameters(), rows(16))
+
+
 def test_results_that_are_the_batch_or_the_parameters():
     """Handed through unchanged, for each reduction."""
 

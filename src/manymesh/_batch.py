@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,32 @@ import numpy as np
 
 from ._errors import MicrobatchError
 from ._types import PyTree
+
+
+def is_whole(number: object) -> TypeGuard[int | np.integer[Any]]:
+    """Whether something is a whole number, of Python or of NumPy."""
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+
+
+def positions(name: str, argnum: Any) -> tuple[int, ...]:
+    """Where the batch stands among the arguments."""
+    argnums = tuple(argnum) if isinstance(argnum, Iterable) else (argnum,)
+    if not argnums or not all(is_whole(k) for k in argnums):
+        raise MicrobatchError(
+            f"microbatch({name}): argnum has to be the position of the batch, or several, found {argnum!r}; the batch is passed "
+            "by position"
+        )
+    return tuple(map(int, argnums))
+
+
+def check_positions(name: str, argnums: Iterable[int], count: int) -> None:
+    """Refuses positions of the batch that a call with so many positional arguments does not have."""
+    for k in argnums:
+        if not -count <= k < count:
+            raise MicrobatchError(
+                f"microbatch({name}): argnum {k} names the batch, but the call has {count} positional arguments, numbered "
+                "from 0; pass the batch by position"
+            )
 
 
 def _check_position(name: str, label: str, argnum: int | None, what: str, count: int) -> None:
@@ -110,11 +136,7 @@ class Cut:
         """The argument, path and shape of each leaf of the batch, all of which have the dimension that is cut."""
         name, dim = self.name, self.dim
         for k in self.argnums:
-            if not -len(args) <= k < len(args):
-                raise MicrobatchError(
-                    f"microbatch({name}): argnum {k} names the batch, but the call has {len(args)} positional arguments, numbered "
-                    "from 0; pass the batch by position"
-                )
+            check_positions(name, (k,), len(args))
             for path, leaf in jax.tree_util.tree_leaves_with_path(args[k]):
                 where = f"microbatch({name}): args[{k}]{jax.tree_util.keystr(path)}"
                 shape = tuple(np.shape(leaf))

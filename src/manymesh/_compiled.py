@@ -149,6 +149,7 @@ class Compiled(Stage):
         """`NamedSharding` of each result, in its structure."""
         return jax.tree.unflatten(self._out_tree, self._leaving)
 
+    @_compat.boundary
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the step, with what the function that it was made of takes, but what is static."""
         return self.calling.call(lambda *args, **kwargs: self.run(self._flatten(*args, **kwargs)), args, kwargs)
@@ -160,7 +161,13 @@ class Compiled(Stage):
         if tree != self._in_tree:
             raise ArgumentError(f"{self.name}: {self._how_structures_differ(arguments)}")
         for i, (x, aval) in enumerate(zip(leaves, self._avals, strict=True)):
-            given = jax.typeof(x)
+            try:
+                given = jax.typeof(x)
+            except TypeError:
+                raise ArgumentError(
+                    f"{self.name}: argument {self._path(i)} was compiled as {aval.str_short()}, called with {type(x).__name__} "
+                    f"{x!r:.80}, which is no array"
+                ) from None
             if given.shape != aval.shape or given.dtype != aval.dtype:
                 raise ArgumentError(
                     f"{self.name}: argument {self._path(i)} was compiled as {aval.str_short()}, called with "
@@ -271,6 +278,12 @@ class Compiled(Stage):
         return [(f.name, self.program.submeshes[f.submesh]) for f in self.program.fragments]
 
     def _check_usable(self, leaves: list[Any]) -> None:
+        self._check_each(leaves)
+        # Of every call, not only of the one that compiles: XLA refuses such a buffer in its own words, or ends the process.
+        if self._donated and len(set(map(id, leaves))) < len(leaves):
+            check_given_once(self.name, leaves, frozenset(self._donated), self._path)
+
+    def _check_each(self, leaves: Sequence[Any]) -> None:
         # Almost every leaf is a usable one of this class; isinstance(x, jax.Array) is slow.
         for i in [i for i, x in enumerate(leaves) if type(x) is not _compat.ConcreteArray or x.is_deleted()]:
             x = leaves[i]
@@ -278,9 +291,6 @@ class Compiled(Stage):
                 raise self._unusable(i, x)
             if type(x) is jax.ShapeDtypeStruct:
                 raise described(f"{self.name}: argument {self._path(i)}", x)
-        # Of every call, not only of the one that compiles: XLA refuses such a buffer in its own words, or ends the process.
-        if self._donated and len(set(map(id, leaves))) < len(leaves):
-            check_given_once(self.name, leaves, frozenset(self._donated), self._path)
 
     def _unusable(self, i: int, x: Any) -> Exception:
         context = f"{self.name}: argument {self._path(i)} of shape {x.shape}"
@@ -307,6 +317,7 @@ class Compiled(Stage):
         ]
         return jax.tree.unflatten(self._in_tree, described)
 
+    @_compat.boundary
     def report(self, hardware: Hardware | None = None, *, times: Durations | None = None) -> Report:
         """What the step consists of and costs by XLA's figures, and where our own count before compiling was off.
 
@@ -319,6 +330,7 @@ class Compiled(Stage):
             hardware=hardware, times=times,
         )  # fmt: skip
 
+    @_compat.boundary
     def durations(self, *args: PyTree, repeats: int = 3, **kwargs: PyTree) -> Durations:
         """Times every fragment and every transfer: the step runs several times, one instruction at a time.
 
@@ -342,6 +354,7 @@ class Compiled(Stage):
 
     def _spared(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of a call, of those that it would delete copies."""
+        self._check_each(leaves)
         with _compat.without_mesh():
             return [jnp.copy(x) if i in self._donated else x for i, x in enumerate(leaves)]
 
@@ -357,6 +370,7 @@ class Compiled(Stage):
             if executable is not None
         }
 
+    @_compat.boundary
     def measure(self, *args: PyTree, loop: int = 0, **kwargs: PyTree) -> Costs:
         """Times every task of a microbatch loop: the step runs once, one task at a time.
 
@@ -380,7 +394,7 @@ class Compiled(Stage):
           >>> len(costs.forward), costs.backward, len(costs.transfer)
           (2, None, 1)
         """
-        if not 0 <= loop < len(self.program.loops):
+        if not isinstance(loop, int) or not 0 <= loop < len(self.program.loops):
             raise ArgumentError(
                 f"{self.name}: measure(loop={loop}), but the step has {len(self.program.loops)} microbatch loops"
             )

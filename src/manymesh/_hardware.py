@@ -90,6 +90,8 @@ class Hardware:
 
     def scaled(self, efficiency: float) -> Hardware:
         """The same hardware with a part of its FLOP/s, such as 0.4: what programs reach of the vendor's figures."""
+        if not _is_number(efficiency):
+            raise ArgumentError(f"Hardware: efficiency has to be a number, such as 0.4, found {efficiency!r}")
         rates = {dtype: rate * efficiency for dtype, rate in self.peak_flops.items()}
         return Hardware(
             self.name, rates, self.memory_bandwidth, self.link_bandwidth, self.link_latency, self.launch_overhead,
@@ -193,6 +195,8 @@ def _measure(size: int | None) -> Hardware:
     devices = jax.local_devices()
     here, there = devices[0], devices[min(1, len(devices) - 1)]
     on_cpu = here.platform == "cpu"
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise ArgumentError(f"Hardware.measure: size has to be a positive int, found {size!r}")
     size = size or (1024 if on_cpu else 8192)
     add = jax.jit(lambda x: x + 1)
     copy = functools.partial(_copy, here=here, there=there)

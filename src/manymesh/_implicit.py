@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Never
 
 from ._errors import ArgumentError, TaskError
-from ._task import Task, axis_names, misplaced_error
+from ._task import Task, axis_names, check_task, misplaced_error
 
 Callback = Callable[[re.Match[str], bool], Task | None]
 
@@ -208,8 +208,8 @@ def register_task(
         raise misplaced_error(where, "one pattern", misplaced[0])
     placement = {"mesh": mesh, "devices": devices, "device_axes": device_axes, "logical_axes": logical_axes}
     placement = {k: v for k, v in placement.items() if v is not None}
-    if task is not None and not isinstance(task, Task):
-        raise ArgumentError(f"{where}: task has to be a manymesh.Task, found {type(task).__name__} {task!r}")
+    if task is not None:
+        check_task(where, task)
     if task is not None and placement:
         raise TaskError(
             f"{where}: task= is a complete description; give it alone, or {', '.join(placement)} without it"
@@ -228,10 +228,7 @@ def register_task(
         rule = Rule(compiled, described if name is None else described.named(name))
     else:
         rule = Rule(compiled, None, callback, _defaults(task, name, placement))
-    handle = Registration(rule)
-    with _lock:
-        _registered[0] = _Registry((*_registered[0].handles, handle))
-    return handle
+    return _added(Registration(rule))
 
 
 def _compiled(pattern: Any) -> re.Pattern[str]:
@@ -261,6 +258,18 @@ def _defaults(task: Task | None, name: str | None, placement: dict[str, Any]) ->
 
 def _frozen(rule: Any) -> Any:
     return tuple(tuple(part) if isinstance(part, list) else part for part in rule) if isinstance(rule, list) else rule
+
+
+# What else wants to hear of a registration, by its pattern.
+told: list[Callable[[str], None]] = []
+
+
+def _added(handle: Registration) -> Registration:
+    for tell in told:
+        tell(handle._rule.pattern.pattern)
+    with _lock:
+        _registered[0] = _Registry((*_registered[0].handles, handle))
+    return handle
 
 
 def clear_tasks() -> None:

@@ -28,12 +28,12 @@ from . import _compat
 from ._changed import changed
 from ._errors import ArgumentError, AxisError, ManyMeshError, TaskError
 from ._findings import Finding
-from ._implicit import Matcher
+from ._implicit import Matcher, told
 from ._key import Keys
 from ._scope import Scope, carrying, current_scope, enter_scope
 from ._shown import name_of
 from ._stands_for import stands_for
-from ._task import CONSTRAINT, AxisRule, Task, check_name
+from ._task import CONSTRAINT, AxisRule, Task, check_name, check_task
 from ._types import PyTree
 from ._vmapped import resolve_vmapped
 from .meta._rules import AnyOther, as_rules, get_logical_axis_rules, rules_around, rules_in_task, rules_of_flax
@@ -83,6 +83,16 @@ def current_recording() -> Recording | None:
     """The recording of the trace under way, or None where marks have no meaning."""
     return None if _ignored.get() else _recording.get()
 
+
+def _too_late(pattern: str) -> None:
+    """Tells of a registration that the trace under way does not know."""
+    record = current_recording()
+    if record is not None:
+        text = f"register_task({pattern!r}) is called in the step itself, and a step knows the registrations from before its call: it places nothing there"
+        record.findings[Finding(f"{text}; call it around the call of the step")] = TaskError
+
+
+told.append(_too_late)
 
 # Each gives the context of a trace in which a framework says more than elsewhere, told whether scopes may be tasks.
 frameworks: list[Callable[[bool], contextlib.AbstractContextManager[None]]] = []
@@ -196,6 +206,7 @@ def task(
     """
     check_name("task", name)
     if task is not None:
+        check_task("task", task)
         if any(a is not None for a in (mesh, devices, device_axes, logical_axes)):
             raise TaskError("task: task= is a complete description; give it alone, or mesh=, devices=, ... without it")
         described = task
@@ -650,12 +661,23 @@ def _is_names(spec: Any) -> bool:
 
 
 def _constrain(caller: str, value: PyTree, spec: Any) -> PyTree:
+    number = isinstance(value, (bool, int, float, complex))
+    if not number and not hasattr(value, "shape"):
+        raise ArgumentError(
+            f"{caller}: expected arrays, and then what to say of each; found {type(value).__name__} {value!r:.80}, which is no array"
+        )
     if not isinstance(spec, (PartitionSpec, NamedSharding)) and not _is_names(spec):
         raise ArgumentError(
             f"{caller}: expected a spec, one entry for each dimension, found {type(spec).__name__} {spec!r:.80} for a value of "
-            f"shape {value.shape}"
+            f"shape {np.shape(value)}"
         )
     names = tuple(spec.spec) if isinstance(spec, NamedSharding) else tuple(spec)
+    if number:
+        if names:
+            raise AxisError(
+                f"{caller}: {len(names)} axis names {names} for the number {value!r}, which has no dimensions"
+            )
+        return value
     scope = current_scope()
     if scope is None or (scope.task is not None and scope.task.mesh is None):
         if len(names) > value.ndim:

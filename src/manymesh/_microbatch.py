@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _compat, schedules
-from ._batch import Cut, check_arguments, in_words, whole_by_keyword
+from ._batch import Cut, check_arguments, in_words, is_whole, positions, whole_by_keyword
 from ._changed import changed
-from ._errors import ArgumentError, MicrobatchError, ScheduleError
+from ._errors import MicrobatchError, ScheduleError
 from ._findings import Finding
 from ._mark import Recording, constrain, current_recording, is_spec
 from ._means import is_mean
@@ -135,10 +135,12 @@ def microbatch(
       9.0
     """
     name = name_of(fun)
+    _check_kinds(name, fun, rng_argnum, state_argnum, interleave, num_stages)
     cut = _cut(name, fun, argnum, dim, size, num_microbatches, (rng_argnum, state_argnum))
     _check_reductions(name, reduce)
     shardings = _of_each(name, arg_shardings, cut.argnums)
-    chosen = _chosen_schedule(name, schedule, custom_schedule)
+    custom_schedule = _custom_rows(name, schedule, custom_schedule)
+    chosen = _chosen_schedule(schedule, custom_schedule)
 
     @_compat.boundary
     @functools.wraps(fun)
@@ -147,8 +149,8 @@ def microbatch(
         check_arguments(name, args, cut.argnums, rng_argnum, state_argnum)
         record = current_recording()
         call = _Call(fun, args, kwargs, cut, count, reduce, shardings, rng_argnum, state_argnum)
-        if record is None:
-            return call.reference() if count <= UNROLLED or not _compat.is_staging() else call.scanned()
+        if record is None or _compat.manual_axes():
+            return call.in_jax()
         if count == 1:
             before = set(record.tasks)
             result = call.reference()
@@ -170,6 +172,24 @@ def microbatch(
     return over_microbatches
 
 
+def _check_kinds(
+    name: str, fun: object, rng_argnum: object, state_argnum: object, interleave: object, num_stages: object
+) -> None:
+    """Refuses what is no function, no position of an argument, or no number of stages."""
+    if not callable(fun):
+        raise MicrobatchError(
+            f"microbatch: expected a function, found {type(fun).__name__} {fun!r:.80}; give it the function, and the "
+            "arguments to what it returns"
+        )
+    for label, number in (("rng_argnum", rng_argnum), ("state_argnum", state_argnum)):
+        if number is not None and not is_whole(number):
+            raise MicrobatchError(
+                f"microbatch({name}): {label} has to be the position of one argument, found {number!r}"
+            )
+    for label, number in (("interleave", interleave), ("num_stages", num_stages)):
+        _positive(name, label, number)
+
+
 def _own(tree: PyTree) -> Any:
     """A tree with dictionaries and lists of its own: what a function changes in them is unknown to the next microbatch."""
     return jax.tree.map(lambda x: x, tree, is_leaf=lambda x: not isinstance(x, (dict, list, tuple)))
@@ -179,12 +199,7 @@ def _cut(
     name: str, fun: Any, argnum: Any, dim: Any, size: Any, num_microbatches: Any, others: Iterable[int | None]
 ) -> Cut:
     """How the batch is cut; it is hardly an argument that is differentiated, or one of ``others``."""
-    if not callable(fun):
-        raise ArgumentError(
-            f"microbatch takes a function, found {name}: write microbatch(jax.value_and_grad(loss), ...)(params, batch), which "
-            "calls it for each piece"
-        )
-    argnums = _positions(name, argnum)
+    argnums = positions(name, argnum)
     number, size, dim = _sizes(name, num_microbatches, size, dim)
     taken = (*(_compat.differentiated(fun) or ()), *(k for k in others if k is not None))
     return Cut(name, argnums, dim, size, number, taken)
@@ -194,7 +209,7 @@ def _sizes(name: str, num_microbatches: object, size: object, dim: object) -> tu
     """The three as Python's ints, whatever type of whole number they came in."""
     if num_microbatches is None and size is None:
         raise MicrobatchError(f"microbatch({name}): give num_microbatches= or size=, the length of a piece")
-    if not isinstance(dim, (int, np.integer)) or isinstance(dim, bool):
+    if not is_whole(dim):
         raise MicrobatchError(f"microbatch({name}): dim has to be the number of a dimension, found {dim!r}")
     return _positive(name, "num_microbatches", num_microbatches), _positive(name, "size", size), int(dim)
 
@@ -202,35 +217,52 @@ def _sizes(name: str, num_microbatches: object, size: object, dim: object) -> tu
 def _positive(name: str, label: str, number: object) -> int | None:
     if number is None:
         return None
-    if isinstance(number, (int, np.integer)) and not isinstance(number, bool) and number >= 1:
+    if is_whole(number) and number >= 1:
         return int(number)
     hint = "; // divides whole numbers" if isinstance(number, (float, np.floating)) else ""
     raise MicrobatchError(f"microbatch({name}): {label} has to be a positive int, found {number!r}{hint}")
 
 
-def _positions(name: str, argnum: Any) -> tuple[int, ...]:
-    """Where the batch stands among the arguments."""
-    argnums = tuple(argnum) if isinstance(argnum, Iterable) else (argnum,)
-    if not argnums or not all(isinstance(k, int) for k in argnums):
-        raise MicrobatchError(
-            f"microbatch({name}): argnum has to be the position of the batch, or several, found {argnum!r}; the batch is passed "
-            "by position"
-        )
-    return argnums
-
-
-def _chosen_schedule(name: str, schedule: Any, custom_schedule: Any) -> Any:
+def _chosen_schedule(schedule: Any, rows: object) -> Any:
     """The schedule object; of a custom one, what stands for it until the tasks are known."""
-    if custom_schedule is not None and schedule != "custom":
+    return schedules.get("1f1b" if schedule is None else schedule) if rows is None else _Rows()
+
+
+def _custom_rows(name: str, schedule: object, rows: Any) -> tuple[tuple[Any, ...], ...] | None:
+    """The rows of a custom schedule, once they are rows of names, or of (microbatch, name)."""
+    if rows is None:
+        return None
+    if schedule != "custom":
         raise ScheduleError(f"microbatch({name}): custom_schedule goes with schedule='custom', found {schedule!r}")
-    if isinstance(custom_schedule, str | Mapping) or not isinstance(custom_schedule, Iterable | None):
+    if not _is_list(rows):
         raise ScheduleError(
-            f"microbatch({name}): custom_schedule has to be one row of task names for each submesh, found "
-            f"{type(custom_schedule).__name__} {custom_schedule!r}"
+            f"microbatch({name}): custom_schedule has to be one row of task names for each submesh, found {type(rows).__name__} {rows!r}"
         )
-    if custom_schedule is not None:
-        return _Rows()
-    return schedules.get("1f1b" if schedule is None else schedule)
+    found = []
+    for r, row in enumerate(rows):
+        if not _is_list(row):
+            raise ScheduleError(
+                f"microbatch({name}): row {r} of custom_schedule has to be a list of task names, found {type(row).__name__} {row!r}; "
+                "each submesh has one row, in which a task stands once for each microbatch"
+            )
+        found.append(tuple(row))
+        for entry in found[-1]:
+            if not isinstance(entry, str) and not (
+                isinstance(entry, tuple)
+                and len(entry) == 2
+                and isinstance(entry[0], (int, np.integer))
+                and isinstance(entry[1], str)
+            ):
+                raise ScheduleError(
+                    f"microbatch({name}): row {r} of custom_schedule holds {entry!r}; expected the name of a task, such as 'front', or "
+                    "(microbatch, name), such as (0, 'front')"
+                )
+    return tuple(found)
+
+
+def _is_list(rows: object) -> bool:
+    """Whether something is a list of whatever kind, and neither text nor a mapping."""
+    return isinstance(rows, Iterable) and not isinstance(rows, str | Mapping)
 
 
 def _of_each(name: str, shardings: Any, argnums: tuple[int, ...]) -> tuple[Any, ...]:
@@ -350,6 +382,12 @@ class _Call:
                     reduced[j] = functools.reduce(jnp.add, parts) / total.astype(parts[0].dtype)
         result = jax.tree.unflatten(jax.tree.structure(outs[0]), reduced)
         return result if self.state_argnum is None else (result, state)
+
+    def in_jax(self) -> PyTree:
+        """The loop where there is no schedule: outside of `mm.jit`, and in ``jax.shard_map``, in which no task can be."""
+        alone = self.count <= UNROLLED or not _compat.is_staging()
+        # A scan would have to know in which axes of a ``shard_map`` its sums vary.
+        return self.reference() if alone or _compat.manual_axes() else self.scanned()
 
     def scanned(self) -> PyTree:
         """The same as a scan, which JAX compiles once and not for each microbatch; where it can be none, as a loop after all."""

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from ._errors import ArgumentError
+
 logger = logging.getLogger("manymesh")
 
 
@@ -67,6 +69,10 @@ def progress(how: bool | Listener) -> Choice:
       sin: 0 of 1
       sin: 1 of 1 wave
     """
+    if not isinstance(how, bool) and not callable(how):
+        raise ArgumentError(
+            f"progress: expected True, False or a function of a Progress, found {type(how).__name__} {how!r}"
+        )
     choice = Choice(_how[0])
     _how[0] = how
     return choice

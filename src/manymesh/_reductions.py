@@ -186,13 +186,7 @@ def _dtype_of(x: Any) -> Any:
 def _find_count(name: str, count: Any, out: PyTree) -> int:
     with_path = jax.tree_util.tree_leaves_with_path(out)
     if callable(count):
-        numbered = jax.tree.unflatten(jax.tree.structure(out), list(range(len(with_path))))
-        index = count(numbered)
-        if not isinstance(index, int) or not 0 <= index < len(with_path):
-            raise MicrobatchError(
-                f"microbatch({name}): WeightedMean: the function has to pick one leaf of the result, it gave {index!r}"
-            )
-        found = [index]
+        found = [_picked(name, count, out)]
     else:
         found = [i for i, (path, _) in enumerate(with_path) if path and _key_name(path[-1]) == str(count)]
     if len(found) != 1:
@@ -206,6 +200,22 @@ def _find_count(name: str, count: Any, out: PyTree) -> int:
             f"microbatch({name}): WeightedMean({count!r}): the count has shape {shape}; it has to be a scalar"
         )
     return found[0]
+
+
+class _Leaf(int):
+    """Stands for a leaf of the result, by its number: a number of its own as soon as something is computed of it."""
+
+
+def _picked(name: str, count: Callable[[Any], Any], out: PyTree) -> int:
+    """Which leaf of the result a function picks."""
+    structure: Any = jax.tree.structure(out)
+    index = count(jax.tree.unflatten(structure, list(map(_Leaf, range(structure.num_leaves)))))
+    if not isinstance(index, _Leaf):
+        raise MicrobatchError(
+            f"microbatch({name}): WeightedMean: the function has to pick one leaf of the result, as lambda result: result['tokens'] "
+            f"does, and compute nothing of it; of leaves numbered from 0 it gave {index!r}"
+        )
+    return int(index)
 
 
 def _key_name(key: Any) -> str:

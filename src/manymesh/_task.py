@@ -188,6 +188,12 @@ def check_name(caller: str, name: Any, *misplaced: Any) -> None:
     raise misplaced_error(caller, "the name of the task, a str", misplaced[0] if misplaced else name)
 
 
+def check_task(caller: str, task: object) -> None:
+    """Refuses what is no `Task` where one was said to be ready."""
+    if not isinstance(task, Task):
+        raise ArgumentError(f"{caller}: task has to be a manymesh.Task, found {type(task).__name__} {_short(task)}")
+
+
 def misplaced_error(caller: str, expected: str, found: Any) -> ArgumentError:
     """What stands by position where a keyword belongs."""
     what = {Mesh: "mesh=", Task: "task="}.get(type(found), "mesh=, devices= or task=")
@@ -199,6 +205,10 @@ def misplaced_error(caller: str, expected: str, found: Any) -> ArgumentError:
 
 def axis_names(axes: str | Iterable[str]) -> tuple[str, ...]:
     """As in `jax.sharding.Mesh`, where a string is one name."""
+    if not isinstance(axes, Iterable):
+        raise ArgumentError(
+            f"device_axes has to be one name for each dimension of devices, found {type(axes).__name__} {_short(axes)}"
+        )
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
@@ -226,6 +236,11 @@ def _alike(where: str, meshes: tuple[Any, ...]) -> tuple[Mesh, ...]:
 def _pairs(where: str, rules: Any) -> tuple[AxisRule, ...]:
     """Rules as pairs, from any iterable of pairs or from a mapping."""
     pairs = []
+    if not isinstance(rules, Iterable):
+        raise TaskError(
+            f"{where}: logical_axes has to be a list of pairs (logical name, device axis, tuple of device axes or None), found "
+            f"{type(rules).__name__} {_short(rules)}"
+        )
     for rule in rules.items() if isinstance(rules, Mapping) else rules:
         if isinstance(rule, str) or not isinstance(rule, Iterable) or len(rule := tuple(rule)) != 2:
             raise TaskError(

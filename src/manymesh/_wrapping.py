@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ._errors import TaskError
-from ._task import Task
+from ._task import Task, check_task
 
 _WRAPPER = re.compile(r"Task\[(.*)\]")
 
@@ -35,6 +35,7 @@ def describe_task(
     """
     if task is None:
         return Task(name, mesh=mesh, devices=devices, device_axes=axes, logical_axes=logical_axes)
+    check_task(where, task)
     if any(a is not None for a in (mesh, devices, axes, logical_axes)):
         raise TaskError(f"{where}: task= is a complete description; give it alone, or mesh=, devices=, ... without it")
     return task if name is None else Task(name, **_placement(task))
@@ -45,6 +46,28 @@ def _placement(described: Task) -> dict[str, Any]:
     if described.mesh is None or described.has_named_axes:
         return {"mesh": described.meshes or described.mesh, "logical_axes": described.logical_axes}
     return {"devices": described.mesh.devices}
+
+
+def names_of(methods: str | Sequence[str]) -> tuple[str, ...]:
+    """The names of methods that were given, as one or several."""
+    return (methods,) if isinstance(methods, str) else tuple(methods)
+
+
+_FRAMEWORKS = {"flax.linen": ("a Linen", "flax"), "flax.nnx": ("an NNX", "nnx"), "equinox": ("an Equinox", "equinox")}
+
+
+def check_framework(where: str, model: object) -> None:
+    """Refuses a module of another framework, which is a function, too, but one whose arrays nobody would see.
+
+    Raises:
+      TaskError: it is one; the message says what takes it.
+    """
+    own = where.partition(".")[0]
+    for package, (kind, adapter) in _FRAMEWORKS.items():
+        if adapter != own and any(f"{c.__module__}.".startswith(f"{package}.") for c in type(model).__mro__):
+            raise TaskError(
+                f"{where}: found {kind} module, a {type(model).__name__}; write manymesh.{adapter}.task for it"
+            )
 
 
 def plain_name(name: str) -> str:

@@ -21,7 +21,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
+import manymesh.equinox
 import manymesh.flax
+import manymesh.nnx
+from flax import nnx
 from manymesh import errors, meta, schedules
 from stages import WIDTH, back, front, loss, microbatched, parameters, rows
 
@@ -89,6 +92,19 @@ def mistaken(**options):
 
 def mistaken_result(result):
     return mm.jit(mm.microbatch(lambda x: result, num_microbatches=2))(rows())
+
+
+def in_a_step_that_registers():
+    def step(x):
+        with mm.register_task("enc", devices=[1]), jax.named_scope("enc"):
+            return x + 1
+
+    return mm.jit(step, strict=True)(rows())
+
+
+def of_nnx(**options):
+    """A step of NNX over two microbatches."""
+    return mm.nnx.jit(mm.nnx.microbatch(lambda m, x, y=None: jnp.sum(m(x)), num_microbatches=2, **options))
 
 
 CHOICE = schedules.search(schedules.Costs(), 2, [2])
@@ -312,6 +328,102 @@ CASES = {
     "a box without a name for its axis": (
         lambda: meta.add_axis({"w": meta.Partitioned(jnp.ones(2), ("a",))}, 0, {}), ValueError, "metadata_params",
     ),
+    "a value in place of a function, microbatch": (
+        lambda: mm.microbatch(3.0, num_microbatches=2), ValueError, "microbatch: expected a function, found float 3.0",
+    ),
+    "keys by name": (mistaken(rng_argnum="key"), ValueError, "rng_argnum has to be the position of one argument, found 'key'"),
+    "several states": (mistaken(state_argnum=(0, 1)), ValueError, "state_argnum has to be the position of one", "(0, 1)"),
+    "a boolean for a position": (mistaken(argnum=True), ValueError, "position of the batch", "True"),
+    "a number of stages as text": (mistaken(num_stages="2"), ValueError, "num_stages has to be a positive int, found '2'"),
+    "no stage for each submesh": (mistaken(interleave=0), ValueError, "interleave has to be a positive int, found 0"),
+    "a row that is none": (
+        mistaken(schedule="custom", custom_schedule=[["front"], None]), ValueError, "row 1 of custom_schedule", "NoneType None",
+    ),
+    "one row for all submeshes": (
+        mistaken(schedule="custom", custom_schedule=["front", "back"]), ValueError, "row 0", "list of task names, found str 'front'",
+    ),
+    "an entry the wrong way round": (
+        mistaken(schedule="custom", custom_schedule=[[("front", 0)], [("back", 0)]]), ValueError,
+        "row 0 of custom_schedule holds ('front', 0)", "(0, 'front')",
+    ),
+    "a count that is computed": (
+        lambda: mm.jit(mm.microbatch(lambda x: {"loss": x.sum(), "n": x.max()}, num_microbatches=2, reduce=mm.WeightedMean(
+            lambda result: result["loss"] + 1  # the number of another one
+        )))(rows()), ValueError, "WeightedMean: the function has to pick one leaf", "compute nothing",
+    ),
+    "a name for a ready task": (
+        lambda: mm.task(loss, task="front"), TypeError, "task: task has to be a manymesh.Task, found str 'front'",
+    ),
+    "a name for a ready task, Flax": (
+        lambda: manymesh.flax.task(Net, task="front"), TypeError, "flax.task: task has to be a manymesh.Task, found str 'front'",
+    ),
+    "a module of Equinox for Flax": (
+        lambda: manymesh.flax.task(eqx.nn.Linear(2, 2, key=jax.random.key(0)), devices=[0]), ValueError,
+        "flax.task: found an Equinox module, a Linear; write manymesh.equinox.task",
+    ),
+    "a module of Linen for NNX": (
+        lambda: mm.nnx.task(Net(), devices=[0]), ValueError, "nnx.task: found a Linen module, a Net; write manymesh.flax.task",
+    ),
+    "a module of NNX for Equinox": (
+        lambda: mm.equinox.task(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), devices=[0]), ValueError,
+        "equinox.task: found an NNX module, a Linear; write manymesh.nnx.task",
+    ),
+    "a batch in place of the mesh": (
+        lambda: manymesh.flax.parallelize_step(Net(), optax.sgd(0.1), rows()), TypeError, "the mesh, its third argument", "found Array",
+    ),
+    "the name of one stream": (
+        lambda: manymesh.flax.parallelize_step(Net(), optax.sgd(0.1), WHOLE, rows(), rngs="dropout"), TypeError,
+        "rngs takes several names", "write ('dropout',)",
+    ),
+    "a loss in place of its function": (
+        lambda: manymesh.flax.parallelize_step(Net(), optax.sgd(0.1), WHOLE, rows(), loss_fn=0.0), TypeError,
+        "loss_fn has to be a function, found float",
+    ),
+    "inputs that are no tuple": (
+        lambda: manymesh.flax.parallelize_step(Net(), optax.sgd(0.1), WHOLE, rows(), inputs=lambda x: x), TypeError,
+        "inputs has to return the arguments of the model in a tuple", "write (x,)",
+    ),
+    "an initializer among names": (
+        lambda: manymesh.flax.shard_axes(nn.initializers.zeros, "embed"), ValueError, "shard_axes: found a function", "write init=",
+    ),
+    "an array for an initializer": (
+        lambda: manymesh.flax.shard_axes("embed", init=jnp.ones(3)), ValueError, "init has to be an initializer", "found Array",
+    ),
+    "options of the compiler as text": (
+        lambda: mm.jit(loss, compiler_options="xla_dump_to"), TypeError, "compiler_options has to be a dictionary", "'xla_dump_to'",
+    ),
+    "options of the compiler as text, later": (
+        lambda: mm.jit(loss).lower(parameters(), rows()).compile("xla_dump_to"), TypeError, "compiler_options has to be a dictionary",
+    ),
+    "half a position": (lambda: mm.jit(loss, donate_argnums=0.5), TypeError, "donate_argnums takes numbers", "float 0.5"),
+    "a constraint the wrong way round": (
+        in_a_task(lambda x: mm.with_sharding_constraint(("batch", None), x)), TypeError, "expected arrays, and then what to say of each",
+        "found str 'batch'",
+    ),
+    "a constraint on a number": (
+        in_a_task(lambda x: x * mm.with_sharding_constraint(2.0, ("batch",))), ValueError, "the number 2.0, which has no dimensions",
+    ),
+    "a process by name": (lambda: mm.fetch(rows(), process="0"), RuntimeError, "fetch: process='0'", "processes 0 to 0"),
+    "a word for progress": (lambda: mm.inspect.progress("yes"), TypeError, "progress: expected True, False or a function", "'yes'"),
+    "an efficiency as text": (
+        lambda: mm.inspect.Hardware.h100().scaled("half"), TypeError, "efficiency has to be a number", "'half'",
+    ),
+    "a schedule in place of its class": (
+        lambda: schedules.register(schedules.GPipe(), "mine"), ValueError, "register: GPipe() cannot be called; give its class GPipe",
+    ),
+    "submeshes as text": (
+        lambda: schedules.OneFOneB().order("01", 4), ValueError, "stage 0 is placed on str '0'", "by its number",
+    ),
+    "one placement for several": (
+        lambda: schedules.search(schedules.Costs(), 2, [4], placements=(0, 1)), ValueError, "placements has to be a list of placements",
+    ),
+    "one schedule for several": (
+        lambda: schedules.search(schedules.Costs(), 2, [4], schedules="1f1b"), ValueError, "write ['1f1b']",
+    ),
+    "activations of one stage": (
+        lambda: schedules.peak_memory(schedules.GPipe().order((0, 1), 2), [1.0]), ValueError, "activation has to be 2 numbers", "found [1.0]",
+    ),
+    "a picture of a name": (lambda: schedules.picture("1f1b"), ValueError, "picture: expected a Simulation or an Order, found str"),
     # Mistakes of the user's own, and those that are told deep in the compiler.
     "an exception in a task": (in_a_task(lambda x: x @ jnp.ones((3, 3))), TypeError, "dot_general"),
     "a boolean of a tracer": (in_a_task(lambda x: x if x.sum() else -x), Exception, "racer"),
@@ -353,6 +465,71 @@ CASES = {
         lambda: meta.get_sharding({"w": meta.Partitioned(jnp.ones(2), ("dat",))}, MESH), ValueError, "'dat'",
     ),
 }  # fmt: skip
+CASES |= {
+    "a batch by keyword, NNX": (
+        lambda: of_nnx(argnum=(1, 2))(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), rows(), y=rows()), ValueError,
+        "argnum 2 names the batch", "2 positional arguments",
+    ),
+    "keys that are not there, NNX": (
+        lambda: of_nnx(argnum=1, rng_argnum=5)(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), rows(), jax.random.key(0)), ValueError,
+        "rng_argnum 5 names the random keys", "3 positional arguments",
+    ),
+    "a module for random keys, NNX": (
+        lambda: of_nnx(argnum=1, rng_argnum=2)(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), rows(), nnx.Rngs(0)), ValueError,
+        "rng_argnum 2 is a random key, but there is a module in it", "without rng_argnum",
+    ),
+    "text for a compiled step": (
+        lambda: mm.jit(front).lower(jnp.eye(WIDTH), rows()).compile()(jnp.eye(WIDTH), "rows"), TypeError,
+        "argument args[1] was compiled as float32[8,4], called with str 'rows', which is no array",
+    ),
+    "other rows for a compiled step": (
+        lambda: mm.jit(front).lower(jnp.eye(WIDTH), rows()).compile()(jnp.eye(WIDTH), rows(4)), TypeError,
+        "was compiled as float32[8,4], called with float32[4,4]", "call the function that mm.jit returned",
+    ),
+    "a description for a compiled step": (
+        lambda: mm.jit(front).lower(jnp.eye(WIDTH), rows()).compile()(jnp.eye(WIDTH), jax.ShapeDtypeStruct((8, WIDTH), np.float32)),
+        TypeError, "is a jax.ShapeDtypeStruct",
+    ),
+    "a name for hardware": (
+        lambda: mm.jit(front).lower(jnp.eye(WIDTH), rows()).report("h100"), TypeError, "hardware has to be", "found str 'h100'",
+    ),
+    "a mesh for rules": (lambda: mm.Task("a", mesh=MESH, logical_axes=MESH), ValueError, "logical_axes has to be a list", "found Mesh"),
+    "a number for names of axes": (
+        lambda: mm.Task("a", devices=[0], device_axes=1), TypeError, "device_axes has to be one name for each dimension", "int 1",
+    ),
+    "a mesh for tasks": (
+        lambda: meta.get_sharding({"w": rows()}, tasks=MESH), TypeError, "tasks has to be a manymesh.Task, or a mapping", "Mesh(",
+    ),
+    "no mesh for shardings": (
+        lambda: meta.logical_to_mesh_sharding(P("a"), None, [("a", "data")]), TypeError, "mesh has to be", "found NoneType",
+    ),
+    "a number for a placement": (
+        lambda: schedules.simulate("1f1b", 2, 4, placement=2), ValueError, "placement has to be the submesh of each stage", "int 2",
+    ),
+    "submeshes by name": (
+        lambda: schedules.search(schedules.Costs(), 2, [4], submeshes="all"), ValueError, "submeshes has to be a positive int",
+    ),
+    "a number for schedules": (lambda: schedules.search(schedules.Costs(), 2, [4], schedules=3), ValueError, "schedules has to be a list"),
+    "a name for an order": (lambda: schedules.live_activations("1f1b"), ValueError, "live_activations: expected an Order", "str '1f1b'"),
+    "a loop by name": (
+        lambda: mm.jit(microbatched()).lower(parameters(), rows()).compile().measure(parameters(), rows(), loop="first"),
+        TypeError, "measure(loop=first), but the step has 1 microbatch loops",
+    ),
+    "arrays for positions": (lambda: mm.jit(loss, donate_argnums=jnp.ones(2)), TypeError, "donate_argnums takes numbers of arguments"),
+    "a size that is none": (lambda: mm.inspect.Hardware.measure(size=-4), TypeError, "size has to be a positive int, found -4"),
+    "an axis for a mesh": (lambda: meta.explain({"w": rows()}, "data"), TypeError, "explain: mesh has to be", "found str 'data'"),
+    "an axis for a mesh, constraint": (
+        lambda: meta.with_logical_constraint(rows(), ("a", "b"), [("a", "data")], "data"), TypeError, "mesh has to be", "str 'data'",
+    ),
+    "a description to be measured": (
+        lambda: mm.jit(microbatched()).lower(parameters(), rows()).compile().measure(
+            parameters(), jax.ShapeDtypeStruct((8, WIDTH), np.float32)
+        ), TypeError, "argument args[1] is a jax.ShapeDtypeStruct",
+    ),
+    "a registration in a step": (in_a_step_that_registers, ValueError, "register_task('enc') is called in the step itself", "around the call"),
+    "a value in place of a function, NNX": (lambda: mm.nnx.jit(3), TypeError, "nnx.jit takes a function, found int"),
+    "a value in place of a function, Equinox": (lambda: mm.equinox.jit(3), TypeError, "equinox.jit takes a function, found int"),
+}  # fmt: skip
 MISTAKES = {name: Mistake(call, error, words) for name, (call, error, *words) in CASES.items()}
 
 
@@ -371,6 +548,28 @@ def test_a_mistake(name):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
+def test_what_is_no_mistake():
+    """Numbers of NumPy are positions, a function that has no hash is one, and a number has no axis to constrain."""
+    step = mm.jit(lambda x: front(jnp.eye(WIDTH), x), donate_argnums=np.int64(0))
+    assert step(rows()).shape == (8, WIDTH)
+    assert mm.microbatch(lambda p, x: x, argnum=np.int64(1), num_microbatches=2, reduce="concat")(0, rows()).shape == (
+        8,
+        WIDTH,
+    )
+    unhashable = mm.jit(eqx.filter_value_and_grad(lambda w, x: jnp.sum(front(w, x))))
+    with mm.ignore_transforms():
+        value, _ = unhashable(jnp.eye(WIDTH), rows())
+    np.testing.assert_allclose(value, unhashable(jnp.eye(WIDTH), rows())[0], rtol=1e-5)
+    doubled = mm.task(lambda x: x * mm.with_sharding_constraint(2.0, ()), "doubled", mesh=FIRST)
+    assert mm.jit(doubled)(jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_a_number_that_is_too_large():
+    """It is named, as by jax.jit."""
+    with pytest.raises(OverflowError, match=r"argument args\[0\]\['seed'\]: Python int 1099511627776 too large"):
+        mm.jit(lambda b: b["seed"] + 1)({"seed": 2**40})
+
+
 NOWHERE = "/dev/null/none"
 BESIDES = {
     "save": lambda: mm.checkpoint.save(NOWHERE, {"w": jnp.ones(2), "name": "text"}),
@@ -381,6 +580,13 @@ BESIDES = {
     "argument_of": lambda: mm.checkpoint.argument_of(3),
     "initialize": lambda: mm.distributed.initialize("localhost:1", 0, 0),
     "launch": lambda: mm.distributed.launch(print, 0),
+    "launch without a number": lambda: mm.distributed.launch(print, None),
+    "argument_of several": lambda: mm.checkpoint.argument_of(mm.jit(front).lower(jnp.eye(4), rows()), [0, 1]),
+    "launch with one argument": lambda: mm.distributed.launch(print, 1, args="text"),
+    "launch with half a restart": lambda: mm.distributed.launch(print, 1, max_restarts=0.5),
+    "initialize with a port": lambda: mm.distributed.initialize(1234, 2, 0),
+    "initialize with text for a time": lambda: mm.distributed.initialize("localhost:1234", 2, 0, stall_timeout="9"),
+    "initialize with no time to start": lambda: mm.distributed.initialize("localhost:1234", 2, 0, start_timeout=-1),
     "fetch": lambda: mm.fetch(jnp.ones(2), process=7),
 }
 

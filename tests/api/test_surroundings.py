@@ -186,6 +186,31 @@ def test_a_step_without_tasks_is_on_the_default_device():
             assert step(jax.device_put(x, third)).devices() == {third}
 
 
+MESH = Mesh(np.array(jax.devices()[4:8]), ("data",))
+ON_MESH = NamedSharding(MESH, P("data"))
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        lambda x: jax.shard_map(lambda x: 2 * x, mesh=MESH, in_specs=P("data"), out_specs=P("data"))(x),
+        lambda x: jax.lax.with_sharding_constraint(2 * x, ON_MESH),
+        lambda x: jax.device_put(2 * x, ON_MESH) + 1,
+        lambda x: jax.lax.map(lambda x: jax.lax.with_sharding_constraint(2 * x, NamedSharding(MESH, P())), x),
+    ],
+    ids=["shard_map", "constraint", "put", "in a loop"],
+)
+def test_a_step_without_tasks_is_on_the_mesh_that_it_names(named):
+    """Where its arguments are nowhere yet, as under jax.jit."""
+    step = mm.jit(named)
+    for x in (rows(), step(rows())):  # the second one is there
+        y = step(x)
+        assert y.sharding.device_set == set(MESH.devices.flat)
+        assert_same(y, jax.jit(named)(x))
+    with pytest.raises(ValueError, match="incompatible devices"):
+        step(jax.device_put(rows(), jax.devices()[0]))
+
+
 def test_the_second_step_without_tasks_is_the_same_program():
     """What may go anywhere comes back from somewhere; and what was nowhere before goes there too."""
     step = mm.jit(lambda state, x: {"w": state["w"] - 0.1 * x.sum(), "count": state["count"] + 1})

@@ -73,6 +73,10 @@ LIKE = [
         params(bias=jax.ShapeDtypeStruct((2,), np.float32, sharding=NamedSharding(OF_FIVE.abstract_mesh, P()))),
         r"params/front/bias has a sharding on an abstract mesh in like=, .* with a mesh of devices",
     ),
+    (params(bias=NamedSharding(OF_FIVE, P())), r"params/front/bias was saved as arrays, but like= has NamedSharding .*ShapeDtypeStruct"),
+    ({"params": NamedSharding(OF_FIVE, P())}, r"params was saved as arrays, but like= has NamedSharding"),
+    (lambda: params(), r"the tree itself was saved as arrays, but like= has function"),
+    (params(bias=jnp.float32), r"params/front/bias was saved as arrays, but like= has .*'jax.numpy.float32'"),
     (
         params(bias=jnp.ones(3), kernel=jnp.ones(1), k1=1, k2=2, k3=3, k4=4),
         r"(\n  .*){5}\n  and 1 more\nsee docs",

@@ -66,6 +66,20 @@ WRONG: dict[str, tuple[object, str]] = {
 }
 
 
+def test_an_exception_of_the_schedule_names_it() -> None:
+    """Also where its ``order`` takes other arguments."""
+
+    class Mine(AbstractSchedule):
+        name: ClassVar[str] = "mine"
+
+        def order(self, placement, num_microbatches):  # type: ignore[override]  # the mistake
+            return GOOD
+
+    with pytest.raises(TypeError, match="backward") as caught:
+        room.order_of(Mine(), (0, 1), 2)
+    assert caught.value.__notes__ == ["in schedule 'mine', order((0, 1), 2, backward=True)"]
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_order_is_refused(case: str) -> None:
     found, words = WRONG[case]

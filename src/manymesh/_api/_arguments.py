@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,10 @@ def flatten(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Argume
             try:
                 hash(value)
             except TypeError as error:
-                raise ValueError(f"mm.jit({step.name}): static argument {k!r} has to be hashable: {error}") from None
+                raise ValueError(
+                    f"mm.jit({step.name}): static argument {k!r} has to be hashable: {error}; an array is no static argument, and of a "
+                    "list write a tuple"
+                ) from None
     dyn_args = tuple(None if k in numbers else a for k, a in enumerate(args))
     dyn_kwargs = {k: v for k, v in kwargs.items() if k not in step.static_argnames}
     leaves, treedef = jax.tree.flatten((dyn_args, dyn_kwargs))
@@ -99,9 +102,20 @@ def array_of_host(x: Any) -> Any:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
+    """The numbers or names of arguments that were given, as one or several; numbers as Python's ints."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, (int, str)) else tuple(value)
+    several = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    return tuple(int(x) if isinstance(x, np.integer) else x for x in several)
+
+
+def check_options(options: object) -> None:
+    """Refuses options of the compiler that are no names with values."""
+    if options is not None and not isinstance(options, Mapping):
+        raise ArgumentError(
+            f"mm.jit: compiler_options has to be a dictionary, such as {{'xla_dump_to': 'folder'}}, found {type(options).__name__} "
+            f"{options!r:.80}"
+        )
 
 
 def named(fun: Any, numbers: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -230,6 +244,8 @@ def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeSt
         )
     try:
         aval = jax.typeof(x)
+    except OverflowError as error:  # a whole number of Python
+        raise OverflowError(f"mm.jit({name}): argument{keystr(path)}: {error}") from None
     except TypeError:
         if isinstance(x, np.ndarray):
             raise ArgumentError(

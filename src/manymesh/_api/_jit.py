@@ -24,6 +24,7 @@ from ._arguments import (
     check_apart,
     check_donation,
     check_named,
+    check_options,
     check_values,
     flatten,
     gathered,
@@ -127,7 +128,8 @@ def jit(
       FloatingPointError: under ``jax_debug_nans``, with the task and the line that made the value.
 
     A program is kept for each setting of JAX that changes traces, and for the surrounding axis rules, ours and Flax's.
-    Under ``jax.disable_jit`` the step is the plain function. A step without a task runs where its arguments are.
+    Under ``jax.disable_jit`` the step is the plain function. A step without a task runs where its arguments are; if that is
+    nowhere yet, on the mesh that it names, as in `jax.shard_map`, or else on the default device.
 
     Example:
       >>> import jax, jax.numpy as jnp, manymesh as mm
@@ -143,6 +145,15 @@ def jit(
         compiler_options=compiler_options, strict=strict,
     )  # fmt: skip
     return make if fun is _LEFT_OUT else make(fun)
+
+
+def _hashable(fun: Callable[P, R]) -> Callable[P, R]:
+    """A function as ``jax.jit`` takes it; what Equinox makes of one may be an object that has no hash."""
+    try:
+        hash(fun)
+    except TypeError:
+        return functools.partial(fun)
+    return fun
 
 
 class Method(Protocol[Q, R_co]):
@@ -218,6 +229,7 @@ class Jitted(FunctionLike[P, R], Shown):
     ) -> None:  # fmt: skip
         if not callable(fun):
             raise ArgumentError(f"mm.jit takes a function, found {type(fun).__name__}")
+        check_options(compiler_options)
         functools.update_wrapper(self, fun)
         check_named("static", fun, as_tuple(static_argnums), as_tuple(static_argnames))
         check_named("donate", fun, as_tuple(donate_argnums), as_tuple(donate_argnames))
@@ -233,7 +245,7 @@ class Jitted(FunctionLike[P, R], Shown):
         self._structure: Any = None  # of the arguments that were compiled for last
         # What was around the last call of a program that is always in one place, its types, and that program.
         self._last: tuple[Any, list[Any], Compiled | None] = None, [], None
-        self._reference = jax.jit(fun, static_argnums=static[0] or None, static_argnames=static[1] or None)
+        self._reference = jax.jit(_hashable(fun), static_argnums=static[0] or None, static_argnames=static[1] or None)
 
     def __repr__(self) -> str:
         count = len({id(x) for x in self._compiled.values()})

@@ -40,6 +40,7 @@ from .._stages import Stage
 from .._task import mesh_devices
 from .._topology import PlannedDevice, auto_mesh, require_devices
 from .._types import PyTree
+from ._arguments import check_options
 from ._floats import explain_float
 from ._names import differences, names_of_inputs, names_of_values
 from ._step import Step
@@ -107,6 +108,7 @@ class Lowered(Stage):
         with _compat.without_mesh():
             return estimate(self.program, self.plan, self.layout, self._states, self.findings, late, first)
 
+    @_compat.boundary
     def report(self, hardware: Hardware | None = None, *, times: Durations | None = None) -> Report:
         """What the step will cost, without compiling and without devices: FLOPs, bytes, what crosses, memory, time.
 
@@ -194,6 +196,7 @@ class Lowered(Stage):
           MeshError: a submesh has `planned_devices`.
           ProcessError: processes derived different programs, or did not join each other.
         """
+        check_options(compiler_options)
         processes = world()
         try:
             return self._compiled(processes, compiler_options)

@@ -96,6 +96,7 @@ class Parallelized:
         self._jitted = jitted
         self.compiled = jitted.prepare(*arguments)
 
+    @_compat.boundary
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs the function."""
         return self._jitted(*args, **kwargs)

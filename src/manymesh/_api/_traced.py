@@ -228,9 +228,13 @@ class Traced(Stage):
         return tuple(f"{name}: value {short}" for name, short in found if short is not None)
 
     def _without_tasks(self) -> Program:
-        """The program where no task and no sharding says what runs where: everything is where its arguments are."""
+        """The program where no task and no sharding says what runs where: everything is where its arguments are.
+
+        If these are nowhere yet, the function may name a mesh, as for ``jax.shard_map``.
+        """
         committed = {i: m for i, x in enumerate(self._given.leaves) if (m := mesh_of(x)) is not None}
-        default = next(iter(committed.values()), Mesh(np.array([default_device()]), ("device",)))
+        said = (*committed.values(), *map(auto_mesh, _compat.meshes_named(self.jaxpr)))
+        default = said[0] if said else Mesh(np.array([default_device()]), ("device",))
         everything = {i: default for i in range(len(self._given.leaves))}
         results = {i: default for i in range(len(self._shapes))}
         try:

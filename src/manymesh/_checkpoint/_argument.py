@@ -41,7 +41,7 @@ def argument_of(step: Lowered | Compiled, argument: int | str = 0) -> Any:
         )
     args, kwargs = _with_states(step.arguments)
     found = kwargs if isinstance(argument, str) else dict(enumerate(args))
-    if argument not in found:
+    if not isinstance(argument, (int, str)) or argument not in found:
         known = ", ".join(map(repr, [*range(len(args)), *kwargs]))
         raise ArgumentError(f"argument_of(..., {argument!r}): the step has the arguments {known}")
     wanted = found[argument]

@@ -16,7 +16,7 @@ import numpy as np
 from .._errors import CheckpointError
 from .._types import PyTree
 from ._format import Record, Saved, find_saved
-from ._leaves import NUMBERS, Leaf, is_array, is_key_dtype, leaves_of
+from ._leaves import NUMBERS, Leaf, is_array, is_key_dtype, leaves_of, with_bare_names
 from ._left_out import check_untied, is_lost, said
 from ._match import Source, match, read_stackings
 from ._store import Store, cause, dtype_of, open_arrays, stack
@@ -161,6 +161,7 @@ def _read_leaves(
     """The arrays and numbers among some leaves, by their positions. Nothing is read before all of them are checked."""
     sources, problems = match(leaves, saved.records, read_stackings(stacked))
     problems += [said(leaf) for leaf in leaves if is_lost(leaf) and not leaf.in_class]
+    problems += _no_arrays(leaves, saved)
     stores = _open(path, saved, sources)
     readings = {}
     for i, source in sources.items():
@@ -177,6 +178,18 @@ def _read_leaves(
         shown = "".join(f"\n  {problem}" for problem in problems[:_SHOWN])
         raise CheckpointError(f"{path} does not fit like=; nothing was read:{shown}{more}")
     return dict(zip(readings, _read_all(list(readings.values())), strict=True))
+
+
+def _no_arrays(leaves: Sequence[Leaf], saved: Saved) -> list[str]:
+    """A sentence for each leaf that would come back as it is, though arrays were saved under its name."""
+    names = with_bare_names(saved.records)
+    return [
+        f"{leaf} was saved as arrays, but like= has {type(leaf.value).__name__} {leaf.value!r:.60}; write an array for each, or "
+        "jax.ShapeDtypeStruct(shape, dtype, sharding=...)"
+        for leaf in leaves
+        if not is_array(leaf.value) and not is_lost(leaf) and not (leaf.in_class and callable(leaf.value))
+        and any(name[: len(leaf.name)] == leaf.name for name in names)
+    ]  # fmt: skip
 
 
 def read_as_saved(saved: Saved) -> Any:

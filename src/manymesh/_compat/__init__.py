@@ -59,6 +59,7 @@ from ._jaxprs import keeps_order as keeps_order
 from ._jaxprs import line_within as line_within
 from ._jaxprs import manual_axes_of as manual_axes_of
 from ._jaxprs import meshes_by_hand as meshes_by_hand
+from ._jaxprs import meshes_named as meshes_named
 from ._jaxprs import name_stack as name_stack
 from ._jaxprs import new_jaxpr as new_jaxpr
 from ._jaxprs import new_var as new_var

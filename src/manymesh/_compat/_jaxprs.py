@@ -351,6 +351,17 @@ def meshes_by_hand(eqn: Eqn) -> Iterator[tuple[Eqn, Mesh]]:
             yield from meshes_by_hand(inner)
 
 
+def meshes_named(jaxpr: Any) -> Iterator[Mesh]:
+    """The meshes of devices that a jaxpr names, in ``jax.shard_map`` and in shardings."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        said = [x.mesh for x in jax.tree.leaves(list(eqn.params.values())) if isinstance(x, NamedSharding)]
+        if eqn.primitive.name == "shard_map":
+            said.append(eqn.params["mesh"])
+        yield from (mesh for mesh in said if isinstance(mesh, Mesh) and not mesh.empty)
+        for inner in jaxprs_in(eqn):
+            yield from meshes_named(inner)
+
+
 def is_pmap(eqn: Eqn) -> bool:
     """Whether a ``shard_map`` equation is what ``jax.pmap`` leaves, which splits and joins what its function gets and makes."""
     inner: list[Any] = [e.source_info.traceback for e in open_jaxpr(eqn.params["jaxpr"]).eqns]

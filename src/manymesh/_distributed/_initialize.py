@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -94,7 +94,8 @@ def initialize(
     adopted = _compat.coordination_client() is not None
     if not given and not launched and not adopted and _compat.cluster_name() is None:
         return
-    _check(coordinator_address, num_processes, process_id, death_timeout, stall_timeout)
+    timeouts = {"death_timeout": death_timeout, "stall_timeout": stall_timeout, "start_timeout": start_timeout}
+    _check(coordinator_address, num_processes, process_id, timeouts)
     if _compat.backends_have_started():
         raise ProcessError(
             "distributed.initialize is called after JAX has looked for devices, and so has them already for this process "
@@ -164,9 +165,7 @@ def _widen_pool() -> None:
         os.environ["NPROC"] = str(2 * devices)
 
 
-def _check(
-    address: str | None, count: int | None, process: int | None, death_timeout: float, stall_timeout: float
-) -> None:
+def _check(address: str | None, count: int | None, process: int | None, timeouts: Mapping[str, float]) -> None:
     """Refuses arguments that cannot be meant."""
     if count is not None and (not isinstance(count, int) or count < 1):
         raise ProcessError(f"distributed.initialize: num_processes has to be a positive int, found {count!r}")
@@ -174,12 +173,12 @@ def _check(
         raise ProcessError(
             f"distributed.initialize: process_id has to be one of 0 to {(count or 1) - 1}, found {process!r}"
         )
-    if address is not None and not address.rpartition(":")[2].isdigit():
+    if address is not None and not (isinstance(address, str) and address.rpartition(":")[2].isdigit()):
         raise ProcessError(f"distributed.initialize: coordinator_address has to be 'host:port', found {address!r}")
-    for name, seconds in (("death_timeout", death_timeout), ("stall_timeout", stall_timeout)):
-        if not seconds > 0:
+    for name, seconds in timeouts.items():
+        if not isinstance(seconds, (int, float)) or not seconds > 0:
             raise ProcessError(
-                f"distributed.initialize: {name} has to be a positive number of seconds, found {seconds}"
+                f"distributed.initialize: {name} has to be a positive number of seconds, found {seconds!r}"
             )
 
 

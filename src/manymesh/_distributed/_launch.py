@@ -72,7 +72,7 @@ def run_processes(
       ProcessError: fewer than one process or device, no time, or restarts that make no sense.
     """
     for name, number in (("processes", processes), ("devices_per_process", devices_per_process)):
-        if number is not None and not isinstance(number, int):
+        if not isinstance(number, int) and (number is not None or name == "processes"):
             raise ProcessError(f"launch: {name} has to be an int, found {number!r}")
         if number is not None and number < 1:
             raise ProcessError(f"launch: {name} has to be at least 1, found {number}")

@@ -57,6 +57,8 @@ class Restarts:
         Raises:
           ProcessError: they make no sense.
         """
+        if not isinstance(self.most, int):
+            raise ProcessError(f"launch: max_restarts has to be an int, found {self.most!r}")
         if self.most < 0:
             raise ProcessError(f"launch: max_restarts has to be 0 or more, found {self.most}")
         if self.min_processes is None:

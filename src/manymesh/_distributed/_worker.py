@@ -57,6 +57,10 @@ def launch(
         raise ProcessError(
             f"distributed.launch: function has to be a function, found {function!r}; import it, and give it itself"
         )
+    if not isinstance(args, (tuple, list)):
+        raise ProcessError(
+            f"distributed.launch: args has to be a tuple of the arguments, found {type(args).__name__} {args!r:.80}; write ({args!r:.80},)"
+        )
     with tempfile.TemporaryDirectory(prefix="manymesh-") as folder:
         task = Path(folder) / "task"
         task.write_bytes(_pickled(function, tuple(args)))

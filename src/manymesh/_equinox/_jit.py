@@ -137,6 +137,8 @@ class Jitted(FunctionLike[P, R]):
     def __init__(self, fun: Callable[P, R], donate: Donate, options: dict[str, Any]) -> None:
         if donate not in get_args(Donate):
             raise ArgumentError(f"equinox.jit: donate has to be one of {', '.join(get_args(Donate))}, found {donate!r}")
+        if not callable(fun):
+            raise ArgumentError(f"equinox.jit takes a function, found {type(fun).__name__}")
         functools.update_wrapper(self, fun)
         self.fun = fun
 

@@ -14,7 +14,7 @@ from .._errors import TaskError
 from .._mark import task as plain_task
 from .._task import Task
 from .._types import PyTree
-from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
+from .._wrapping import check_framework, describe_task, names_of, plain_name, reduce_wrapped, wrap_class
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def task(
     devices: Any = None,
     device_axes: Any = None,
     logical_axes: Any = None,
-    methods: Sequence[str] = ("__call__",),
+    methods: str | Sequence[str] = ("__call__",),
 ) -> Callable[[T], T]: ...
 @overload
 def task(
@@ -40,7 +40,7 @@ def task(
     devices: Any = None,
     device_axes: Any = None,
     logical_axes: Any = None,
-    methods: Sequence[str] = ("__call__",),
+    methods: str | Sequence[str] = ("__call__",),
 ) -> T: ...
 @_compat.boundary
 def task(
@@ -52,7 +52,7 @@ def task(
     devices: Any = None,
     device_axes: Any = None,
     logical_axes: Any = None,
-    methods: Sequence[str] = ("__call__",),
+    methods: str | Sequence[str] = ("__call__",),
 ) -> Any:
     """Wraps an Equinox module so that calling it inside a step is a task.
 
@@ -67,7 +67,7 @@ def task(
       task: a ready `manymesh.Task`; excludes every argument below but ``methods``.
       mesh, devices, device_axes, logical_axes: as for `manymesh.Task`. Boxes of `manymesh.meta` around fields, and
         `manymesh.with_sharding_constraint`, name axes by them.
-      methods: the methods of the module that are tasks.
+      methods: the methods of the module that are tasks; a string is one of them.
 
     Returns:
       The wrapped model, of the kind that was given. Arrays in the module and among the arguments are traced, the
@@ -87,8 +87,8 @@ def task(
     """
     described = describe_task("equinox.task", name, task, mesh, devices, device_axes, logical_axes)
     if model is None:
-        return lambda model: _wrap(model, described, tuple(methods))
-    return _wrap(model, described, tuple(methods))
+        return lambda model: _wrap(model, described, names_of(methods))
+    return _wrap(model, described, names_of(methods))
 
 
 def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
@@ -104,6 +104,7 @@ def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
         for field, value in vars(model).items():
             object.__setattr__(wrapped, field, value)
         return wrapped
+    check_framework("equinox.task", model)
     if callable(model) and not inspect.isclass(model):
         return plain_task(model, task=described.named(getattr(model, "__name__", "task")))
     raise TaskError(

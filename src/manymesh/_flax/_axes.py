@@ -38,6 +38,10 @@ def shard_axes(*names: Any, init: Callable[..., Any] | None = None) -> Callable[
       >>> params["kernel"].names
       ('x', None)
     """
+    if init is not None and not callable(init):
+        raise MetadataError(f"shard_axes: init has to be an initializer, a function, found {type(init).__name__}")
+    if any(map(callable, names)):
+        raise MetadataError(f"shard_axes: found a function among the names {names}; write init= for the initializer")
     boxed = meta.with_partitioning(init or _default_init, names)
 
     @functools.wraps(boxed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -54,6 +54,7 @@ class TrainStep:
         """The sharding of every leaf of the batch, in its structure."""
         return self.compiled.input_shardings[0][1]
 
+    @_compat.boundary
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[jax.Array, Any]:
         """Runs one step."""
         if not isinstance(state, TrainState):
@@ -140,9 +141,9 @@ def parallelize_step(
       >>> bool(second < first), int(state.step)
       (True, 2)
     """
-    _check_model(model, optimizer)
+    _check_arguments(model, optimizer, mesh, rngs, {"loss_fn": loss_fn, "inputs": inputs})
     batch = _abstract_batch(global_batch, local_batch)
-    pick = inputs or (lambda b: b if isinstance(b, tuple) else (b,))
+    pick = _picked(inputs)
     init_key, run_key = jax.random.split(jax.random.key(rng) if isinstance(rng, int) else rng)
     keys = {"params": init_key, **dict.fromkeys(rngs, run_key)}
     model = _placed(model, mesh, keys, pick, batch)
@@ -163,7 +164,26 @@ def parallelize_step(
     return (step, state, mesh) if local_batch is None else (step, state, mesh, _make_prepare(step, local_batch))
 
 
-def _check_model(model: object, optimizer: Any) -> None:
+def _picked(inputs: Callable[[Any], Any] | None) -> Callable[[Any], tuple[Any, ...]]:
+    """The arguments of the model for a batch."""
+
+    def pick(batch: PyTree) -> tuple[Any, ...]:
+        if inputs is None:
+            return batch if isinstance(batch, tuple) else (batch,)
+        found = inputs(batch)
+        if not isinstance(found, (tuple, list)):
+            raise ArgumentError(
+                f"parallelize_step: inputs has to return the arguments of the model in a tuple, found {type(found).__name__}; of one "
+                "argument write (x,)"
+            )
+        return tuple(found)
+
+    return pick
+
+
+def _check_arguments(
+    model: object, optimizer: Any, mesh: object, rngs: object, functions: Mapping[str, object]
+) -> None:
     if not isinstance(model, nn.Module):
         found = f"the class {model.__name__}; write {model.__name__}(...)" if isinstance(model, type) else repr(model)
         raise ArgumentError(f"parallelize_step: the model has to be a Linen module, found {found}")
@@ -171,6 +191,15 @@ def _check_model(model: object, optimizer: Any) -> None:
         name = getattr(optimizer, "__name__", "")
         hint = f"function {name}; write {name}(...), with a learning rate, say" if name else repr(optimizer)
         raise ArgumentError(f"parallelize_step: the optimizer has to be an optax.GradientTransformation, found {hint}")
+    if not isinstance(mesh, Mesh):
+        raise ArgumentError(
+            f"parallelize_step: the mesh, its third argument, has to be a jax.sharding.Mesh, found {type(mesh).__name__}"
+        )
+    if isinstance(rngs, str):
+        raise ArgumentError(f"parallelize_step: rngs takes several names, found the string {rngs!r}; write ({rngs!r},)")
+    for label, value in functions.items():
+        if value is not None and not callable(value):
+            raise ArgumentError(f"parallelize_step: {label} has to be a function, found {type(value).__name__}")
 
 
 def _make_init(

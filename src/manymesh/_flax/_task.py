@@ -30,7 +30,7 @@ from .._scope import enter_scope
 from .._stands_for import stands_for
 from .._task import Task
 from .._types import PyTree
-from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
+from .._wrapping import check_framework, describe_task, names_of, plain_name, reduce_wrapped, wrap_class
 from ..meta._rules import rules_of_flax
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def task(
     devices: Any = None,
     device_axes: Any = None,
     logical_axes: Any = None,
-    methods: Sequence[str] = ("__call__",),
+    methods: str | Sequence[str] = ("__call__",),
 ) -> Callable[[T], T]: ...
 @overload
 def task(
@@ -57,7 +57,7 @@ def task(
     devices: Any = None,
     device_axes: Any = None,
     logical_axes: Any = None,
-    methods: Sequence[str] = ("__call__",),
+    methods: str | Sequence[str] = ("__call__",),
 ) -> T: ...
 @_compat.boundary
 def task(
@@ -69,7 +69,7 @@ def task(
     devices: Any = None,
     device_axes: Any = None,
     logical_axes: Any = None,
-    methods: Sequence[str] = ("__call__",),
+    methods: str | Sequence[str] = ("__call__",),
 ) -> Any:
     """Wraps a Linen module so that calling it inside ``mm.jit`` is a task.
 
@@ -88,7 +88,7 @@ def task(
       task: a ready `manymesh.Task`; excludes every argument below but ``methods``.
       mesh, devices, device_axes, logical_axes: as for `manymesh.Task`. Boxed parameters
         (`shard_axes`, ``nn.with_partitioning``, ``nn.with_logical_partitioning``) are constrained by them.
-      methods: the methods of the module that are tasks.
+      methods: the methods of the module that are tasks; a string is one of them.
 
     Returns:
       The wrapped model, of the kind that was given. Parameters, variables, random keys and results are those
@@ -111,8 +111,8 @@ def task(
     """
     described = describe_task("flax.task", name, task, mesh, devices, device_axes, logical_axes)
     if model is None:
-        return lambda model: _wrap(model, described, tuple(methods))
-    return _wrap(model, described, tuple(methods))
+        return lambda model: _wrap(model, described, names_of(methods))
+    return _wrap(model, described, names_of(methods))
 
 
 def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
@@ -129,6 +129,7 @@ def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
     owner = getattr(model, "__self__", None)
     if isinstance(owner, nn.Module):
         return functools.partial(_lift(model.__func__, described), owner)
+    check_framework("flax.task", model)
     if callable(model) and not inspect.isclass(model):
         return _wrap_function(model, described, methods)
     raise TaskError(

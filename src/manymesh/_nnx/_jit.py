@@ -17,6 +17,7 @@ from .._api._lowered import Lowered
 from .._api._traced import Traced
 from .._calling import Calling
 from .._compiled import Compiled
+from .._errors import ArgumentError
 from .._mark import carry_box_names, current_recording
 from .._types import PyTree
 from ..meta._axes import Axes
@@ -48,6 +49,8 @@ class Jitted(FunctionLike[P, R]):
     """What `jit` returns: called as the function it wraps, on the same modules."""
 
     def __init__(self, fun: Callable[P, R], options: dict[str, Any]) -> None:
+        if not callable(fun):
+            raise ArgumentError(f"nnx.jit takes a function, found {type(fun).__name__}")
         functools.update_wrapper(self, fun)
         self.fun = fun
         out_shardings = options["out_shardings"]

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from .. import _compat
-from .._batch import check_arguments
+from .._batch import check_arguments, check_positions, positions
 from .._errors import MicrobatchError
 from .._mark import current_recording, is_dynamic
 from .._microbatch import check_next, state_of
@@ -72,6 +72,7 @@ def microbatch(
         plain_microbatch, dim=dim, size=size, num_microbatches=num_microbatches, schedule=schedule, reduce=reduce,
         **options,
     )  # fmt: skip
+    name, argnums = name_of(fun), positions(name_of(fun), argnum)
     reference = loop(fun, argnum=argnum, rng_argnum=rng_argnum, state_argnum=state_argnum)
 
     @_compat.boundary
@@ -81,21 +82,26 @@ def microbatch(
         if in_python or not has_nodes((args, kwargs)):
             return reference(*args, **kwargs)  # type: ignore[no-any-return]  # what fun returns, combined
         count = len(args)
-        batches = [k % count for k in ((argnum,) if isinstance(argnum, int) else argnum) if -count <= k < count]
+        check_positions(name, argnums, count)
+        batches = [k % count for k in argnums]
         if any(has_nodes(args[k]) for k in batches):
             raise MicrobatchError(
-                f"microbatch({name_of(fun)}): argnum {argnum} is the batch, but there is a module in it; pass the modules "
+                f"microbatch({name}): argnum {argnum} is the batch, but there is a module in it; pass the modules "
                 "in other arguments"
             )
-        if state_argnum is not None:
-            check_arguments(name_of(fun), args, batches, rng_argnum, state_argnum)
-            if has_nodes(args[state_argnum]):
-                raise MicrobatchError(
-                    f"microbatch({name_of(fun)}): state_argnum {state_argnum} is a state of arrays, but there is a module in it; what "
-                    "a function changes in modules goes from one microbatch to the next by itself, without state_argnum"
-                )
+        if rng_argnum is not None and -count <= rng_argnum < count and has_nodes(args[rng_argnum]):
+            raise MicrobatchError(
+                f"microbatch({name}): rng_argnum {rng_argnum} is a random key, but there is a module in it; the keys of modules, "
+                "such as nnx.Rngs, are others in each microbatch by themselves, without rng_argnum"
+            )
+        check_arguments(name, args, batches, rng_argnum, state_argnum)
+        if state_argnum is not None and has_nodes(args[state_argnum]):
+            raise MicrobatchError(
+                f"microbatch({name}): state_argnum {state_argnum} is a state of arrays, but there is a module in it; what "
+                "a function changes in modules goes from one microbatch to the next by itself, without state_argnum"
+            )
         keys = None if rng_argnum is None else rng_argnum % count
-        looped = functools.partial(loop, argnum=batches if batches else argnum, rng_argnum=keys, state_argnum=count)
+        looped = functools.partial(loop, argnum=batches, rng_argnum=keys, state_argnum=count)
         state = None if state_argnum is None else state_argnum % count
         result: R = call_lifted(_Loop(pure(fun), looped, state), args, kwargs)
         return result

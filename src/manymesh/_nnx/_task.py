@@ -20,7 +20,7 @@ from .._mark import call_marked, current_recording
 from .._stands_for import stands_for
 from .._task import Task
 from .._types import PyTree
-from .._wrapping import describe_task, plain_name, reduce_wrapped, wrap_class
+from .._wrapping import check_framework, describe_task, names_of, plain_name, reduce_wrapped, wrap_class
 from ..meta._axes import Axes
 from ..meta._constrain import constrain
 from ..meta._rules import Rules
@@ -38,7 +38,7 @@ def task(
     devices: Any = None,
     device_axes: Any = None,
     logical_axes: Any = None,
-    methods: Sequence[str] = ("__call__",),
+    methods: str | Sequence[str] = ("__call__",),
 ) -> Callable[[T], T]: ...
 @overload
 def task(
@@ -50,7 +50,7 @@ def task(
     devices: Any = None,
     device_axes: Any = None,
     logical_axes: Any = None,
-    methods: Sequence[str] = ("__call__",),
+    methods: str | Sequence[str] = ("__call__",),
 ) -> T: ...
 @_compat.boundary
 def task(
@@ -62,7 +62,7 @@ def task(
     devices: Any = None,
     device_axes: Any = None,
     logical_axes: Any = None,
-    methods: Sequence[str] = ("__call__",),
+    methods: str | Sequence[str] = ("__call__",),
 ) -> Any:
     """Wraps an NNX module so that calling it inside a step is a task.
 
@@ -78,7 +78,7 @@ def task(
       task: a ready `manymesh.Task`; excludes every argument below but ``methods``.
       mesh, devices, device_axes, logical_axes: as for `manymesh.Task`. Variables that name their axes
         (``nnx.with_partitioning``, ``nnx.Param(..., out_sharding=...)``) are constrained by them.
-      methods: the methods of the module that are tasks.
+      methods: the methods of the module that are tasks; a string is one of them.
 
     Returns:
       The wrapped model, of the kind that was given. Outside a step it computes as the plain one. It works under
@@ -104,8 +104,8 @@ def task(
     """
     described = describe_task("nnx.task", name, task, mesh, devices, device_axes, logical_axes)
     if model is None:
-        return lambda model: _wrap(model, described, tuple(methods))
-    return _wrap(model, described, tuple(methods))
+        return lambda model: _wrap(model, described, names_of(methods))
+    return _wrap(model, described, names_of(methods))
 
 
 def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
@@ -120,6 +120,7 @@ def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
     owner = getattr(model, "__self__", None)
     if isinstance(owner, nnx.Module):
         return functools.partial(_lift(model.__func__, described), owner)
+    check_framework("nnx.task", model)
     if callable(model) and not inspect.isclass(model):
         return _lift(model, described)
     raise TaskError(

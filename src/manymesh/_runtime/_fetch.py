@@ -47,7 +47,7 @@ def fetch(tree: PyTree, process: int | None = None) -> PyTree:
     """
     processes = world()
     count = 1 if processes is None else processes.count
-    if process is not None and not 0 <= process < count:
+    if process is not None and not (isinstance(process, (int, np.integer)) and 0 <= process < count):
         raise ProcessError(f"fetch: process={process!r}, but there are processes 0 to {count - 1}")
     structure: Any
     leaves, structure = jax.tree.flatten(tree)

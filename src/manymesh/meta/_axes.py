@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .._errors import MetadataError
+from .._errors import ArgumentError, MetadataError
 
 PARTITION_NAME = "partition_name"
 """Key in the parameters of a transformation under which the name of the new axis is given."""
@@ -102,6 +102,12 @@ def make_axes(
         axes._hash = hash(key[:-1])
         axes = _shared.setdefault(key, axes)
     return axes
+
+
+def check_mesh(where: str, mesh: object) -> None:
+    """Refuses what is no mesh, such as the name of an axis."""
+    if not isinstance(mesh, AnyMesh):
+        raise ArgumentError(f"{where}: mesh has to be a jax.sharding.Mesh, found {type(mesh).__name__} {mesh!r:.80}")
 
 
 def check_names(names: Any, where: object) -> Names:

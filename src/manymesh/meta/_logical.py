@@ -14,7 +14,7 @@ from .. import _compat
 from .._errors import AxisError, MetadataError
 from .._scope import names_may_be_known
 from .._types import PyTree
-from ._axes import AnyMesh, check_names, make_axes
+from ._axes import AnyMesh, check_mesh, check_names, make_axes
 from ._box import is_axis_metadata
 from ._check import check_divides
 from ._constrain import constrain, constrain_to_axes
@@ -194,6 +194,8 @@ def with_logical_constraint(
 
 def _constrain_names(x: Any, names: Any, rules: Rules, mesh: AnyMesh | None, fallback: RulesFallback) -> Any:
     where = "with_logical_constraint"
+    if mesh is not None:
+        check_mesh(where, mesh)
     names = check_names(names, where)
     if names_may_be_known():
         return constrain(x, names, mesh, where, rules)
@@ -286,6 +288,7 @@ def logical_to_mesh_sharding(
       >>> meta.logical_to_mesh_sharding({"w": P("embed", "hidden")}, mesh, [("hidden", "model")])["w"].spec
       P(None, 'model')
     """
+    check_mesh("logical_to_mesh_sharding", mesh)
     given = as_rules(rules)
     if strict:
         explain(tree, mesh, given, strict=True)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from .._errors import ArgumentError
-from ._axes import AnyMesh, Axes, make_axes
+from ._axes import AnyMesh, Axes, check_mesh, make_axes
 from ._paths import format_path
 from ._rules import Rules, rules_in_task
 
@@ -65,16 +65,19 @@ class Tasks:
         if isinstance(tasks, Mapping):
             pairs = tasks.items()
         elif tasks is not None:
-            pairs = [(".*", tasks)] if hasattr(tasks, "has_named_axes") else list(tasks)
+            several = isinstance(tasks, Iterable) and not hasattr(tasks, "has_named_axes")
+            pairs = list(tasks) if several else [(".*", tasks)]  # type: ignore[arg-type]  # it is an iterable
         self._tasks: list[tuple[re.Pattern[str], TaskLike]] = []
         for pair in pairs:
             if not isinstance(pair, tuple) or len(pair) != 2 or not hasattr(pair[1], "has_named_axes"):
                 raise ArgumentError(
-                    f"{where}: tasks has to be a manymesh.Task, or a mapping from patterns of paths to tasks; found {pair!r}"
+                    f"{where}: tasks has to be a manymesh.Task, or a mapping from patterns of paths to tasks; found {pair!r:.120}"
                 )
             self._tasks.append((re.compile(pair[0]), pair[1]))
         self._mesh = mesh
         self._where = where
+        if mesh is not None:
+            check_mesh(where, mesh)
         if mesh is None and not self._tasks:
             raise ArgumentError(f"{where}: give the mesh, or tasks= that say where what is")
 

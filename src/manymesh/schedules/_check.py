@@ -8,7 +8,7 @@ from collections.abc import Callable
 from .._errors import ScheduleError
 from ._live import live_activations
 from ._types import Action, Order
-from ._validate import rows_of_actions
+from ._validate import require_order, rows_of_actions
 from ._walk import producers, walk
 
 
@@ -34,8 +34,7 @@ def check(order: Order, *, labels: Callable[[Action], str] = str, accumulates: b
       >>> check(GPipe().order((0, 1), 3))
       (3, 3)
     """
-    if not isinstance(order, Order):
-        raise ScheduleError(f"expected an Order, found {type(order).__name__} {order!r}.")
+    require_order("check", order)
     rows_of_actions(order.rows)
     _check_rows(order)
     for submesh, row in enumerate(order.rows):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ._check import check_progress
 from ._types import Action, Order
+from ._validate import require_order
 
 
 def issue_order(order: Order) -> tuple[Action, ...]:
@@ -27,4 +28,5 @@ def issue_order(order: Order) -> tuple[Action, ...]:
       >>> print(*issue_order(OneFOneB().order((0, 1), 2)))
       F0@0 F1@0 F0@1 B1@0 B0@0 F1@1 B1@1 B0@1
     """
+    require_order("issue_order", order)
     return check_progress(order)

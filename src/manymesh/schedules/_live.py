@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .._errors import ScheduleError
 from ._types import Order
+from ._validate import require_order
 
 
 def live_activations(order: Order) -> tuple[int, ...]:
@@ -21,6 +23,7 @@ def live_activations(order: Order) -> tuple[int, ...]:
     Returns:
       ``int[submesh]``, in activations of one stage and one microbatch.
     """
+    require_order("live_activations", order)
     return tuple(int(peak) for peak in peak_memory(order, [1.0] * order.num_stages))
 
 
@@ -33,7 +36,15 @@ def peak_memory(order: Order, activation: Sequence[float]) -> tuple[float, ...]:
 
     Returns:
       ``float[submesh]``, in the same unit.
+
+    Raises:
+      ScheduleError: there is not one activation for each stage.
     """
+    require_order("peak_memory", order)
+    if not hasattr(activation, "__len__") or len(activation) != order.num_stages:
+        raise ScheduleError(
+            f"peak_memory: activation has to be {order.num_stages} numbers, one for each stage of the order, found {activation!r:.80}."
+        )
     if not order.backward:
         return (0.0,) * order.num_submeshes
     frees = "W" if order.splits_backward else "B"

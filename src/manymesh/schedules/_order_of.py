@@ -31,7 +31,12 @@ def order_of(
     Raises:
       ScheduleError: the schedule does not admit the placement, or gives a wrong order.
     """
-    found = schedule.order(placement, num_microbatches, backward=backward)
+    try:
+        found = schedule.order(placement, num_microbatches, backward=backward)
+    except Exception as error:
+        if not isinstance(error, ScheduleError):  # one of the user's own
+            error.add_note(f"in {_asked(schedule, placement, num_microbatches, backward)}")
+        raise
     return proved(
         schedule, found, placement, num_microbatches, backward=backward, labels=labels, accumulates=accumulates
     )
@@ -57,8 +62,7 @@ def proved(
     """
     if isinstance(found, Order) and f"{type(schedule).__module__}.".startswith(_OURS):
         return found
-    name = getattr(schedule, "name", type(schedule).__name__)
-    asked = f"schedule '{name}', order({described(placement)}, {num_microbatches}, backward={backward})"
+    asked = _asked(schedule, placement, num_microbatches, backward)
     if not isinstance(found, Order):
         raise ScheduleError(
             f"{asked}: expected an Order, found {type(found).__name__}; return Order(placement, num_microbatches, rows, ...)."
@@ -73,3 +77,9 @@ def proved(
         hint = " A schedule with W actions has the class attribute splits_backward = True." * cuts
         raise ScheduleError(f"{asked}: {error}{hint}") from None
     return order
+
+
+def _asked(schedule: AbstractSchedule, placement: Sequence[int], num_microbatches: int, backward: bool) -> str:
+    """The call of ``order`` in which something is wrong."""
+    name = getattr(schedule, "name", type(schedule).__name__)
+    return f"schedule '{name}', order({described(placement)}, {num_microbatches}, backward={backward})"

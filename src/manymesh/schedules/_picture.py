@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .._errors import ScheduleError
 from ._draw import draw
 from ._simulate import Simulation, simulate
 from ._types import Order
@@ -24,6 +25,9 @@ def picture(what: Simulation | Order) -> str:
     Returns:
       Lines of at most 100 characters, the last one a legend.
 
+    Raises:
+      ScheduleError: it is neither.
+
     Example:
       >>> from manymesh.schedules import OneFOneB
       >>> print(picture(OneFOneB().order((0, 1, 2), 4)))
@@ -32,4 +36,9 @@ def picture(what: Simulation | Order) -> str:
       2 | ....0>0<<<1>1<<<2>2<<<3>3<<<........
       > forward  < backward  w weight gradient  . waiting; makespan 18, bubble 33.3%
     """
+    if not isinstance(what, Simulation | Order):
+        raise ScheduleError(
+            f"picture: expected a Simulation or an Order, found {type(what).__name__} {what!r:.80}; write "
+            "picture(simulate(schedule, stages, num_microbatches))."
+        )
     return draw(what if isinstance(what, Simulation) else simulate(what))

@@ -27,7 +27,7 @@ def register(schedule: Factory, name: str | None = None) -> Factory:
       `schedule`, so that this serves as a decorator of a class.
 
     Raises:
-      ScheduleError: there is no name, or another schedule has it.
+      ScheduleError: there is no name, another schedule has it, or it is no class or function.
 
     Example:
       >>> import functools
@@ -39,6 +39,11 @@ def register(schedule: Factory, name: str | None = None) -> Factory:
     found: object = name if name is not None else getattr(schedule, "name", None)
     if not isinstance(found, str):
         raise ScheduleError(f"register: {schedule!r} has no name; give one as register(schedule, name).")
+    if not callable(schedule):
+        raise ScheduleError(
+            f"register: {schedule!r} cannot be called; give its class {type(schedule).__name__}, or a function that makes one, as "
+            f"register(lambda: {type(schedule).__name__}(...), {found!r})."
+        )
     if _factories.get(found, schedule) is not schedule:
         raise ScheduleError(f"register: the name '{found}' is taken by {_factories[found]!r}; choose another.")
     _factories[found] = schedule

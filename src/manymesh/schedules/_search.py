@@ -101,9 +101,15 @@ def search(
             f"{num_microbatches!r}; write [{num_microbatches!r}]."
         )
     num_microbatches = [whole_number("search: a number of microbatches", count) for count in num_microbatches]
+    if isinstance(schedules, str) or not isinstance(schedules, Iterable | None):
+        raise ScheduleError(
+            f"search: schedules has to be a list of those to try, found {schedules!r}; write [{schedules!r}]."
+        )
     schedules = None if schedules is None else [get(schedule) for schedule in schedules]
     whole = costs
     cost_of = whole.split if isinstance(whole, Costs) else whole
+    if submeshes is not None:
+        whole_number("search: submeshes", submeshes)
     tried = _placements(stages, stages if submeshes is None else submeshes, placements)
     best: tuple[tuple[float, float, bool, int, str], Choice] | None = None
     refused: list[Choice] = []
@@ -190,6 +196,12 @@ def _placements(stages: int, submeshes: int, given: Iterable[Sequence[int]] | No
     """The placements to try: those that are given, of so many stages, or the usual ones."""
     if given is None:
         return _usual_placements(stages, submeshes)
+    given = list(given) if isinstance(given, Iterable) else given
+    if not isinstance(given, list) or not all(isinstance(p, Iterable) and not isinstance(p, str) for p in given):
+        raise ScheduleError(
+            f"search: placements has to be a list of placements, each with the submesh of every stage, found {given!r:.80}; write "
+            "[(0, 1, ...)]."
+        )
     found = [tuple(placement) for placement in given]
     for placement in found:
         if len(placement) != stages:

@@ -14,7 +14,7 @@ from ._issue import issue_order
 from ._order_of import order_of
 from ._registry import get
 from ._types import AbstractSchedule, Action, Order
-from ._validate import whole_number
+from ._validate import validate, whole_number
 from ._walk import producers
 
 
@@ -165,6 +165,7 @@ def _resolve(
         if stages is None:
             raise ScheduleError("simulate: a schedule by name or object needs stages= or placement=.")
         placement = schedule.default_placement(stages)
+    placement = validate(getattr(schedule, "name", type(schedule).__name__), placement, num_microbatches)
     if stages is not None and stages != len(placement):
         raise ScheduleError(
             f"simulate: stages={stages}, but the placement {tuple(placement)} has {len(placement)}; leave stages out."

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
 from .._errors import ScheduleError
-from ._types import Action
+from ._types import Action, Order
 
 
 def whole_number(what: str, number: object) -> int:
@@ -33,12 +33,22 @@ def validate(name: str, placement: Sequence[int], num_microbatches: int) -> tupl
       The placement as a tuple.
 
     Raises:
-      ScheduleError: there is no stage, a submesh is negative, or no microbatch.
+      ScheduleError: there is no stage, a submesh is negative or no number, or there is no microbatch.
     """
+    if not isinstance(placement, Iterable):
+        raise ScheduleError(
+            f"schedule '{name}': placement has to be the submesh of each stage, such as (0, 1), found {type(placement).__name__} "
+            f"{placement!r:.80}."
+        )
     placement = tuple(placement)
     if not placement:
         raise ScheduleError(f"schedule '{name}': placement is empty; name the submesh of at least one stage.")
     for stage, submesh in enumerate(placement):
+        if not isinstance(submesh, SupportsIndex):
+            raise ScheduleError(
+                f"schedule '{name}': stage {stage} is placed on {type(submesh).__name__} {submesh!r} in {placement}; "
+                "name each stage's submesh by its number."
+            )
         if submesh < 0:
             raise ScheduleError(
                 f"schedule '{name}': stage {stage} is placed on submesh {submesh} in {placement}; "
@@ -46,6 +56,15 @@ def validate(name: str, placement: Sequence[int], num_microbatches: int) -> tupl
             )
     whole_number(f"schedule '{name}': num_microbatches", num_microbatches)
     return placement
+
+
+def require_order(where: str, order: object) -> None:
+    """Refuses what is no `Order`, such as the name of a schedule."""
+    if not isinstance(order, Order):
+        raise ScheduleError(
+            f"{where}: expected an Order, found {type(order).__name__} {order!r:.80}; one is what a schedule's order(placement, "
+            "num_microbatches) gives."
+        )
 
 
 def rows_of_actions(rows: object, where: str = "") -> tuple[tuple[Action, ...], ...]:
