@@ -11,6 +11,7 @@ from .. import _compat
 from .._compat import Var
 from .._layout._layout import Layout
 from .._program import Program
+from .._program._calls import call_body
 from .._program._updates import of_gradients
 
 Kind = Literal["parameters", "optimizer state", "arguments", "constants", "gradients", "activations", "results"]
@@ -70,12 +71,16 @@ def kinds_of(
     for v in looped.intersection(v for f in program.fragments if f.loop is None for v in f.outvars) - pieces:
         if _compat.shape(v) in shapes:  # cast once for all microbatches
             kinds.setdefault(v, "parameters")
-    for v in made_back - read_back:
+    updated = _updated(program, layout)
+    for v in made_back - read_back - updated:
         if _compat.shape(v) in shapes:
             kinds.setdefault(v, "gradients")
+    # A gradient that is handed out is no next value, though it has the form of the parameters.
+    handed_on = {v for f in program.fragments if not f.tasks or f.kind != "F" for v in f.outvars} & of_gradients(program)
     for result, argument in layout.replaces.items():
-        if kinds.get(argument) in ("parameters", "optimizer state"):
-            kinds.setdefault(result, kinds[argument])
+        kind = kinds.get(argument)
+        if kind == "optimizer state" or (kind == "parameters" and result not in handed_on - updated):
+            kinds.setdefault(result, kind)
     for f in program.fragments:  # the mean of a gradient, a clipped one, an update
         if not f.tasks and f.loop is None:
             found = {v for v in f.invars if kinds.get(v) == "gradients"}
@@ -88,6 +93,18 @@ def kinds_of(
         if _compat.is_var(result):
             kinds.setdefault(result, "results")
     return kinds
+
+
+def _updated(program: Program, layout: Layout) -> set[Var]:
+    """Next values that are made of the arguments that they replace, element by element, outside of tasks and loops."""
+    found = set(layout.replaces.values())
+    for f in program.fragments:
+        for eqn in _compat.open_jaxpr(f.jaxpr).eqns if f.loop is None else ():
+            if eqn.primitive.name == "dot_general" or (f.tasks and call_body(eqn) is not None):
+                continue
+            shapes = {_compat.shape(v) for v in eqn.invars if _compat.is_var(v) and v in found}
+            found.update(v for v in eqn.outvars if _compat.is_var(v) and _compat.shape(v) in shapes)
+    return found & layout.replaces.keys()
 
 
 def _behind(program: Program, wanted: set[Var]) -> set[Var]:
