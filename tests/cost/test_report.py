@@ -89,6 +89,19 @@ def test_a_task_without_a_forward_pass_has_its_parameters():
     assert [(line.parameters, line.parameter_bytes) for line in report.tasks] == [(64, 256)]
 
 
+def test_a_stack_of_which_an_update_reads_all_has_its_layers_once():
+    """Where nothing is added up before, the first layer's backward pass updates the whole stack."""
+    meshes = [Mesh(np.array(jax.devices()[i : i + 1]), ("x",)) for i in (0, 1)]
+    layer = mm.task(lambda w, x: jnp.tanh(x @ w), "layer", mesh=meshes)
+
+    def train(ws, x):
+        grads = jax.grad(lambda ws: jnp.mean(jax.lax.scan(lambda h, w: (layer(w, h), None), x, ws)[0] ** 2))(ws)
+        return jax.tree.map(lambda w, g: 0.9 * w - g, ws, grads)
+
+    report = mm.jit(train, donate_argnums=0).lower(jnp.ones((4, 8, 8)), jnp.ones((2, 8))).report()
+    assert [(t.parameters, t.parameter_bytes) for t in report.tasks if t.parameters] == [(2 * 8 * 8, 4 * 2 * 8 * 8)] * 2
+
+
 def test_what_crosses_has_a_name():
     """An activation, its gradient; a weight that two submeshes read by its path; and it adds up to the edges."""
 
@@ -184,7 +197,16 @@ INSIDE = {  # what a task does with its argument -> the axes that are idle then
         lambda x: mm.with_sharding_constraint(jnp.sin(mm.with_sharding_constraint(x, ("data", "model"))), (None, None)),
         set(),
     ),
-    "shard_map": (lambda x: jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("data"), out_specs=P("data"))(x), set()),
+    "shard_map": (
+        lambda x: jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("data"), out_specs=P("data"))(x),
+        {"model"},
+    ),
+    "shard_map that numbers devices": (
+        lambda x: jax.shard_map(
+            lambda x: x + jax.lax.axis_index("model"), mesh=MESH, in_specs=P("data"), out_specs=P("data"), check_vma=False
+        )(x),
+        set(),
+    ),
 }
 
 
@@ -197,6 +219,19 @@ def test_axes_that_shard_nothing(name):
     assert {(a.submesh, a.axis, a.size) for a in report.idle} == {(0, axis, 2) for axis in idle}
     for axis in idle:
         assert f"nothing is sharded over axis {axis!r} of submesh 0: 2 devices compute the same" in str(report)
+
+
+def test_sums_that_stay_in_parts_hide_no_axis_that_shards_nothing():
+    """The batch is sharded, so that sums over it stay in parts until the loop ends: by a ``shard_map`` of ours."""
+
+    def layer(w, x):
+        return jnp.tanh(mm.with_sharding_constraint(x, ("data",)) @ w)
+
+    loss = mm.task(lambda w, x: jnp.mean(layer(w, x) ** 2), "task", mesh=MESH)
+    step = mm.jit(mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2, reduce="mean"))
+    report = step.lower(jnp.eye(4), jnp.ones((8, 4))).report()
+    assert any(r.axes for r in report.reductions)
+    assert {(a.submesh, a.axis, a.size) for a in report.idle} == {(0, "model", 2)}
 
 
 def test_a_key_that_is_put_beside_its_count_shards_nothing():

@@ -71,10 +71,10 @@ def tasks_of(found: Estimate, flops: Sequence[float]) -> tuple[TaskLine, ...]:
     origin = _origins(program.fragments, {v for v in program.invars if found.kinds.get(v) == "parameters"})
     lines = []
     for (name, submesh), fragments in together.items():
-        own: dict[Var, tuple[int, int]] = {}  # the parameter, or the part of it -> how many numbers, bytes
+        parts: dict[Var, dict[Var, int]] = defaultdict(dict)  # parameter -> it, or parts of it -> how many numbers
         for v in (v for f in fragments if f.tasks for v in f.invars if v in origin):
-            count, whole = _count(v), origin[v]
-            own[v if count < _count(whole) else whole] = count, count * nbytes(whole.aval) // max(_count(whole), 1)
+            parts[origin[v]][v] = _count(v)
+        own = {whole: min(sum(read.values()), _count(whole)) for whole, read in parts.items()}
         forward = [f for f in fragments if f.kind == "F"]
         lines.append(
             TaskLine(
@@ -83,7 +83,7 @@ def tasks_of(found: Estimate, flops: Sequence[float]) -> tuple[TaskLine, ...]:
                 sum(runs[f.index] * flops[f.index] for f in forward),
                 sum(runs[f.index] * flops[f.index] for f in fragments if f.kind != "F"),
                 sum(runs[f.index] * found.works[f.index].bytes_read for f in fragments),
-                sum(n for n, _ in own.values()), sum(size for _, size in own.values()),
+                sum(own.values()), sum(n * nbytes(v.aval) // max(_count(v), 1) for v, n in own.items()),
             )
         )  # fmt: skip
     return tuple(sorted(lines, key=lambda line: line.name == "outside tasks"))
