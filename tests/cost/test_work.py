@@ -41,6 +41,16 @@ MODELS = {
         lambda x, w: jax.lax.conv_general_dilated(x, w, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")),
         ((2, 17, 17, 8), (3, 3, 8, 16)),
     ),
+    "padded convolution": (
+        lambda x, w: jax.lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
+        ((2, 7, 7, 8), (3, 3, 8, 16)),
+    ),
+    "dilated convolution": (
+        lambda x, w: jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", rhs_dilation=(2, 2), dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),
+        ((2, 9, 9, 8), (3, 3, 8, 16)),
+    ),
     "depthwise": (
         lambda x, w: jax.lax.conv_general_dilated(
             x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=8
@@ -89,7 +99,7 @@ def grouped(x, w, groups=1):
 
 @pytest.mark.parametrize("groups", [1, 2, 8])
 def test_gradients_of_a_convolution_take_as_much_as_it_does(groups):
-    """That of its kernel has groups in the batch where the convolution has them among the features."""
+    """That of its kernel has groups in the batch where the convolution has them among the features, that of its input padding."""
     x, w = (2, 10, 10, 8), (3, 3, 8 // groups, 16)
     forward = counted(lambda x, w: grouped(x, w, groups), x, w)
     assert forward.matmul_flops == {"float32": 2 * 2 * 8 * 8 * 16 * 3 * 3 * 8 // groups}
@@ -97,6 +107,10 @@ def test_gradients_of_a_convolution_take_as_much_as_it_does(groups):
         lambda x, w, g: jax.linear_transpose(lambda w: grouped(x, w, groups), w)(g), x, w, (2, 8, 8, 16)
     )
     assert of_kernel.matmul_flops == forward.matmul_flops
+    of_input = counted(
+        lambda x, w, g: jax.linear_transpose(lambda x: grouped(x, w, groups), x)(g), x, w, (2, 8, 8, 16)
+    )
+    assert of_input.matmul_flops == forward.matmul_flops
 
 
 def test_a_complex_convolution_takes_four_times_as_much():
