@@ -102,6 +102,45 @@ def test_a_stack_of_which_an_update_reads_all_has_its_layers_once():
     assert [(t.parameters, t.parameter_bytes) for t in report.tasks if t.parameters] == [(2 * 8 * 8, 4 * 2 * 8 * 8)] * 2
 
 
+def test_a_task_that_is_called_several_times_runs_as_often():
+    """Also one whose layers are unstacked, whose copies are parameters as the stack is."""
+    meshes = [Mesh(np.array(jax.devices()[i : i + 1]), ("x",)) for i in (0, 1)]
+    layer = mm.task(lambda w, x: jnp.tanh(x @ w), "layer", mesh=meshes)
+
+    def stacked(ws, x):
+        return jnp.mean(jax.lax.scan(lambda h, w: (layer(w, h), None), x, ws)[0] ** 2)
+
+    for fun in (stacked, jax.grad(stacked)):
+        loop = mm.microbatch(fun, argnum=1, num_microbatches=4, reduce="mean")
+        report = mm.jit(loop).lower(jnp.ones((6, 8, 8)), jnp.ones((8, 8))).report()
+        assert [t.runs for t in report.tasks if t.name == "layer"] == [12, 12]
+        forward = [f for f in report.fragments if f.name.startswith("layer") and f.kind == "F"]
+        assert sum(t.forward_flops for t in report.tasks if t.name == "layer") == sum(
+            f.runs * f.figures.flops for f in forward
+        )
+        for memory in report.memory.values():
+            assert memory.made_of["parameters"] == 2 * 3 * 4 * 8 * 8  # the stack, and its layers
+            assert memory.made_of["activations"] <= 12 * 4 * 2 * 8
+
+
+def test_an_update_beside_a_task_adds_no_parameters_to_it():
+    """Those of all layers on a submesh may be updated with the last backward pass there, once their norm is known."""
+    places = [mm.task(lambda w, x: jnp.tanh(x @ w), f"layer_{i}", devices=[i % 2]) for i in range(4)]
+
+    def loss(ws, x):
+        for task, w in zip(places, ws, strict=True):
+            x = task(w, x)
+        return jnp.mean(x**2)
+
+    def train(ws, x):
+        grads = jax.grad(loss)(ws, x)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
+        return [w - 0.1 * g / norm for w, g in zip(ws, grads, strict=True)]
+
+    report = mm.jit(train, donate_argnums=0).lower([jnp.eye(8)] * 4, jnp.ones((2, 8))).report()
+    assert {t.name: t.parameters for t in report.tasks if t.parameters} == {f"layer_{i}": 64 for i in range(4)}
+
+
 def test_what_crosses_has_a_name():
     """An activation, its gradient; a weight that two submeshes read by its path; and it adds up to the edges."""
 
@@ -203,7 +242,11 @@ INSIDE = {  # what a task does with its argument -> the axes that are idle then
     ),
     "shard_map that numbers devices": (
         lambda x: jax.shard_map(
-            lambda x: x + jax.lax.axis_index("model"), mesh=MESH, in_specs=P("data"), out_specs=P("data"), check_vma=False
+            lambda x: x + jax.lax.axis_index("model"),
+            mesh=MESH,
+            in_specs=P("data"),
+            out_specs=P("data"),
+            check_vma=False,
         )(x),
         set(),
     ),

@@ -107,9 +107,7 @@ def test_gradients_of_a_convolution_take_as_much_as_it_does(groups):
         lambda x, w, g: jax.linear_transpose(lambda w: grouped(x, w, groups), w)(g), x, w, (2, 8, 8, 16)
     )
     assert of_kernel.matmul_flops == forward.matmul_flops
-    of_input = counted(
-        lambda x, w, g: jax.linear_transpose(lambda x: grouped(x, w, groups), x)(g), x, w, (2, 8, 8, 16)
-    )
+    of_input = counted(lambda x, w, g: jax.linear_transpose(lambda x: grouped(x, w, groups), x)(g), x, w, (2, 8, 8, 16))
     assert of_input.matmul_flops == forward.matmul_flops
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 import jax.numpy as jnp
@@ -10,12 +10,28 @@ import jax.numpy as jnp
 from .. import _compat
 from .._compat import Var
 from .._layout._layout import Layout
-from .._program import Program
+from .._program import Fragment, Program
 from .._program._calls import call_body
 from .._program._updates import of_gradients
 
 Kind = Literal["parameters", "optimizer state", "arguments", "constants", "gradients", "activations", "results"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+# A parameter that went through these is still that parameter, or a part of it: cast, laid out for a loop, unstacked.
+SAME = frozenset(
+    [
+        "convert_element_type",
+        "copy",
+        "reshape",
+        "squeeze",
+        "sharding_constraint",
+        "transpose",
+        "optimization_barrier",
+        "slice",
+        "dynamic_slice",
+        "split",
+    ]
+)
 
 
 def kinds_of(
@@ -68,6 +84,8 @@ def kinds_of(
                     kinds.setdefault(v, "gradients")
     read_back = {v for f in program.fragments if f.kind != "F" and f.tasks for v in f.invars}
     shapes = {_compat.shape(v) for v, kind in kinds.items() if kind == "parameters"}
+    for v in origins(program.fragments, {v for v, kind in kinds.items() if kind == "parameters"}):
+        kinds.setdefault(v, "parameters")  # cast, or taken out of a stack, once for all microbatches
     for v in looped.intersection(v for f in program.fragments if f.loop is None for v in f.outvars) - pieces:
         if _compat.shape(v) in shapes:  # cast once for all microbatches
             kinds.setdefault(v, "parameters")
@@ -76,7 +94,9 @@ def kinds_of(
         if _compat.shape(v) in shapes:
             kinds.setdefault(v, "gradients")
     # A gradient that is handed out is no next value, though it has the form of the parameters.
-    handed_on = {v for f in program.fragments if not f.tasks or f.kind != "F" for v in f.outvars} & of_gradients(program)
+    handed_on = {v for f in program.fragments if not f.tasks or f.kind != "F" for v in f.outvars} & of_gradients(
+        program
+    )
     for result, argument in layout.replaces.items():
         kind = kinds.get(argument)
         if kind == "optimizer state" or (kind == "parameters" and result not in handed_on - updated):
@@ -116,3 +136,15 @@ def _behind(program: Program, wanted: set[Var]) -> set[Var]:
                 if not (found & {v for v in eqn.outvars if _compat.is_var(v)} <= updated):
                     found.update(v for v in eqn.invars if _compat.is_var(v))
     return found
+
+
+def origins(fragments: Sequence[Fragment], parameters: Iterable[Var]) -> dict[Var, Var]:
+    """The parameter that each value is, or is a part of: itself, a cast, a layer of a stack."""
+    origin = {v: v for v in parameters}
+    for f in fragments:
+        if not f.tasks and f.loop is None:
+            for eqn in _compat.open_jaxpr(f.jaxpr).eqns:
+                source = eqn.invars[0] if eqn.invars else None
+                if eqn.primitive.name in SAME and _compat.is_var(source) and source in origin:
+                    origin.update(dict.fromkeys(eqn.outvars, origin[source]))
+    return origin

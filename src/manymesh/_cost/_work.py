@@ -277,10 +277,10 @@ def _conv(eqn: Eqn) -> float:
     terms = math.prod(made[d] for d in numbers.out_spec[:2]) * kernel[numbers.rhs_spec[1]]
     steps = params["window_strides"], params["lhs_dilation"], params["rhs_dilation"], params["padding"]
     of_spatial = (spec[2:] for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
-    for i, k, o, stride, spread, apart, (before, _) in zip(*of_spatial, *steps, strict=True):
+    for i, k, o, stride, thinned, apart, (before, _) in zip(*of_spatial, *steps, strict=True):
         places, taps = np.arange(made[o]) * stride - before, np.arange(kernel[k]) * apart
         several, each = (places, taps) if len(places) > len(taps) else (taps, places)
-        terms *= sum(_in_input(several + one, given[i], spread) for one in each.tolist())
+        terms *= sum(_in_input(several + one, given[i], thinned) for one in each.tolist())
     return float(_each(eqn) * terms)
 
 
