@@ -143,6 +143,20 @@ def test_activations_in_flight_are_those_of_the_schedule():
         assert [m.position for m in memory.timeline] == sorted(m.position for m in memory.timeline)
 
 
+def test_pieces_of_a_batch_are_arguments():
+    """Cut and cast before the loop: they wait for no backward pass, and no checkpoint makes them fewer."""
+    task = mm.task(lambda w, x: jnp.tanh(x @ w), "task", devices=[0])
+
+    def step(w, x):
+        grad = jax.value_and_grad(lambda w, x: jnp.sum(task(w, x)))
+        return mm.microbatch(grad, argnum=1, num_microbatches=8)(w, x.astype("float32"))
+
+    lowered = mm.jit(step).lower(jnp.eye(4), jnp.ones((32, 4), "bfloat16"))
+    (memory,) = lowered.memory_analysis().values()
+    assert memory.made_of["arguments"] == 32 * 4 * (2 + 4)
+    assert max(m.activation_bytes for m in memory.timeline) <= 4 * 4 * 4 * 2
+
+
 def test_every_kind_of_value_is_told_apart():
     """Parameters in another dtype, beside a mask that is made of the batch; gradients that are handed out."""
     front, back = (

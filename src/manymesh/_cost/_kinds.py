@@ -84,8 +84,13 @@ def kinds_of(
                     kinds.setdefault(v, "gradients")
     read_back = {v for f in program.fragments if f.kind != "F" and f.tasks for v in f.invars}
     shapes = {_compat.shape(v) for v, kind in kinds.items() if kind == "parameters"}
-    for v in origins(program.fragments, {v for v, kind in kinds.items() if kind == "parameters"}):
-        kinds.setdefault(v, "parameters")  # cast, or taken out of a stack, once for all microbatches
+    # What is cast, taken out of a stack or cut into pieces, once for all microbatches.
+    for same in ("parameters", "arguments"):
+        for v in origins(program.fragments, {v for v, kind in kinds.items() if kind == same}):
+            kinds.setdefault(v, same)
+    for inner, outer in (pair for loop in program.loops for pair in loop.xs):
+        if all(kinds.get(v) == "arguments" for v in outer if _compat.is_var(v)):
+            kinds.setdefault(inner, "arguments")
     for v in looped.intersection(v for f in program.fragments if f.loop is None for v in f.outvars) - pieces:
         if _compat.shape(v) in shapes:  # cast once for all microbatches
             kinds.setdefault(v, "parameters")
@@ -139,7 +144,7 @@ def _behind(program: Program, wanted: set[Var]) -> set[Var]:
 
 
 def origins(fragments: Sequence[Fragment], parameters: Iterable[Var]) -> dict[Var, Var]:
-    """The parameter that each value is, or is a part of: itself, a cast, a layer of a stack."""
+    """The parameter, or other argument, that each value is, or is a part of: itself, a cast, a layer of a stack."""
     origin = {v: v for v in parameters}
     for f in fragments:
         if not f.tasks and f.loop is None:
