@@ -15,10 +15,12 @@ from rich.console import Console
 import manymesh as mm
 import manymesh.nnx
 from flax import nnx
+from manymesh._cost import _view
 from manymesh._cost._clock import Durations
 from manymesh._cost._view import sums
 from manymesh._program import Reduction
 from manymesh._report import Report
+from manymesh._shown import format_bytes
 from manymesh.inspect import Hardware
 from manymesh.schedules import Costs
 from stages import WIDTH, assert_same, back, loss, microbatched, parameters, rows
@@ -382,6 +384,24 @@ def test_a_report_is_shown_by_rich_and_told_in_a_line():
     assert report._repr_html_().startswith("<pre") and "front -&gt; back" in report._repr_html_()
     assert "\n" not in repr(report) and f"at most {report.peak_bytes} bytes" in repr(report)
     assert isinstance(report, Report)
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (_view._flops(999.4e9), "999 GFLOP"),
+        (_view._flops(999.6e9), "1 TFLOP"),
+        (_view._flops(1.25e18), "1.25 EFLOP"),
+        (_view._seconds(0.9996), "1 s"),
+        (_view._seconds(0.0994), "99.4 ms"),
+        (_view._seconds(1234.5), "1234 s"),
+        (format_bytes(2**20 - 1), "1.0 MiB"),
+        (format_bytes(2**20 - 100), "1023.9 KiB"),
+    ],
+)
+def test_numbers_just_below_a_unit_are_one_of_it(written, text):
+    """Not a thousand of the one before, and never in powers of ten."""
+    assert written == text
 
 
 def test_a_large_plan_is_told_in_a_page_in_seconds():
