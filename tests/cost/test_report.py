@@ -71,6 +71,21 @@ def test_nothing_is_compiled_for_a_report(monkeypatch):
     assert {f.executable for f in report.fragments} == {None}
 
 
+def test_what_marks_a_task_in_a_loop_costs_nothing():
+    """A long loop around a task of one submesh is one task, which holds it: neither operations nor copies of its arguments."""
+    cell = mm.task(lambda w, x: jnp.tanh(x @ w), "cell", devices=[0])
+
+    def rolled(w, x):
+        return jax.lax.scan(lambda h, _: (cell(w, h), None), x, None, length=40)[0]
+
+    made = mm.jit(rolled).lower(jnp.eye(32), jnp.ones((8, 32))).compile()
+    (line,), (memory,) = made.report().fragments, made.report().memory.values()
+    assert line.counted.flops == 40 * (2 * 8 * 32 * 32 + 8 * 32)
+    assert line.counted.nbytes < 1.2 * 4 * 40 * (32 * 32 + 4 * 8 * 32)
+    assert line.counted.temporary_bytes == 4 * 8 * 32
+    assert not any("manymesh" in h.name for h in memory.holds)
+
+
 def test_a_task_says_where_it_is_and_what_it_does():
     """Products of [2, 4] and [4, 4], one each way forward; two back, but one where no gradient goes on; little besides."""
     tasks = {task.name: task for task in lowered().report().tasks}

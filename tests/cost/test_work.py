@@ -111,6 +111,31 @@ def test_gradients_of_a_convolution_take_as_much_as_it_does(groups):
     assert of_input.matmul_flops == forward.matmul_flops
 
 
+TURNED = {  # subscripts of a product with a kernel, whose gradient is a transposed product
+    "kernel": "bd,df->bf",
+    "a kernel of each expert": "ebd,edf->ebf",
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_a_gradient_of_a_kernel_is_written_once(name):
+    """XLA multiplies the other way around and writes it as it is wanted."""
+    left, right, out = TURNED[name].replace("->", ",").split(",")
+    sizes = {"e": 4, "b": 64, "d": 32, "f": 64}
+    x, w, g = (tuple(sizes[c] for c in names) for names in (left, right, out))
+
+    def gradient(x, g):
+        def product(w):
+            return jnp.einsum(TURNED[name], x, w)
+
+        return jax.linear_transpose(product, jax.ShapeDtypeStruct(w, "float32"))(g)
+
+    compiled = jax.jit(gradient).lower(*[jax.ShapeDtypeStruct(s, "float32") for s in (x, g)]).compile()
+    found = counted(gradient, x, g, on_cpu=False)
+    assert found.temporary_bytes == compiled.memory_analysis().temp_size_in_bytes == 0
+    assert found.bytes_read + found.bytes_written == compiled.cost_analysis()["bytes accessed"]
+
+
 def test_a_complex_convolution_takes_four_times_as_much():
     def fun(x, w):
         return grouped(jax.lax.complex(x, x), jax.lax.complex(w, w))

@@ -61,9 +61,11 @@ def kinds_of(
     read = _behind(program, {v for f in passes for v in f.invars})
     kept = {program.invars[i] for i, _ in states}
     made_back = {v for f in program.fragments if f.kind != "F" and f.loop is None for v in f.outvars}
-    results = {(_compat.shape(v), _compat.dtype(v)) for v, _ in program.outputs if _compat.is_var(v)}
+    gradients = of_gradients(program)
+    handed_out = {
+        (_compat.shape(v), _compat.dtype(v)) for v, _ in program.outputs if _compat.is_var(v) and v in gradients
+    }
     trains = any(f.kind != "F" for f in program.fragments)
-    handed_out = results if trains else set()
     owned = kept if trains else {program.invars[count + k] for k in first} - kept
     looped = {v for f in program.fragments if f.loop is not None for v in f.invars}
     invariant = _behind(program, looped) - pieces

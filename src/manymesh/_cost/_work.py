@@ -89,6 +89,8 @@ _NO_FLOPS = frozenset(
         "reshard",
         "sharding_constraint",
         "manymesh_constraint",
+        "manymesh_border",
+        "manymesh_box",
         "select_n",
         "copy_p",
         "device_put",
