@@ -131,9 +131,36 @@ def test_a_gradient_of_a_kernel_is_written_once(name):
         return jax.linear_transpose(product, jax.ShapeDtypeStruct(w, "float32"))(g)
 
     compiled = jax.jit(gradient).lower(*[jax.ShapeDtypeStruct(s, "float32") for s in (x, g)]).compile()
-    found = counted(gradient, x, g, on_cpu=False)
-    assert found.temporary_bytes == compiled.memory_analysis().temp_size_in_bytes == 0
-    assert found.bytes_read + found.bytes_written == compiled.cost_analysis()["bytes accessed"]
+    for on_cpu in (True, False):
+        found = counted(gradient, x, g, on_cpu=on_cpu)
+        assert found.temporary_bytes == compiled.memory_analysis().temp_size_in_bytes == 0
+        assert found.bytes_read + found.bytes_written == compiled.cost_analysis()["bytes accessed"]
+
+
+ORDERS = {  # dimensions that are summed over, and those of a batch, of each operand
+    "first and first": (((0,), (0,)), ((), ()), (64, 32), (64, 48)),
+    "first and last": (((0,), (1,)), ((), ()), (64, 32), (48, 64)),
+    "in a batch": (((1,), (2,)), ((0,), (0,)), (4, 64, 32), (4, 48, 64)),
+    "two of them": (((0, 1), (0, 1)), ((), ()), (4, 16, 32), (4, 16, 48)),
+    "before two others": (((0,), (0,)), ((), ()), (4, 16, 32), (4, 48)),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_product_on_cpu_copies_what_it_cannot_read(name):
+    """Not an operand with one dimension of each kind, which it reads either way."""
+    *dimensions, left, right = ORDERS[name]
+
+    def fun(a, b):
+        return jax.lax.dot_general(a, b, tuple(dimensions))
+
+    given = [jax.ShapeDtypeStruct(s, "float32") for s in (left, right)]
+    needed = jax.jit(fun).lower(*given).compile().memory_analysis().temp_size_in_bytes
+    assert (
+        counted(fun, left, right).temporary_bytes
+        == needed
+        == (0 if name not in ("two of them", "before two others") else 8192)
+    )
 
 
 def test_a_complex_convolution_takes_four_times_as_much():

@@ -158,7 +158,8 @@ class _Counter:
             order = [*batch, *(others if side == 0 else summed), *(summed if side == 0 else others)]
             (base,) = roots[k] if len(roots[k]) == 1 else (k,)
             given = base in self.found.inputs or base in self.heavy
-            if order == sorted(order) or (side and rank == 2) or not given:
+            plain = len(others) == len(summed) == 1 and sorted(batch) == list(range(len(batch)))  # read either way
+            if order == sorted(order) or plain or not given:
                 continue
             if (base, side) not in copies:
                 copies[base, side] = len(self.bytes)
