@@ -57,7 +57,7 @@ def tasks_of(found: Estimate, flops: Sequence[float]) -> tuple[TaskLine, ...]:
     lines = []
     for (name, submesh), fragments in together.items():
         parts: dict[Var, dict[Var, int]] = defaultdict(dict)  # parameter -> it, or parts of it -> how many numbers
-        for v in (v for f in fragments if f.tasks for v in _read_by_tasks(f) if v in origin):
+        for v in (v for f in fragments if f.tasks for v in _own(f) if v in origin):
             parts[origin[v]][v] = _count(v)
         own = {whole: min(sum(read.values()), _count(whole)) for whole, read in parts.items()}
         forward = [f for f in fragments if f.kind == "F"]
@@ -75,11 +75,14 @@ def tasks_of(found: Estimate, flops: Sequence[float]) -> tuple[TaskLine, ...]:
     return tuple(sorted(lines, key=lambda line: line.name == "outside tasks"))
 
 
-def _read_by_tasks(f: Fragment) -> list[Var]:
-    """What the tasks of a fragment read of what comes in, not what runs beside them, such as an update of other parameters."""
+def _own(f: Fragment) -> list[Var]:
+    """What a task reads of what comes in, and what joined its forward pass, such as a head that is in no task.
+
+    An update of other parameters, which may join its backward pass, is none of that.
+    """
     eqns = _compat.open_jaxpr(f.jaxpr).eqns
     inner = [bool(list(_compat.jaxprs_in(eqn))) for eqn in eqns]
-    if not any(inner):
+    if f.kind == "F" or not any(inner):
         return f.invars
     read = set[Var]()
     for eqn, is_task in zip(reversed(eqns), reversed(inner), strict=True):
