@@ -250,6 +250,19 @@ def test_a_wrong_count_is_named(monkeypatch):
     assert f"back: flops {off.counted:.6g}, 1e+06 ({off.by:+.1%})" in str(compiled.report())
 
 
+def test_figures_of_what_other_processes_run_are_said_to_be_ours(monkeypatch):
+    compiled = lowered().compile()
+    assert compiled.report().elsewhere == () and "figures are XLA's\n" in str(compiled.report())
+    names = [f.name for f in compiled.program.fragments]
+    there = [e if name != "back" else None for e, name in zip(compiled._lowered.executables, names, strict=True)]
+    monkeypatch.setattr(compiled._lowered, "executables", there)
+    report = compiled.report()
+    assert report.elsewhere == ("back",) and report.to_dict()["elsewhere"] == ["back"]
+    assert "figures are XLA's, of 1 that other processes run our own count" in str(report)
+    (line,) = (f for f in report.fragments if f.name == "back")
+    assert line.figures == line.counted
+
+
 INSIDE = {  # what a task does with its argument -> the axes that are idle then
     "nothing": (lambda x: x, {"data", "model"}),
     "a constraint": (lambda x: mm.with_sharding_constraint(x, ("data", None)), {"model"}),
