@@ -210,6 +210,24 @@ def test_gradients_that_are_handed_out_are_no_next_values(count):
         assert [kinds[v] for v, _ in lowered.program.outputs] == expected
 
 
+def test_moments_that_an_update_before_another_pass_reads_are_no_parameters():
+    """A step that trains and then evaluates: the update may run with the second forward pass."""
+    front, back = (mm.task(lambda w, x: jnp.tanh(x @ w), name, devices=[i]) for i, name in enumerate(("front", "back")))
+
+    def loss(ws, x):
+        return jnp.mean(back(ws["back"], front(ws["front"], x)) ** 2)
+
+    def step(ws, moments, x):
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, jax.grad(loss)(ws, x))
+        ws = jax.tree.map(lambda w, m: w - 0.1 * m, ws, moments)
+        return ws, moments, loss(ws, x)
+
+    ws = {"front": jnp.eye(4), "back": jnp.eye(4)}
+    lowered = mm.jit(step).lower(ws, ws, jnp.ones((2, 4)))
+    kinds = lowered._estimate.kinds
+    assert [kinds[v] for v in lowered.program.invars[:4]] == ["parameters"] * 2 + ["optimizer state"] * 2
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_several_updates_in_a_step_hold_the_gradients_of_one(tied):
     """A scan over training steps, as a GAN's two phases: accumulators are made when their loop starts, also parts of them."""

@@ -58,10 +58,10 @@ def kinds_of(
     forward = {task for f in program.fragments if f.kind == "F" for task in f.tasks}
     # A task of which only the gradient is wanted may have no forward pass of its own; its backward pass computes it.
     passes = [f for f in program.fragments if f.tasks and (f.kind == "F" or forward.isdisjoint(f.tasks))]
-    read = _behind(program, {v for f in passes for v in f.invars})
+    gradients = of_gradients(program)
+    read = _behind(program, {v for f in passes for v in _read_forward(f, gradients)})
     kept = {program.invars[i] for i, _ in states}
     made_back = {v for f in program.fragments if f.kind != "F" and f.loop is None for v in f.outvars}
-    gradients = of_gradients(program)
     handed_out = {
         (_compat.shape(v), _compat.dtype(v)) for v, _ in program.outputs if _compat.is_var(v) and v in gradients
     }
@@ -120,6 +120,17 @@ def kinds_of(
         if _compat.is_var(result):
             kinds.setdefault(result, "results")
     return kinds
+
+
+def _read_forward(f: Fragment, gradients: set[Var]) -> Iterable[Var]:
+    """What a forward pass reads, not what an update reads that runs with it, as in a step that trains and then evaluates."""
+    if f.loop is not None:
+        return f.invars
+    read = set(f.outvars)
+    for eqn in reversed(_compat.open_jaxpr(f.jaxpr).eqns):
+        if _compat.jaxprs_in(eqn) or not (read & {v for v in eqn.outvars if _compat.is_var(v)} <= gradients):
+            read.update(v for v in eqn.invars if _compat.is_var(v))
+    return read.intersection(f.invars)
 
 
 def _updated(program: Program, layout: Layout) -> set[Var]:
