@@ -260,7 +260,7 @@ def test_a_decorator_with_arguments():
     with pytest.raises(mm.errors.ArgumentError, match="takes a function, found NoneType"):
         mm.jit(None)
     with pytest.raises(
-        mm.errors.ArgumentError, match=r"microbatch takes a function, found tuple: write microbatch\(jax.value"
+        mm.errors.MicrobatchError, match=r"expected a function, found tuple .*; write microbatch\(jax.value"
     ):
         mm.microbatch((1.0, 2.0), argnum=1, num_microbatches=2)
 

@@ -178,8 +178,8 @@ def _check_kinds(
     """Refuses what is no function, no position of an argument, or no number of stages."""
     if not callable(fun):
         raise MicrobatchError(
-            f"microbatch: expected a function, found {type(fun).__name__} {fun!r:.80}; give it the function, and the "
-            "arguments to what it returns"
+            f"microbatch: expected a function, found {type(fun).__name__} {fun!r:.80}; write "
+            "microbatch(jax.value_and_grad(loss), ...)(params, batch), which calls it for each piece"
         )
     for label, number in (("rng_argnum", rng_argnum), ("state_argnum", state_argnum)):
         if number is not None and not is_whole(number):

@@ -56,6 +56,7 @@ class Report(Shown):
       hardware: what times are predicted for.
       idle: the axes of submeshes that shard nothing, so that the devices along them all compute the same.
       shared: devices that several submeshes have, so that what these run there takes turns; the clock knows that.
+      elsewhere: of a compiled step the fragments that other processes run; their figures are our own count.
     """
 
     fragments: tuple[FragmentLine, ...]
@@ -75,6 +76,7 @@ class Report(Shown):
     hardware: Hardware | None = None
     idle: tuple[IdleAxis, ...] = ()
     shared: tuple[SharedDevices, ...] = ()
+    elsewhere: tuple[str, ...] = ()
     _rows: Callable[[], list[Row]] = field(default=list, repr=False, compare=False)
 
     @property
@@ -135,7 +137,8 @@ class Report(Shown):
         if self.compiled is None:
             yield f"{count}, planned, not compiled; figures are our own count"
         else:
-            yield f"{count}, {self.compiled} compiled, {self.reused} reused; figures are XLA's"
+            others = f", of {len(self.elsewhere)} that other processes run our own count" if self.elsewhere else ""
+            yield f"{count}, {self.compiled} compiled, {self.reused} reused; figures are XLA's{others}"
         yield from _view.too_small(self.memory, self.hardware)
         yield from (f"finding: {finding}" for finding in self.findings)
         yield from _view.schedule(self.loops, self.prediction)
@@ -238,6 +241,7 @@ def make_report(
             tuple(b / course.seconds if course.seconds else 0.0 for b in course.busy), course,
         ),
         off, found.findings, hardware, idle_axes(program, found.layout), shared,
+        tuple(f.name for f, e in zip(program.fragments, executables or (), strict=False) if e is None),
         functools.partial(rows, program, found.layout, plan, course.starts, course.ends, course.arguments),
     )  # fmt: skip
 

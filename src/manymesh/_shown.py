@@ -110,11 +110,11 @@ def shortened(text: str, most: int = MOST, whole: str = "") -> str:
 
 def format_bytes(count: float) -> str:
     """A number of bytes with a binary unit: ``640 B``, ``1.5 KiB``."""
-    if count < 1024:
+    if count < 1023.5:
         return f"{count:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):
         count /= 1024
-        if count < 1024 or unit == "TiB":
+        if count < 1023.95 or unit == "TiB":  # which is printed as 1024.0
             break
     return f"{count:.1f} {unit}"
 

@@ -130,6 +130,27 @@ def test_the_thread_that_issues_holds_everything_up():
     assert course.seconds == runs
 
 
+@pytest.mark.parametrize("cores", [None, 64.0])
+def test_a_step_begins_with_its_first_launch(cores):
+    """As in a recording: what a device waits for before it starts is a part of it where that is the launch alone."""
+    lowered = mm.jit(microbatched()).lower(parameters(), rows())
+    program, plan = lowered.program, lowered.plan
+    count = len(program.fragments)
+    given = Durations([4.0] * count, issues=[1.0] * count, cores=cores, demand=[1.0] * count)
+    course = run_clock(program, plan, given)
+    runs = [(k, i) for k, i in enumerate(plan.instructions) if isinstance(i, Run)]
+    (first, _), *_ = runs
+    assert (course.starts[first], course.ends[first]) == pytest.approx((0.0, 5.0))
+    for submesh in range(len(program.submeshes)):
+        own = [k for k, i in runs if i.submesh == submesh]
+        assert all(course.ends[a] <= course.starts[b] for a, b in zip(own, own[1:], strict=False))
+        assert any(course.ends[k] - course.starts[k] == pytest.approx(4.0) for k in own)  # launched while another runs
+    report = lowered.report(times=given)
+    compared = mm.inspect.Recording().compare(report)
+    assert compared.predicted_seconds == pytest.approx(report.prediction.seconds)
+    assert compared.predicted_bubble == pytest.approx(report.prediction.bubble_fraction)
+
+
 def test_submeshes_that_share_a_device_take_turns():
     """Two tasks on two meshes of which one is a part of the other run one after the other there."""
     wide = mm.task(lambda x: x @ x, "wide", devices=[0, 1], device_axes=("d",))

@@ -45,6 +45,12 @@ def sequence_parallel(ws, x):
     return asked(jnp.tanh(h) @ asked(down, "model"), None, "model")
 
 
+def convolved(w, x, groups=1):
+    return jax.lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+    )
+
+
 def own_exchange(x):
     def total(x):
         return jax.lax.psum(x, "model")
@@ -87,6 +93,19 @@ CASES = {  # function, shapes, specs, XLA's collectives, bytes that each device 
         lambda w, x: jax.vmap(lambda w, x: w.at[jnp.array([0, 2])].add(x))(w, x),
         ((8, 4, 16), "float32"), ((8, 2, 16), "float32"), (P("model"), P("model")), {}, 0,
     ),
+    "gradient of a kernel": (
+        lambda w, x: jax.linear_transpose(lambda w: convolved(w, x), w)(x),
+        ((3, 3, 16, 16), "float32"), ((8, 4, 4, 16), "float32"), (P(), P("model")), {"all-reduce": 1}, 2 * MOST * 9 * KIB,
+    ),
+    "channels of a convolution": (
+        convolved,
+        ((3, 3, 16, 16), "float32"), ((4, 4, 4, 16), "float32"), (P(None, None, "model"), P(None, None, None, "model")),
+        {"all-reduce": 1}, 2 * MOST * 4 * KIB,
+    ),
+    "channels that a convolution leaves apart": (
+        lambda w, x: convolved(w, x, 16),
+        ((3, 3, 1, 16), "float32"), ((4, 4, 4, 16), "float32"), (P(None, None, None, "model"), P(None, None, None, "model")), {}, 0,
+    ),
     "by hand": (lambda w, x: own_exchange(x) + w, ((), "float32"), ((16, 64), "float32"), (P(), P("model")), {"all-reduce": 1}, 2 * MOST * KIB),
 }  # fmt: skip
 
@@ -106,6 +125,17 @@ def test_collectives_are_those_of_xla(name):
     found, made = both(fun, (w, x), specs)
     assert made == collectives
     assert (found.exchanges, found.exchanged_bytes) == (sum(collectives.values()), sent)
+
+
+@pytest.mark.parametrize(
+    "name", ["gradient of a kernel", "channels of a convolution", "channels that a convolution leaves apart"]
+)
+def test_devices_share_the_terms_of_a_convolution(name):
+    """Of those that are added up across devices each has its part."""
+    fun, w, x, specs, _, _ = CASES[name]
+    shared, _ = both(fun, (w, x), specs)
+    alone, _ = both(fun, (w, x), (P(), P()))
+    assert shared.matmul_flops == {"float32": alone.matmul_flops["float32"] / AXES["model"]}
 
 
 BY_HAND = {  # of 1 KiB on each device, what a device sends

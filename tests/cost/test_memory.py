@@ -119,6 +119,16 @@ def test_a_peak_says_what_it_is_made_of():
         assert sum(h.nbytes for h in memory.holds) <= memory.peak_bytes
 
 
+def test_what_is_taken_over_at_the_peak_is_named_once():
+    """By what a fragment makes of it, as in the kinds that the peak consists of."""
+    task = mm.task(jnp.sin, "task", devices=[0])
+    lowered = mm.jit(task, donate_argnums=0).lower(jnp.ones((64, 64)))
+    for memory in (lowered.memory_analysis(), lowered.compile().memory_analysis()):
+        (memory,) = memory.values()
+        assert memory.made_of == {"results": memory.peak_bytes} == {"results": 4 * 64 * 64}
+        assert [(h.name, h.kind, h.values, h.nbytes) for h in memory.holds] == [("result", "results", 1, 4 * 64 * 64)]
+
+
 def test_activations_in_flight_are_those_of_the_schedule():
     """GPipe holds all microbatches; 1F1B as many as there are stages after."""
 
@@ -131,6 +141,20 @@ def test_activations_in_flight_are_those_of_the_schedule():
     assert one[0] > 2 * one[2]  # the last stage frees what it made at once, and shares the batch
     for memory in trained("gpipe")[0].memory_analysis().values():
         assert [m.position for m in memory.timeline] == sorted(m.position for m in memory.timeline)
+
+
+def test_pieces_of_a_batch_are_arguments():
+    """Cut and cast before the loop: they wait for no backward pass, and no checkpoint makes them fewer."""
+    task = mm.task(lambda w, x: jnp.tanh(x @ w), "task", devices=[0])
+
+    def step(w, x):
+        grad = jax.value_and_grad(lambda w, x: jnp.sum(task(w, x)))
+        return mm.microbatch(grad, argnum=1, num_microbatches=8)(w, x.astype("float32"))
+
+    lowered = mm.jit(step).lower(jnp.eye(4), jnp.ones((32, 4), "bfloat16"))
+    (memory,) = lowered.memory_analysis().values()
+    assert memory.made_of["arguments"] == 32 * 4 * (2 + 4)
+    assert max(m.activation_bytes for m in memory.timeline) <= 4 * 4 * 4 * 2
 
 
 def test_every_kind_of_value_is_told_apart():
@@ -159,6 +183,49 @@ def test_every_kind_of_value_is_told_apart():
     assert [kinds[v] for v, _ in lowered.program.outputs[1:]] == ["gradients", "gradients"]
     tasks = {task.name: task.parameters for task in lowered.report().tasks}
     assert (tasks["front"], tasks["back"]) == (1024, 1024)  # though the tasks read casts of them
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_that_are_handed_out_are_no_next_values(count):
+    """Though they have the form of the parameters; what an update makes is, also right after the backward pass."""
+    front, back = (mm.task(lambda w, x: jnp.tanh(x @ w), name, devices=[i]) for i, name in enumerate(("front", "back")))
+
+    def loss(ws, x):
+        return jnp.mean(back(ws["back"], front(ws["front"], x)) ** 2)
+
+    grad = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=count, reduce="mean")
+
+    def update(state, x):
+        ws, moments = state
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grad(ws, x))
+        return jax.tree.map(lambda w, m: w - 0.1 * m, ws, moments), moments
+
+    ws, x = {"front": jnp.eye(4), "back": jnp.eye(4)}, jnp.ones((2, 4))
+    for fun, given, expected in (
+        (grad, ws, ["gradients"] * 2),
+        (update, (ws, ws), ["parameters"] * 2 + ["optimizer state"] * 2),
+    ):
+        lowered = mm.jit(fun).lower(given, x)
+        kinds = lowered._estimate.kinds
+        assert [kinds[v] for v, _ in lowered.program.outputs] == expected
+
+
+def test_moments_that_an_update_before_another_pass_reads_are_no_parameters():
+    """A step that trains and then evaluates: the update may run with the second forward pass."""
+    front, back = (mm.task(lambda w, x: jnp.tanh(x @ w), name, devices=[i]) for i, name in enumerate(("front", "back")))
+
+    def loss(ws, x):
+        return jnp.mean(back(ws["back"], front(ws["front"], x)) ** 2)
+
+    def step(ws, moments, x):
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, jax.grad(loss)(ws, x))
+        ws = jax.tree.map(lambda w, m: w - 0.1 * m, ws, moments)
+        return ws, moments, loss(ws, x)
+
+    ws = {"front": jnp.eye(4), "back": jnp.eye(4)}
+    lowered = mm.jit(step).lower(ws, ws, jnp.ones((2, 4)))
+    kinds = lowered._estimate.kinds
+    assert [kinds[v] for v in lowered.program.invars[:4]] == ["parameters"] * 2 + ["optimizer state"] * 2
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -15,10 +15,12 @@ from rich.console import Console
 import manymesh as mm
 import manymesh.nnx
 from flax import nnx
+from manymesh._cost import _view
 from manymesh._cost._clock import Durations
 from manymesh._cost._view import sums
 from manymesh._program import Reduction
 from manymesh._report import Report
+from manymesh._shown import format_bytes
 from manymesh.inspect import Hardware
 from manymesh.schedules import Costs
 from stages import WIDTH, assert_same, back, loss, microbatched, parameters, rows
@@ -69,6 +71,21 @@ def test_nothing_is_compiled_for_a_report(monkeypatch):
     assert {f.executable for f in report.fragments} == {None}
 
 
+def test_what_marks_a_task_in_a_loop_costs_nothing():
+    """A long loop around a task of one submesh is one task, which holds it: neither operations nor copies of its arguments."""
+    cell = mm.task(lambda w, x: jnp.tanh(x @ w), "cell", devices=[0])
+
+    def rolled(w, x):
+        return jax.lax.scan(lambda h, _: (cell(w, h), None), x, None, length=40)[0]
+
+    made = mm.jit(rolled).lower(jnp.eye(32), jnp.ones((8, 32))).compile()
+    (line,), (memory,) = made.report().fragments, made.report().memory.values()
+    assert line.counted.flops == 40 * (2 * 8 * 32 * 32 + 8 * 32)
+    assert line.counted.nbytes < 1.2 * 4 * 40 * (32 * 32 + 4 * 8 * 32)
+    assert line.counted.temporary_bytes == 4 * 8 * 32
+    assert not any("manymesh" in h.name for h in memory.holds)
+
+
 def test_a_task_says_where_it_is_and_what_it_does():
     """Products of [2, 4] and [4, 4], one each way forward; two back, but one where no gradient goes on; little besides."""
     tasks = {task.name: task for task in lowered().report().tasks}
@@ -87,6 +104,62 @@ def test_a_task_without_a_forward_pass_has_its_parameters():
     report = mm.jit(jax.grad(task)).lower(jnp.ones((8, 8)), jnp.ones((4, 8))).report()
     assert [f.kind for f in report.fragments] == ["B"]
     assert [(line.parameters, line.parameter_bytes) for line in report.tasks] == [(64, 256)]
+
+
+def test_a_stack_of_which_an_update_reads_all_has_its_layers_once():
+    """Where nothing is added up before, the first layer's backward pass updates the whole stack."""
+    meshes = [Mesh(np.array(jax.devices()[i : i + 1]), ("x",)) for i in (0, 1)]
+    layer = mm.task(lambda w, x: jnp.tanh(x @ w), "layer", mesh=meshes)
+
+    def train(ws, x):
+        grads = jax.grad(lambda ws: jnp.mean(jax.lax.scan(lambda h, w: (layer(w, h), None), x, ws)[0] ** 2))(ws)
+        return jax.tree.map(lambda w, g: 0.9 * w - g, ws, grads)
+
+    report = mm.jit(train, donate_argnums=0).lower(jnp.ones((4, 8, 8)), jnp.ones((2, 8))).report()
+    assert [(t.parameters, t.parameter_bytes) for t in report.tasks if t.parameters] == [(2 * 8 * 8, 4 * 2 * 8 * 8)] * 2
+
+
+def test_a_task_that_is_called_several_times_runs_as_often():
+    """Also one whose layers are unstacked, whose copies are parameters as the stack is."""
+    meshes = [Mesh(np.array(jax.devices()[i : i + 1]), ("x",)) for i in (0, 1)]
+    layer = mm.task(lambda w, x: jnp.tanh(x @ w), "layer", mesh=meshes)
+
+    def stacked(ws, x):
+        return jnp.mean(jax.lax.scan(lambda h, w: (layer(w, h), None), x, ws)[0] ** 2)
+
+    for fun in (stacked, jax.grad(stacked)):
+        loop = mm.microbatch(fun, argnum=1, num_microbatches=4, reduce="mean")
+        report = mm.jit(loop).lower(jnp.ones((6, 8, 8)), jnp.ones((8, 8))).report()
+        assert [t.runs for t in report.tasks if t.name == "layer"] == [12, 12]
+        forward = [f for f in report.fragments if f.name.startswith("layer") and f.kind == "F"]
+        assert sum(t.forward_flops for t in report.tasks if t.name == "layer") == sum(
+            f.runs * f.figures.flops for f in forward
+        )
+        for memory in report.memory.values():
+            assert memory.made_of["parameters"] == 2 * 3 * 4 * 8 * 8  # the stack, and its layers
+            assert memory.made_of["activations"] <= 12 * 4 * 2 * 8
+
+
+def test_an_update_beside_a_task_adds_no_parameters_to_it():
+    """Those of all layers on a submesh may be updated with the last backward pass there, once their norm is known.
+
+    A head that is in no task runs with the last one, and counts with it.
+    """
+    places = [mm.task(lambda w, x: jnp.tanh(x @ w), f"layer_{i}", devices=[i % 2]) for i in range(4)]
+
+    def loss(ws, x):
+        for task, w in zip(places, ws[:4], strict=True):
+            x = task(w, x)
+        return jnp.mean((x @ ws[4]) ** 2)
+
+    def train(ws, x):
+        grads = jax.grad(loss)(ws, x)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
+        return [w - 0.1 * g / norm for w, g in zip(ws, grads, strict=True)]
+
+    report = mm.jit(train, donate_argnums=0).lower([jnp.eye(8)] * 4 + [jnp.ones((8, 2))], jnp.ones((2, 8))).report()
+    found = {t.name: t.parameters for t in report.tasks if t.parameters}
+    assert found == {**{f"layer_{i}": 64 for i in range(3)}, "layer_3": 64 + 16}
 
 
 def test_what_crosses_has_a_name():
@@ -177,6 +250,19 @@ def test_a_wrong_count_is_named(monkeypatch):
     assert f"back: flops {off.counted:.6g}, 1e+06 ({off.by:+.1%})" in str(compiled.report())
 
 
+def test_figures_of_what_other_processes_run_are_said_to_be_ours(monkeypatch):
+    compiled = lowered().compile()
+    assert compiled.report().elsewhere == () and "figures are XLA's\n" in str(compiled.report())
+    names = [f.name for f in compiled.program.fragments]
+    there = [e if name != "back" else None for e, name in zip(compiled._lowered.executables, names, strict=True)]
+    monkeypatch.setattr(compiled._lowered, "executables", there)
+    report = compiled.report()
+    assert report.elsewhere == ("back",) and report.to_dict()["elsewhere"] == ["back"]
+    assert "figures are XLA's, of 1 that other processes run our own count" in str(report)
+    (line,) = (f for f in report.fragments if f.name == "back")
+    assert line.figures == line.counted
+
+
 INSIDE = {  # what a task does with its argument -> the axes that are idle then
     "nothing": (lambda x: x, {"data", "model"}),
     "a constraint": (lambda x: mm.with_sharding_constraint(x, ("data", None)), {"model"}),
@@ -184,7 +270,20 @@ INSIDE = {  # what a task does with its argument -> the axes that are idle then
         lambda x: mm.with_sharding_constraint(jnp.sin(mm.with_sharding_constraint(x, ("data", "model"))), (None, None)),
         set(),
     ),
-    "shard_map": (lambda x: jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("data"), out_specs=P("data"))(x), set()),
+    "shard_map": (
+        lambda x: jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("data"), out_specs=P("data"))(x),
+        {"model"},
+    ),
+    "shard_map that numbers devices": (
+        lambda x: jax.shard_map(
+            lambda x: x + jax.lax.axis_index("model"),
+            mesh=MESH,
+            in_specs=P("data"),
+            out_specs=P("data"),
+            check_vma=False,
+        )(x),
+        set(),
+    ),
 }
 
 
@@ -197,6 +296,19 @@ def test_axes_that_shard_nothing(name):
     assert {(a.submesh, a.axis, a.size) for a in report.idle} == {(0, axis, 2) for axis in idle}
     for axis in idle:
         assert f"nothing is sharded over axis {axis!r} of submesh 0: 2 devices compute the same" in str(report)
+
+
+def test_sums_that_stay_in_parts_hide_no_axis_that_shards_nothing():
+    """The batch is sharded, so that sums over it stay in parts until the loop ends: by a ``shard_map`` of ours."""
+
+    def layer(w, x):
+        return jnp.tanh(mm.with_sharding_constraint(x, ("data",)) @ w)
+
+    loss = mm.task(lambda w, x: jnp.mean(layer(w, x) ** 2), "task", mesh=MESH)
+    step = mm.jit(mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=2, reduce="mean"))
+    report = step.lower(jnp.eye(4), jnp.ones((8, 4))).report()
+    assert any(r.axes for r in report.reductions)
+    assert {(a.submesh, a.axis, a.size) for a in report.idle} == {(0, "model", 2)}
 
 
 def test_a_key_that_is_put_beside_its_count_shards_nothing():
@@ -304,6 +416,24 @@ def test_a_report_is_shown_by_rich_and_told_in_a_line():
     assert report._repr_html_().startswith("<pre") and "front -&gt; back" in report._repr_html_()
     assert "\n" not in repr(report) and f"at most {report.peak_bytes} bytes" in repr(report)
     assert isinstance(report, Report)
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (_view._flops(999.4e9), "999 GFLOP"),
+        (_view._flops(999.6e9), "1 TFLOP"),
+        (_view._flops(1.25e18), "1.25 EFLOP"),
+        (_view._seconds(0.9996), "1 s"),
+        (_view._seconds(0.0994), "99.4 ms"),
+        (_view._seconds(1234.5), "1234 s"),
+        (format_bytes(2**20 - 1), "1.0 MiB"),
+        (format_bytes(2**20 - 100), "1023.9 KiB"),
+    ],
+)
+def test_numbers_just_below_a_unit_are_one_of_it(written, text):
+    """Not a thousand of the one before, and never in powers of ten."""
+    assert written == text
 
 
 def test_a_large_plan_is_told_in_a_page_in_seconds():

@@ -41,6 +41,16 @@ MODELS = {
         lambda x, w: jax.lax.conv_general_dilated(x, w, (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")),
         ((2, 17, 17, 8), (3, 3, 8, 16)),
     ),
+    "padded convolution": (
+        lambda x, w: jax.lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")),
+        ((2, 7, 7, 8), (3, 3, 8, 16)),
+    ),
+    "dilated convolution": (
+        lambda x, w: jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", rhs_dilation=(2, 2), dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),
+        ((2, 9, 9, 8), (3, 3, 8, 16)),
+    ),
     "depthwise": (
         lambda x, w: jax.lax.conv_general_dilated(
             x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=8
@@ -89,7 +99,7 @@ def grouped(x, w, groups=1):
 
 @pytest.mark.parametrize("groups", [1, 2, 8])
 def test_gradients_of_a_convolution_take_as_much_as_it_does(groups):
-    """That of its kernel has groups in the batch where the convolution has them among the features."""
+    """That of its kernel has groups in the batch where the convolution has them among the features, that of its input padding."""
     x, w = (2, 10, 10, 8), (3, 3, 8 // groups, 16)
     forward = counted(lambda x, w: grouped(x, w, groups), x, w)
     assert forward.matmul_flops == {"float32": 2 * 2 * 8 * 8 * 16 * 3 * 3 * 8 // groups}
@@ -97,6 +107,60 @@ def test_gradients_of_a_convolution_take_as_much_as_it_does(groups):
         lambda x, w, g: jax.linear_transpose(lambda w: grouped(x, w, groups), w)(g), x, w, (2, 8, 8, 16)
     )
     assert of_kernel.matmul_flops == forward.matmul_flops
+    of_input = counted(lambda x, w, g: jax.linear_transpose(lambda x: grouped(x, w, groups), x)(g), x, w, (2, 8, 8, 16))
+    assert of_input.matmul_flops == forward.matmul_flops
+
+
+TURNED = {  # subscripts of a product with a kernel, whose gradient is a transposed product
+    "kernel": "bd,df->bf",
+    "a kernel of each expert": "ebd,edf->ebf",
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_a_gradient_of_a_kernel_is_written_once(name):
+    """XLA multiplies the other way around and writes it as it is wanted."""
+    left, right, out = TURNED[name].replace("->", ",").split(",")
+    sizes = {"e": 4, "b": 64, "d": 32, "f": 64}
+    x, w, g = (tuple(sizes[c] for c in names) for names in (left, right, out))
+
+    def gradient(x, g):
+        def product(w):
+            return jnp.einsum(TURNED[name], x, w)
+
+        return jax.linear_transpose(product, jax.ShapeDtypeStruct(w, "float32"))(g)
+
+    compiled = jax.jit(gradient).lower(*[jax.ShapeDtypeStruct(s, "float32") for s in (x, g)]).compile()
+    for on_cpu in (True, False):
+        found = counted(gradient, x, g, on_cpu=on_cpu)
+        assert found.temporary_bytes == compiled.memory_analysis().temp_size_in_bytes == 0
+        assert found.bytes_read + found.bytes_written == compiled.cost_analysis()["bytes accessed"]
+
+
+ORDERS = {  # dimensions that are summed over, and those of a batch, of each operand
+    "first and first": (((0,), (0,)), ((), ()), (64, 32), (64, 48)),
+    "first and last": (((0,), (1,)), ((), ()), (64, 32), (48, 64)),
+    "in a batch": (((1,), (2,)), ((0,), (0,)), (4, 64, 32), (4, 48, 64)),
+    "two of them": (((0, 1), (0, 1)), ((), ()), (4, 16, 32), (4, 16, 48)),
+    "before two others": (((0,), (0,)), ((), ()), (4, 16, 32), (4, 48)),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_product_on_cpu_copies_what_it_cannot_read(name):
+    """Not an operand with one dimension of each kind, which it reads either way."""
+    *dimensions, left, right = ORDERS[name]
+
+    def fun(a, b):
+        return jax.lax.dot_general(a, b, tuple(dimensions))
+
+    given = [jax.ShapeDtypeStruct(s, "float32") for s in (left, right)]
+    needed = jax.jit(fun).lower(*given).compile().memory_analysis().temp_size_in_bytes
+    assert (
+        counted(fun, left, right).temporary_bytes
+        == needed
+        == (0 if name not in ("two of them", "before two others") else 8192)
+    )
 
 
 def test_a_complex_convolution_takes_four_times_as_much():

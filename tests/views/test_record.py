@@ -266,6 +266,19 @@ def test_a_recording_of_several_calls_is_a_prediction():
         assert [s.start for s in drawn.predicted] == pytest.approx([s.start for s in drawn.spans])
 
 
+def test_what_other_processes_recorded_is_not_said_never_to_have_run():
+    """Of a prediction only the submeshes that were recorded here count, as of what was measured."""
+    whole = inspect.Recording(made_up().spans, made_up().submeshes, made_up().steps)
+    here = inspect.Recording(
+        tuple(s for s in whole.spans if s.submesh == 0), whole.submeshes, whole.steps, elsewhere=(1,)
+    )
+    compared = here.compare(predicted())
+    assert {d.submesh for d in compared.differences} == {0}
+    assert all(d.measured is not None for d in compared.differences)
+    assert compared.differences == tuple(d for d in whole.compare(predicted()).differences if d.submesh == 0)
+    assert here.compare(here.spans).measured_bubble == here.compare(here.spans).predicted_bubble
+
+
 def test_a_simulation_is_a_prediction():
     """Tasks of a stage and phase are matched with it together; what it says nothing of is left out."""
     simulation = schedules.simulate("1f1b", 2, 2, forward=2e-3, backward=2e-3)

@@ -47,7 +47,7 @@ class Course:
 
     Attributes:
       seconds: from the start of the call to the end of the last instruction.
-      busy: for each submesh, seconds in which its fragments run.
+      busy: for each submesh, seconds in which its fragments run, or are launched while it waits for nothing else.
       bubble_fraction: the part of the time of all submeshes that run something in which they wait.
       loop_bubbles: the same for each loop, from its first fragment's start to its last one's end.
       starts, ends: of each instruction of the plan; a `Send` ends when the values have arrived.
@@ -78,6 +78,8 @@ def run_clock(program: Program, plan: Plan, durations: Durations) -> Course:
         starts, ends = _each_alone(plan, durations, queues, issued, arguments)
     else:
         starts, ends = _Sharing(plan, durations, queues, issued, durations.cores, arguments).run()
+    if any(issued):
+        starts = _with_launches(plan, queues, [0.0, *issued], starts, ends, arguments)
     return _course(program, plan, starts, ends, {a.place: (a.start, a.end) for a in arguments})
 
 
@@ -116,6 +118,45 @@ def _issued(plan: Plan, durations: Durations) -> list[float]:
             now += durations.transfer_issues.get((ins.submesh, ins.target, ins.variables), 0.0)
         issued.append(now)
     return issued
+
+
+def _with_launches(
+    plan: Plan,
+    queues: Sequence[Sequence[int]],
+    begun: Sequence[float],
+    starts: Sequence[float],
+    ends: Sequence[float],
+    arguments: Sequence[_Argument],
+) -> list[float]:
+    """When each instruction starts, its launch counted where nothing else is waited for: as a recording has it.
+
+    Args:
+      plan: the step.
+      queues: for each submesh the groups of devices that it is on.
+      begun: when each instruction begins to be issued.
+      starts, ends: when each is at work.
+      arguments: those that go on from their home.
+    """
+    free: dict[int, float] = defaultdict(float)
+    links: dict[tuple[int, int], float] = defaultdict(float, {a.link: a.end for a in arguments})
+    made: dict[tuple[int, int | None], float] = {}
+    arrived: dict[int, float] = {a.slot: a.end for a in arguments}
+    found = list(starts)
+    for k, ins in enumerate(plan.instructions):
+        if isinstance(ins, Receive):
+            arrived.update(dict.fromkeys(ins.outputs, ends[k]))
+            continue
+        if isinstance(ins, Run):
+            groups = queues[ins.submesh]
+            ready = [*(free[g] for g in groups), *(arrived[slot] for slot in ins.inputs if slot in arrived)]
+            free.update(dict.fromkeys(groups, ends[k]))
+            made[ins.fragment, ins.microbatch] = ends[k]
+        else:
+            link = ins.submesh, ins.target
+            ready = [links[link], made[ins.tag.maker, ins.tag.microbatch]]
+            links[link] = ends[k]
+        found[k] = min(starts[k], max(begun[k], *ready))
+    return found
 
 
 def device_groups(program: Program) -> dict[tuple[int, ...], list[Any]]:

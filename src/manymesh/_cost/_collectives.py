@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from .._compat import Eqn
 from .._passes._unreduced._links import SCATTERS, links, shape_of, updated_dims
 from ._operations import CONSTRAINTS, NOTHING, Axes, Operation, Operations
 
@@ -41,7 +42,7 @@ class _Exchanges:
     def _of(self, op: Operation) -> Operation:
         if op.name in CONSTRAINTS:
             return self._constrained(op)
-        if op.name == "dot_general":
+        if op.name in ("dot_general", "conv_general_dilated"):
             return self._product(op)
         if op.name.startswith("reduce_") and "axes" in op.eqn.params:
             return self._add_up(op, (a for d in op.eqn.params["axes"] for a in self._entry(op.reads[0], d)))
@@ -82,10 +83,7 @@ class _Exchanges:
         return replace(op, summed=summed, sent=sent, exchanges=(whole > 1) + (shards > 1))
 
     def _product(self, op: Operation) -> Operation:
-        (left, right), (left_batch, right_batch) = op.eqn.params["dimension_numbers"]
-        together = dict(zip(left, right, strict=True)), dict(zip(right, left, strict=True))
-        places = {(k, d): j for k, d, out, j in links(op.eqn) if out < 0}
-        places.update({(1, d): j for j, d in enumerate(right_batch)})
+        together, places = _followed(op.eqn)
         kept = self._axes_of(op)
         reads = list(op.reads)
         summed: list[str] = []
@@ -98,7 +96,7 @@ class _Exchanges:
                     if d in together[side]:
                         shared = a in self._entry(other, together[side][d])
                         (summed if shared or a not in busy else lost).append(a)
-                    elif a not in self._entry(op.makes[0], places[side, d]):
+                    elif (side, d) not in places or a not in self._entry(op.makes[0], places[side, d]):
                         lost.append(a)
             if lost:
                 reads[side] = self._gather(op, op.reads[side], tuple(lost))
@@ -161,6 +159,23 @@ _BY_HAND = {
     "psum": 2.0, "psum2": 2.0, "psum_invariant": 2.0, "pmax": 2.0, "pmin": 2.0, "reduce_scatter": 1.0, "psum_scatter": 1.0,
     "all_to_all": 1.0, "ragged_all_to_all": 1.0, "ppermute": 1.0, "pbroadcast": 1.0, **dict.fromkeys(_GATHERS, 1.0),
 }  # fmt: skip
+
+
+def _followed(eqn: Eqn) -> tuple[tuple[dict[int, int], dict[int, int]], dict[tuple[int, int], int]]:
+    """Of a product or convolution: for each operand the dimensions that are summed over, with those of the other one that
+    they meet; and for the others, as (operand, dimension), their dimension of the result."""
+    numbers = eqn.params["dimension_numbers"]
+    places = {(k, d): j for k, d, out, j in links(eqn) if out < 0}
+    if eqn.primitive.name == "dot_general":
+        (left, right), (_, right_batch) = numbers
+        places.update({(1, d): j for j, d in enumerate(right_batch)})
+        return (dict(zip(left, right, strict=True)), dict(zip(right, left, strict=True))), places
+    batch, feature, *_ = numbers.lhs_spec
+    if eqn.params["batch_group_count"] > 1:  # groups of the batch are features of the result
+        places[0, batch] = numbers.out_spec[1]
+    if eqn.params["feature_group_count"] > 1:
+        return ({}, {}), {**places, (0, feature): numbers.out_spec[1]}
+    return ({feature: numbers.rhs_spec[1]}, {numbers.rhs_spec[1]: feature}), places
 
 
 def _rank(op: Operation, k: int) -> int:

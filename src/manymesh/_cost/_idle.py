@@ -14,6 +14,8 @@ from .._layout._layout import Layout
 from .._layout._solve import SHARDING
 from .._program import Program
 
+_THAT_SAY_OVER_WHAT = ("reshard", "shard_map")
+
 
 @dataclass(frozen=True)
 class IdleAxis:
@@ -53,12 +55,18 @@ def _axes(spec: PartitionSpec) -> Iterator[str]:
 
 
 def _inside(jaxpr: AbstractJaxpr, all_axes: tuple[str, ...]) -> Iterator[str]:
-    """The axes that constraints in a computation name; all of them where it shards by itself."""
+    """The axes that a computation names: in constraints, in the specs of a ``shard_map``, in what devices send each other in
+    there. All of them where it shards by itself."""
     for eqn in _compat.open_jaxpr(jaxpr).eqns:
-        if eqn.primitive.name in SHARDING and eqn.primitive.name != "reshard":  # which says over what
+        if eqn.primitive.name in SHARDING and eqn.primitive.name not in _THAT_SAY_OVER_WHAT:
             yield from all_axes
         for value in eqn.params.values():
             if isinstance(value, NamedSharding):
                 yield from _axes(value.spec)
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, PartitionSpec):
+                    yield from _axes(part)
+                elif isinstance(part, str) and part in all_axes:
+                    yield part
         for inner in _compat.jaxprs_in(eqn):
             yield from _inside(inner, all_axes)

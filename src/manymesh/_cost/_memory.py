@@ -250,27 +250,33 @@ class _Slots:
         made: Counter[str] = Counter({name: int(n) for name, n in zip(KINDS, live, strict=True)})
         at, where = self.end, "the end of the call"
         inside: list[Holding] = []
+        results: list[tuple[int, int]] = []  # the number of a variable that is made, and its bytes
+        reused: list[int] = []  # slots whose buffers these take over
         if peak < len(order):
             at = int(order[peak])
             ins = self.plan.instructions[at]
             where = "arrival" if not isinstance(ins, Run) else self.program.fragments[ins.fragment].name
             if isinstance(ins, Run):
                 where += "" if ins.microbatch is None else f" [{ins.microbatch}]"
-                for k in self.plan.ports[ins.fragment].makes:
-                    made[KINDS[self.kind_of[k]]] += self.bytes(k, ins.submesh)
-                for i, _ in self.layout.donation.get(ins.fragment, ()):
-                    slot = ins.inputs[i]
+                results = [(k, self.bytes(k, ins.submesh)) for k in self.plan.ports[ins.fragment].makes]
+                reused = [ins.inputs[i] for i, _ in self.layout.donation.get(ins.fragment, ())]
+                for k, size in results:
+                    made[KINDS[self.kind_of[k]]] += size
+                for slot in reused:
                     made[KINDS[self.kind[slot]]] -= int(self.size[slot])
                 inside = [Holding(name, "temporary", n, size) for name, n, size in self.rooms[ins.fragment].largest]
         if (rest := most - sum(made.values())) > 0:
             made["temporary"] = rest
         while sum(line.nbytes for line in inside) > max(rest, 0):  # XLA needs less than that
             inside.pop()
-        alive = slots[(self.fill[slots] < at) & (self.free[slots] >= at)]
+        alive = np.setdiff1d(slots[(self.fill[slots] < at) & (self.free[slots] >= at)], reused)
         held: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-        alike, counts = np.unique(self.number[alive], return_counts=True)
+        counts = np.bincount(self.number[alive], minlength=len(self.variables))
         sizes = np.bincount(self.number[alive], weights=self.size[alive], minlength=len(self.variables))
-        for number, count in zip(alike.tolist(), counts.tolist(), strict=True):
+        for number, size in results:
+            counts[number] += 1
+            sizes[number] += size
+        for number, count in ((k, int(counts[k])) for k in np.flatnonzero(counts).tolist()):
             line = held[self.layout.names.get(self.variables[number], ""), KINDS[self.kind_of[number]]]
             line[0] += count
             line[1] += int(sizes[number])

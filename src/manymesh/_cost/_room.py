@@ -34,7 +34,9 @@ _READS_MEMORY = _words(
 # Their bodies read their operands, and write their results.
 _ENTERED = _words("scan while cond shard_map")
 # Views: XLA makes no buffer for them.
-_VIEWS = _words("reshape squeeze optimization_barrier name sharding_constraint manymesh_constraint")
+_VIEWS = _words(
+    "reshape squeeze optimization_barrier name sharding_constraint manymesh_constraint manymesh_border manymesh_box"
+)
 _EXPENSIVE = _words("exp log tanh logistic erf sin cos pow rsqrt sqrt div cbrt exp2 log1p expm1 erf_inv")
 
 
@@ -156,7 +158,8 @@ class _Counter:
             order = [*batch, *(others if side == 0 else summed), *(summed if side == 0 else others)]
             (base,) = roots[k] if len(roots[k]) == 1 else (k,)
             given = base in self.found.inputs or base in self.heavy
-            if order == sorted(order) or (side and rank == 2) or not given:
+            plain = len(others) == len(summed) == 1 and sorted(batch) == list(range(len(batch)))  # read either way
+            if order == sorted(order) or plain or not given:
                 continue
             if (base, side) not in copies:
                 copies[base, side] = len(self.bytes)
@@ -197,7 +200,22 @@ class _Counter:
     def _outputs(self, maker: Mapping[int, Operation]) -> set[int]:
         """The values that results are, or are views of."""
         results = {k for k in self.found.outputs if k != NOTHING}
-        return {base if (base := self._behind(k, maker)) in maker else k for k in results}
+        uses = Counter(r for op in self.found.operations for r in op.reads)
+        bases = ((k, self._behind(k, maker)) for k in results)
+        return {self._turned(base, maker, uses) if base in maker else k for k, base in bases}
+
+    def _turned(self, k: int, maker: Mapping[int, Operation], uses: Mapping[int, int]) -> int:
+        """What a product makes, for a result that is its transpose and nothing else: XLA multiplies the other way around."""
+        turn = maker[k]
+        made = turn.reads[0]
+        if turn.name != "transpose" or made not in maker or maker[made].name != "dot_general" or uses[made] > 1:
+            return k
+        (left, _), (batch, _) = maker[made].eqn.params["dimension_numbers"]
+        first = len(batch)
+        middle = len(self.found.shapes[maker[made].reads[0]]) - len(left)  # after what is free on the left
+        order = *range(first), *range(middle, len(self.found.shapes[k])), *range(first, middle)
+        one_each = (middle - first, len(order) - middle) == (1, 1)
+        return made if tuple(turn.eqn.params["permutation"]) == order and (one_each or not self.on_cpu) else k
 
     def _behind(self, k: int, maker: Mapping[int, Operation]) -> int:
         """The value of which another one is a view."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .. import _compat
@@ -12,22 +12,7 @@ from .._compat import Var
 from .._plan._instructions import Run
 from .._program import Fragment, nbytes
 from ._estimate import Estimate
-
-# A parameter that went through these is still that parameter, or a part of it: cast, laid out for a loop, unstacked.
-_SAME = frozenset(
-    [
-        "convert_element_type",
-        "copy",
-        "reshape",
-        "squeeze",
-        "sharding_constraint",
-        "transpose",
-        "optimization_barrier",
-        "slice",
-        "dynamic_slice",
-        "split",
-    ]
-)
+from ._kinds import SAME, origins
 
 
 @dataclass(frozen=True)
@@ -38,7 +23,7 @@ class TaskLine:
       name: the task, or several that run as one; ``outside tasks`` for what is in none.
       submesh: where.
       stage: its stage in the loop, if it is in one.
-      runs: how often its forward pass runs.
+      runs: how often its forward pass runs in a call, wherever in the step it is called; without one, its backward pass.
       forward_flops, backward_flops: operations in a call, on each device.
       bytes_read: bytes that its fragments read in a call, on each device.
       parameters: how many numbers its parameters have, all shards together.
@@ -68,38 +53,43 @@ def tasks_of(found: Estimate, flops: Sequence[float]) -> tuple[TaskLine, ...]:
     together: dict[tuple[str, int], list[Fragment]] = defaultdict(list)
     for f in program.fragments:
         together[" + ".join(f.tasks) or "outside tasks", f.submesh].append(f)
-    origin = _origins(program.fragments, {v for v in program.invars if found.kinds.get(v) == "parameters"})
+    origin = origins(program.fragments, {v for v in program.invars if found.kinds.get(v) == "parameters"})
     lines = []
     for (name, submesh), fragments in together.items():
-        own: dict[Var, tuple[int, int]] = {}  # the parameter, or the part of it -> how many numbers, bytes
-        for v in (v for f in fragments if f.tasks for v in f.invars if v in origin):
-            count, whole = _count(v), origin[v]
-            own[v if count < _count(whole) else whole] = count, count * nbytes(whole.aval) // max(_count(whole), 1)
+        parts: dict[Var, dict[Var, int]] = defaultdict(dict)  # parameter -> it, or parts of it -> how many numbers
+        for v in (v for f in fragments if f.tasks for v in _own(f) if v in origin):
+            parts[origin[v]][v] = _count(v)
+        own = {whole: min(sum(read.values()), _count(whole)) for whole, read in parts.items()}
         forward = [f for f in fragments if f.kind == "F"]
+        first = min((f.kind for f in fragments), key="FBW".index)  # a task may have no forward pass of its own
         lines.append(
             TaskLine(
                 name, submesh, next((f.stage for f in fragments if f.stage is not None), None),
-                max((runs[f.index] for f in forward or fragments), default=0),
+                sum(runs[f.index] for f in fragments if f.kind == first),
                 sum(runs[f.index] * flops[f.index] for f in forward),
                 sum(runs[f.index] * flops[f.index] for f in fragments if f.kind != "F"),
                 sum(runs[f.index] * found.works[f.index].bytes_read for f in fragments),
-                sum(n for n, _ in own.values()), sum(size for _, size in own.values()),
+                sum(own.values()), sum(n * nbytes(v.aval) // max(_count(v), 1) for v, n in own.items()),
             )
         )  # fmt: skip
     return tuple(sorted(lines, key=lambda line: line.name == "outside tasks"))
 
 
+def _own(f: Fragment) -> list[Var]:
+    """What a task reads of what comes in, and what joined its forward pass, such as a head that is in no task.
+
+    An update of other parameters, which may join its backward pass, is none of that.
+    """
+    eqns = _compat.open_jaxpr(f.jaxpr).eqns
+    inner = [bool(list(_compat.jaxprs_in(eqn))) for eqn in eqns]
+    if f.kind == "F" or not any(inner):
+        return f.invars
+    read = set[Var]()
+    for eqn, is_task in zip(reversed(eqns), reversed(inner), strict=True):
+        if is_task or (eqn.primitive.name in SAME and not read.isdisjoint(eqn.outvars)):
+            read.update(v for v in eqn.invars if _compat.is_var(v))
+    return [v for v in f.invars if v in read]
+
+
 def _count(v: Var) -> int:
     return math.prod(_compat.shape(v))
-
-
-def _origins(fragments: Sequence[Fragment], parameters: Iterable[Var]) -> dict[Var, Var]:
-    """The parameter that each value is, or is a part of: itself, a cast, a layer of a stack."""
-    origin = {v: v for v in parameters}
-    for f in fragments:
-        if not f.tasks and f.loop is None:
-            for eqn in _compat.open_jaxpr(f.jaxpr).eqns:
-                source = eqn.invars[0] if eqn.invars else None
-                if eqn.primitive.name in _SAME and _compat.is_var(source) and source in origin:
-                    origin.update(dict.fromkeys(eqn.outvars, origin[source]))
-    return origin

@@ -267,15 +267,20 @@ def _some(items: Sequence[object]) -> str:
 
 
 def _flops(count: float) -> str:
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if count < 1000 or unit == "P":
+    for unit in ("", "k", "M", "G", "T", "P", "E"):
+        if count < 999.5 or unit == "E":
             break
         count /= 1000
-    return f"{count:.3g} {unit}FLOP"
+    return f"{_three(count)} {unit}FLOP"
 
 
 def _seconds(seconds: float) -> str:
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1 or unit == "us":
+        if seconds * factor >= 0.9995 or unit == "us":
             break
-    return f"{seconds * factor:.3g} {unit}"
+    return f"{_three(seconds * factor)} {unit}"
+
+
+def _three(value: float) -> str:
+    """Three digits, or all that stand before the point."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"

@@ -11,8 +11,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _compat
 from .._compat import AbstractJaxpr, Eqn, Var
@@ -87,6 +89,8 @@ _NO_FLOPS = frozenset(
         "reshard",
         "sharding_constraint",
         "manymesh_constraint",
+        "manymesh_border",
+        "manymesh_box",
         "select_n",
         "copy_p",
         "device_put",
@@ -269,10 +273,22 @@ def _ragged_dot(eqn: Eqn) -> float:
 
 
 def _conv(eqn: Eqn) -> float:
-    numbers, kernel = eqn.params["dimension_numbers"], shape_of(eqn.invars[1])
-    terms = math.prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)  # also of groups: each feature has its own of them
-    zeros = math.prod(eqn.params["lhs_dilation"])  # between the rows of an input that a stride has thinned out
-    return float(_each(eqn) * math.prod(shape_of(eqn.outvars[0])) * terms / zeros)
+    """Terms with a number of the input: neither padding, nor zeros between the rows of an input that a stride has thinned out."""
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    given, kernel, made = (shape_of(v) for v in (*eqn.invars[:2], eqn.outvars[0]))
+    terms = math.prod(made[d] for d in numbers.out_spec[:2]) * kernel[numbers.rhs_spec[1]]
+    steps = params["window_strides"], params["lhs_dilation"], params["rhs_dilation"], params["padding"]
+    of_spatial = (spec[2:] for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
+    for i, k, o, stride, thinned, apart, (before, _) in zip(*of_spatial, *steps, strict=True):
+        places, taps = np.arange(made[o]) * stride - before, np.arange(kernel[k]) * apart
+        several, each = (places, taps) if len(places) > len(taps) else (taps, places)
+        terms *= sum(_in_input(several + one, given[i], thinned) for one in each.tolist())
+    return float(_each(eqn) * terms)
+
+
+def _in_input(places: np.ndarray[Any, Any], size: int, spread: int) -> int:
+    """How many places are those of a number of an input that is spread."""
+    return int(np.count_nonzero((places >= 0) & (places <= (size - 1) * spread) & (places % spread == 0)))
 
 
 def _kernel(eqn: Eqn) -> float:

@@ -132,14 +132,19 @@ class _Measured(Protocol):
     def steps(self) -> Sequence[str]:
         """The recorded calls."""
 
+    @property
+    def elsewhere(self) -> Sequence[int]:
+        """The submeshes that were recorded in other processes."""
+
 
 def compare(recording: _Measured, prediction: Prediction) -> Comparison:
     """Puts a recording beside a prediction of one step, or beside another recording.
 
     A task is matched by its label. Where the prediction speaks of whole stages (``stage 0``), as a simulation does, all
-    the tasks of a stage in a phase are matched together.
+    the tasks of a stage in a phase are matched together. Where other processes ran some of the submeshes, only the others are
+    compared.
     """
-    predicted = spans_of(prediction)
+    predicted = tuple(s for s in spans_of(prediction) if s.submesh not in recording.elsewhere)
     calls = calls_of(predicted) or [[]]
     steps = max(len(recording.steps), 1)
     by_stage = {(s.submesh, s.kind, s.stage) for s in predicted if s.label == f"stage {s.stage}"}

@@ -67,6 +67,8 @@ class Recording:
     def compare(self, prediction: Prediction) -> Comparison:
         """Which tasks and transfers took another time than predicted, and by how much.
 
+        In several processes of the submeshes that were recorded here, which also the predicted seconds and bubble are of.
+
         Args:
           prediction: of one step: a report, spans, tuples ``(submesh, label, kind, stage, microbatch, start, end)``, or a
             simulation whose unit is the second; or another recording.
