@@ -27,7 +27,6 @@ def layer(w, h):
 
 SCANNED = mm.task(layer, "layer", mesh=STAGES)
 ALONE = [mm.task(layer, "layer", mesh=STAGES[i // 2]) for i in range(LAYERS)]
-TWO = [mm.task(lambda ws, h: lax.scan(lambda h, w: (layer(w, h), None), h, ws)[0], "layer", mesh=s) for s in STAGES]
 
 
 def scanned(ws, h):
@@ -50,10 +49,27 @@ def of_all(change):
     return lambda ws, h: scanned(jax.tree.map(change, ws), h)
 
 
-def stages(ws, h):
-    for i in range(2):
-        h = TWO[i](jax.tree.map(lambda w: w[2 * i : 2 * i + 2], ws), h)  # noqa: B023 (called at once)
-    return h
+def stages(inside):
+    """Two layers in a task, which takes their weights apart by itself."""
+    tasks = [mm.task(inside, "layer", mesh=s) for s in STAGES]
+
+    def run(ws, h):
+        for i, task in enumerate(tasks):
+            h = task(jax.tree.map(lambda w: w[2 * i : 2 * i + 2], ws), h)  # noqa: B023 (called at once)
+        return h
+
+    return run
+
+
+def each(change=lambda w: w):
+    """Layers one after the other, of what a function makes of the weights of each."""
+
+    def run(ws, h):
+        for j in range(2):
+            h = layer(jax.tree.map(lambda w: change(w[j]), ws), h)  # noqa: B023 (called at once)
+        return h
+
+    return run
 
 
 def counted(ws, h):
@@ -70,7 +86,13 @@ WAYS = {
     "numbers": lambda ws, h: lax.scan(
         lambda h, i: (SCANNED(jax.tree.map(lambda w: w[i], ws), h), None), h, jnp.arange(LAYERS)
     )[0],
-    "two layers": stages,
+    "in a task, by a scan": stages(lambda ws, h: lax.scan(lambda h, w: (layer(w, h), None), h, ws)[0]),
+    "in a task": stages(each()),
+    "in a task, cast": stages(each(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32))),
+    "in a task, scaled": stages(each(lambda w: w * 0.5)),
+    "in a task, by numbers": stages(
+        lambda ws, h: lax.fori_loop(0, 2, lambda j, h: layer(jax.tree.map(lambda w: w[j], ws), h), h)
+    ),
     "a part": lambda ws, h: scanned(jax.tree.map(lambda w: w[:LAYERS], ws), h),
     "cast": of_all(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32)),
     "scaled": of_all(lambda w: w * 0.5),

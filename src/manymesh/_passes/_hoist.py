@@ -36,6 +36,17 @@ def hoist_loop_invariants(flat: FlatProgram) -> FlatProgram:
     return replace(flat, nodes=tuple(nodes), placement=None)
 
 
+def invariants(flat: FlatProgram, loop: int) -> dict[Var, Node]:
+    """What unmarked equations of a body make of nothing in it -> what makes it."""
+    index, made = flat.index, dict[Var, Node]()
+    for n in index.bodies[loop]:
+        if stays(n) or any(v in index.leaving for v in n.outputs):
+            continue
+        if all(index.scope.get(v) != loop or v in made for v in n.inputs):
+            made.update(dict.fromkeys(n.outputs, n))
+    return made
+
+
 class _Body:
     """The body of a loop, and what becomes of its nodes.
 
@@ -45,7 +56,7 @@ class _Body:
 
     def __init__(self, flat: FlatProgram, loop: int) -> None:
         self._index, self._loop = flat.index, loop
-        self._made = self._invariants()
+        self._made = invariants(flat, loop)
         self._hoisted: set[Node] = set()
         self._backward: dict[Node, bool] = {}
         self._own: dict[Node, Node] = {}  # node -> the same, of the backward pass
@@ -59,16 +70,6 @@ class _Body:
         own = self._own.get(n)
         found = [reading(self.changed.get(n, n), self._reads.get(n, {}))]
         return found if own is None else [*found, reading(own, self._reads.get(own, {}))]
-
-    def _invariants(self) -> dict[Var, Node]:
-        """What depends on nothing in the body -> what makes it."""
-        index, made = self._index, dict[Var, Node]()
-        for n in index.bodies[self._loop]:
-            if stays(n) or any(v in index.leaving for v in n.outputs):
-                continue
-            if all(index.scope.get(v) != self._loop or v in made for v in n.inputs):
-                made.update(dict.fromkeys(n.outputs, n))
-        return made
 
     def _visit(self, n: Node) -> None:
         """Decides on a node whose readers are decided on."""

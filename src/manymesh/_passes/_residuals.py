@@ -26,6 +26,7 @@ from .._program._harmless import is_harmless
 from .._program._nodes import Node, nbytes
 from .._program._rewrite import substitute, with_atoms
 from .._task import mesh_devices
+from ._hoist import invariants
 
 # Elementwise, without a function that takes more than a few instructions; and what only moves or names elements.
 _CHEAP = frozenset({
@@ -133,6 +134,8 @@ class Minimiser:
     def __init__(self, flat: FlatProgram) -> None:
         self.flat, self.index = flat, flat.index
         self.now: dict[Node, Node] = {}
+        # What every microbatch makes alike is made once: `hoist_loop_invariants`.
+        self.invariant = {v for i in range(len(flat.loops)) for v, n in invariants(flat, i).items() if not n.guard}
         self.readers = {v: list(nodes) for v, nodes in flat.index.readers.items()}  # the nodes as they were
         self.rewritten: dict[Hashable, Rewrite] = {}
 
@@ -212,7 +215,7 @@ class Minimiser:
         """Whether a value is made anew in every run of the scope that a node is in."""
         if n.loop is None:
             return v in self.index.producer and v not in self.index.scope
-        return self.index.scope.get(v) == n.loop
+        return self.index.scope.get(v) == n.loop and v not in self.invariant
 
     def _change(self, n: Node, eqn: Eqn) -> None:
         before = self.now.get(n, n)
