@@ -162,3 +162,20 @@ def test_a_penalty_on_weights_is_computed_once():
     with mm.ignore_transforms():
         wanted = jax.jit(lambda ws, x: grad(ws, x))(ws, x)
     assert_same(step(ws, x), wanted)
+
+
+def test_what_each_layer_adds_to_the_loss_is_no_launch():
+    """Stacked by the scan, as a balance of experts is; the gradient of each is the same number in every microbatch."""
+    balanced = mm.task(lambda w, h: ((n := layer(w, h)), jnp.mean(jax.nn.softmax(n) ** 2)), "layer", mesh=STAGES)
+
+    def loss(ws, x):
+        h, balance = lax.scan(lambda h, w: balanced(w, h), x, ws)
+        return jnp.mean(h**2) + 0.01 * jnp.sum(balance)
+
+    _, (ws, _, x) = step_of(scanned)
+    grad = mm.microbatch(jax.value_and_grad(loss), argnum=1, num_microbatches=8, schedule="1f1b", reduce="mean")
+    step = mm.jit(lambda ws, x: grad(ws, x))
+    assert len([f for f in step.lower(ws, x).program.fragments if f.loop is not None]) == 2 * LAYERS
+    with mm.ignore_transforms():
+        wanted = jax.jit(lambda ws, x: grad(ws, x))(ws, x)
+    assert_same(step(ws, x), wanted)

@@ -95,9 +95,14 @@ class _Body:
 
 
 def _leaves(n: Node, readers: int, passes: int) -> bool:
-    """Whether a node that every microbatch would run alike leaves the loop for its own sake."""
+    """Whether a node that every microbatch would run alike leaves the loop for its own sake.
+
+    What takes a stack apart does: it would join no fragment of a layer, and be one of its own in every microbatch.
+    """
+    if n.unstacks:
+        return not n.guard
     if _is_large(n) and n.inputs:
-        return (passes > 1 or n.unstacks) and not n.guard
+        return passes > 1 and not n.guard
     return readers > 1 or any(nbytes(v.aval) > SMALL for v in n.inputs)
 
 
