@@ -49,6 +49,22 @@ def test_both_passes_of_a_task_read_what_was_cast_once():
     """)
 
 
+def test_a_part_of_a_weight_is_cut_out_and_cast_once():
+    """What is not read of it is not cast."""
+    after = run("cast_once", body("p = w[:2]", "h = front: x[:, :2] @ p.astype('bfloat16')", "r = jnp.sum(h)"))
+    assert lines(run("remove_dead", after)) == text("""
+        inputs: a f32[4,4], b f32[2,4]
+        loop 0 step: 2 microbatches
+          carry c f32[] = 0.0, then d, at last e
+        f f32[2,4] = slice(a) start_indices=(0, 0) limit_indices=(2, 4)
+        g bf16[2,4] = convert_element_type(f) new_dtype=bfloat16
+        0: h f32[2,4] = task front(b, g)
+        0: i f32[] = reduce_sum(h) axes=(0, 1)
+        0: d f32[] = add(c, i)
+        results: e
+    """)
+
+
 @pytest.mark.parametrize(
     "equation",
     [

@@ -86,14 +86,14 @@ class _Worker:
         return replace(n, eqn=n.eqn.replace(invars=invars, params={**n.eqn.params, "jaxpr": new}))
 
     def _source(self, v: Var, loop: int | None) -> tuple[Var, list[Node]] | None:
-        """What a value is made of outside of a loop, and the nodes of the body that only move its elements; else None.
+        """What a value is made of outside of a loop, and the nodes of the body that only move its elements or take a part; else None.
 
         A constraint that stands for one in a task is left out: the task has it.
         """
         moves: list[Node] = []
         while self.index.scope.get(v) == loop:
             n = self.index.producer.get(v)
-            if n is None or n.task is not None or n.primitive not in _MOVES:
+            if n is None or n.task is not None or n.primitive not in _MOVES | {"slice"}:
                 return None
             if n.colocated_with is None or n.primitive not in _CONSTRAINTS:
                 moves.append(n)
@@ -105,6 +105,9 @@ class _Worker:
         found = self._source(v, reader.loop)
         assert found is not None, "it comes from outside"
         source, moves = found
+        # What is left of a weight, or of a data set, is cast, not all of it.
+        parts = max((k for k, n in enumerate(moves, 1) if n.primitive == "slice"), default=0)
+        source, moves = self._moved(source, moves[:parts]), moves[parts:]
         if (source, dtype) not in self.casts:
             nodes, (cast,) = trace_nodes(lambda x: jax.lax.convert_element_type(x, dtype), [source])
             self.made += nodes
