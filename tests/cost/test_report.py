@@ -547,3 +547,10 @@ def test_a_key_is_as_large_as_its_words(kind, width):
     keys = jax.random.split(jax.random.key(0, impl=kind), 16)
     report = mm.jit(lambda keys: back(keys, front(keys))).lower(keys).report()
     assert {v.nbytes for v in report.values if v.name == "args[0]"} == {16 * width}
+
+
+def test_a_result_made_of_nothing_has_a_report():
+    """As the branches of a conditional have them under a `jax.checkpoint` with a policy, of what another branch keeps."""
+    front = mm.task(lambda x: (x * 2, jax.lax.empty((8,), jnp.float32)), "front", devices=[0])
+    (task,) = mm.jit(front).lower(jnp.ones((4, 4))).report().tasks
+    assert task.name == "front"

@@ -172,3 +172,31 @@ def test_without_it_stages_that_count_are_no_pipeline(monkeypatch):
     switch_off(monkeypatch, "count_beside")
     with pytest.warns(UserWarning, match="in no order that schedule"):
         assert not mm.jit(lambda *args: loop(*args)).lower(*args).program.loops[0].in_order
+
+
+def test_what_a_checkpoint_counts_again_is_no_way_from_stage_to_stage():
+    """Each submesh computes again from what came to it in the forward pass, counts among it."""
+
+    def layer(w, x, n):
+        return jnp.tanh(x @ w) * (1 + 0.01 * n), n * 2 + 1
+
+    stages = [mm.task(layer, f"stage{i}", devices=[i]) for i in range(3)]
+
+    @jax.checkpoint
+    def loss(ws, x, n):
+        for stage, w in zip(stages, ws, strict=True):
+            x, n = stage(w, x, n)
+        return jnp.mean(x**2), n
+
+    def grad(ws, x, n):
+        (value, n), grads = jax.value_and_grad(loss, has_aux=True)(ws, x, n)
+        return (value, grads), n
+
+    loop = mm.microbatch(grad, argnum=1, num_microbatches=4, schedule="1f1b", state_argnum=2, reduce="mean")
+    step, args = mm.jit(lambda *args: loop(*args)), ([jnp.ones((4, 4)) / 4] * 3, jnp.ones((8, 4)), jnp.int32(1))
+    assert step.lower(*args).program.loops[0].in_order
+    got = step(*args)
+    with mm.ignore_transforms():
+        wanted = step(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5)

@@ -207,8 +207,10 @@ class _Counter:
     def _turned(self, k: int, maker: Mapping[int, Operation], uses: Mapping[int, int]) -> int:
         """What a product makes, for a result that is its transpose and nothing else: XLA multiplies the other way around."""
         turn = maker[k]
+        if turn.name != "transpose":
+            return k
         made = turn.reads[0]
-        if turn.name != "transpose" or made not in maker or maker[made].name != "dot_general" or uses[made] > 1:
+        if made not in maker or maker[made].name != "dot_general" or uses[made] > 1:
             return k
         (left, _), (batch, _) = maker[made].eqn.params["dimension_numbers"]
         first = len(batch)
