@@ -55,7 +55,7 @@ class _Body:
     """
 
     def __init__(self, flat: FlatProgram, loop: int) -> None:
-        self._index, self._loop = flat.index, loop
+        self._index, self._loop, self._submesh_of = flat.index, loop, flat.submesh_of
         self._made = invariants(flat, loop)
         self._hoisted: set[Node] = set()
         self._backward: dict[Node, bool] = {}
@@ -77,7 +77,9 @@ class _Body:
         inside = [r for r in readers if r.loop == self._loop and r not in self._hoisted]
         inside += [self._own[r] for r in inside if r in self._own]
         passes = {self._backward.get(r, r.backward) for r in inside}
-        if n not in self._hoisted and len(passes) > 1 and _is_large(n) and n.primitive in _FREE and not n.guard:
+        together = len({self._submesh_of(r) for r in inside}) == 1  # else it would cross for each pass
+        is_free = together and _is_large(n) and n.primitive in _FREE and not n.guard
+        if n not in self._hoisted and len(passes) > 1 and is_free:
             self.changed[n] = replace(n, backward=False)
             env: dict[Var, Atom] = {}
             self._own[n] = replace(n, eqn=substitute(n.eqn, env), backward=True)
