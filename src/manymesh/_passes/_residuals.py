@@ -200,7 +200,7 @@ class Minimiser:
         """The primitives that cost little where a task runs. Planned devices stand for accelerators."""
         mesh = self.flat.tasks[n.task].mesh if n.task is not None else None
         on_cpu = mesh is None or all(d.platform == "cpu" for d in mesh_devices(mesh))
-        return _CHEAP if on_cpu else _CHEAP | _FUNCTIONS
+        return cheap_on(on_cpu)
 
     def _is_residual(self, v: Var, n: Node) -> bool:
         """Whether only the later phases of the task itself read one of its results."""
@@ -224,6 +224,11 @@ class Minimiser:
             self.readers[v].remove(n)
         for v in dict.fromkeys(after.inputs):
             self.readers.setdefault(v, []).append(n)
+
+
+def cheap_on(cpu: bool) -> frozenset[str]:
+    """The primitives that cost little on a CPU, or elsewhere."""
+    return _CHEAP if cpu else _CHEAP | _FUNCTIONS
 
 
 def _with_body(eqn: Eqn, jaxpr: AbstractJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]) -> Eqn:

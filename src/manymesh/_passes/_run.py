@@ -15,6 +15,7 @@ from .._program._flat import FlatProgram
 from ._again import compute_where_read
 from ._alike import compute_alike_once
 from ._apart import recompute_apart
+from ._between import keep_less_between
 from ._blocks._spread_stacks import spread_stacks
 from ._by_hand import place_by_hand
 from ._call_once import call_once
@@ -107,6 +108,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("make_once", make_once, needs=ALL, makes_stale=ALL),
     Pass("shrink_where_made", shrink_where_made, needs=ALL, makes_stale=ALL),
     Pass("compute_where_read", compute_where_read, needs=ALL, makes_stale=_DEAD),
+    Pass("keep_less_between", keep_less_between, needs=ALL, makes_stale=ALL),
     Pass("leave_apart", leave_apart, needs=_PLACED, makes_stale=ALL),
     Pass("regroup_sums", regroup_sums, needs=_PLACED, makes_stale=ALL),
     Pass("widen_scatters", widen_scatters, makes_stale=_DEAD),
