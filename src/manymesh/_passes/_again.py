@@ -29,23 +29,10 @@ def compute_where_read(flat: FlatProgram) -> FlatProgram:
             worker.consider(n)
     if not worker.reads:
         return flat
-    changed = {
-        n: [reading(n, worker.reads.get(n, {})), *worker.after.get(n, ())] for n in (*worker.reads, *worker.after)
-    }
-    return replace(flat, nodes=nodes_where(flat.nodes, changed), placement=_extended(flat.placement, changed))
-
-
-def _extended(placement: Placement, changed: dict[Node, list[Node]]) -> Placement:
-    """Where everything is now: what reads something else where it was, what is made anew on its submesh."""
-    number = {mesh: k for k, mesh in enumerate(placement.submeshes)}
-    node, home, reason = dict(placement.node), dict(placement.home), dict(placement.reason)
-    for old, (reader, *anew) in changed.items():
-        node[reader], reason[reader] = node[old], reason[old]
-        for n in anew:
-            assert n.mesh is not None, "it is made anew somewhere"
-            node[n], reason[n] = (number[n.mesh],), "its submesh"
-            home.update(dict.fromkeys(n.outputs, number[n.mesh]))
-    return replace(placement, node=node, home=home, reason=reason)
+    readers = {n: reading(n, worker.reads.get(n, {})) for n in (*worker.reads, *worker.after)}
+    changed = {n: [reader, *worker.after.get(n, ())] for n, reader in readers.items()}
+    placement = flat.placement.extended(readers, (n for after in worker.after.values() for n in after))
+    return replace(flat, nodes=nodes_where(flat.nodes, changed), placement=placement)
 
 
 class Worker:

@@ -23,15 +23,17 @@ from ._residuals import cheap_on, cheapest, compute_again
 def keep_less_between(flat: FlatProgram) -> FlatProgram:
     """Computes again in backward passes what is cheap, of loops' unmarked equations, where fewer bytes are held then."""
     assert flat.placement is not None, "what is held is told by where it is made and read"
-    work = [Between(flat, flat.placement, i, at).run() for i in range(len(flat.loops)) for at in _used(flat.placement)]
-    changed = {n: new for each in work for n, new in each.items()}
-    if not changed:
+    readers: dict[Node, Node] = {}
+    anew: dict[Node, list[Node]] = {}
+    for loop in range(len(flat.loops)):
+        for at in range(len(flat.placement.submeshes)):
+            for n, (reader, made) in Between(flat, flat.placement, loop, at).changed().items():
+                readers[n], anew[n] = reader, made
+    if not readers:
         return flat
-    return replace(flat, nodes=nodes_where(flat.nodes, changed), placement=None)
-
-
-def _used(placement: Placement) -> range:
-    return range(len(placement.submeshes))
+    placement = flat.placement.extended(readers, (n for made in anew.values() for n in made))
+    nodes = nodes_where(flat.nodes, {n: [*anew[n], reader] for n, reader in readers.items()})
+    return replace(flat, nodes=nodes, placement=placement)
 
 
 class Between:
@@ -45,15 +47,12 @@ class Between:
         self._nodes = [n for n in here if n.task is None and n.phase == 0 and not n.guard and not n.eqn.effects]
         self._own = {v: n for n in self._nodes for v in n.outputs}
 
-    def run(self) -> dict[Node, list[Node]]:
-        """Nodes that read something else now -> what stands where they stood."""
+    def changed(self) -> dict[Node, tuple[Node, list[Node]]]:
+        """Nodes that read something else now -> the same reading it, and what computes it before."""
         later = set(self._later)
         read = dict.fromkeys(v for n in self._later for v in n.inputs)
-        wanted = [
-            v
-            for v in read
-            if v in self._own and v not in self._index.leaving and later.issuperset(self._readers_behind(v))
-        ]
+        mine = [v for v in read if v in self._own and v not in self._index.leaving]
+        wanted = [v for v in mine if later.issuperset(self._readers_behind(v))]
         if sum(nbytes(v.aval) for v in wanted) <= SMALL:
             return {}
         eqns = [n.eqn for n in self._nodes]
@@ -63,26 +62,23 @@ class Between:
         free |= {v for v in invars if self._index.scope.get(v) != self._loop}
         cheap = cheap_on(all(d.platform == "cpu" for d in mesh_devices(self._mesh)))
         saved = cheapest(wanted, free, invars, eqns, cheap)
-        if saved.issuperset(wanted):
-            return {}
-        return self._changed(set(wanted) - saved, saved)
+        return self._computing_again(set(wanted) - saved, saved)
 
     def _readers_behind(self, v: Var) -> list[Node]:
         """Its readers of later phases, wherever they are."""
         return [r for r in self._index.readers.get(v, ()) if r.phase > 0 or r.loop != self._loop]
 
-    def _changed(self, anew: set[Var], saved: set[Var]) -> dict[Node, list[Node]]:
+    def _computing_again(self, lost: set[Var], saved: set[Var]) -> dict[Node, tuple[Node, list[Node]]]:
         """Each phase computes its own, so that nothing more is held from one to the other."""
         producer = {v: n.eqn for v, n in self._own.items()}
-        made: dict[Node, list[Node]] = defaultdict(list)
-        reads: dict[Node, dict[Var, Atom]] = defaultdict(dict)
         envs: dict[int, dict[Var, Atom]] = defaultdict(dict)
+        found: dict[Node, tuple[Node, list[Node]]] = {}
         for n in self._later:
-            for v in (v for v in n.inputs if v in anew):
-                again: list[Eqn] = []
-                compute_again(
-                    v, producer, envs[n.phase], lambda x: x if x in saved or x not in producer else None, again
-                )
-                made[n] += [Node(e, backward=True, weight=n.weight, loop=self._loop, mesh=self._mesh) for e in again]
-                reads[n][v] = envs[n.phase][v]
-        return {n: [*made[n], reading(n, reads[n])] for n in reads}
+            again: list[Eqn] = []
+            env = envs[n.phase]
+            for v in dict.fromkeys(v for v in n.inputs if v in lost):
+                compute_again(v, producer, env, lambda x: x if x in saved or x not in producer else None, again)
+            if not lost.isdisjoint(n.inputs):
+                made = [Node(e, backward=True, weight=n.weight, loop=self._loop, mesh=self._mesh) for e in again]
+                found[n] = reading(n, env), made
+        return found

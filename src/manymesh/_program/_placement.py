@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
@@ -26,3 +26,20 @@ class Placement:
     node: Mapping[Node, tuple[int, ...]]
     home: Mapping[Var, int]
     reason: Mapping[Node, str]
+
+    def extended(self, readers: Mapping[Node, Node], anew: Iterable[Node]) -> Placement:
+        """Where everything is, once some nodes read something else, which others compute.
+
+        Args:
+          readers: node -> the same, reading something else.
+          anew: nodes that there were not before; each says its submesh.
+        """
+        number = {mesh: k for k, mesh in enumerate(self.submeshes)}
+        node, home, reason = dict(self.node), dict(self.home), dict(self.reason)
+        for old, reader in readers.items():
+            node[reader], reason[reader] = node[old], reason[old]
+        for n in anew:
+            assert n.mesh is not None, "it is made anew somewhere"
+            node[n], reason[n] = (number[n.mesh],), "its submesh"
+            home.update(dict.fromkeys(n.outputs, number[n.mesh]))
+        return replace(self, node=node, home=home, reason=reason)
