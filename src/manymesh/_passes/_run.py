@@ -108,7 +108,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("make_once", make_once, needs=ALL, makes_stale=ALL),
     Pass("shrink_where_made", shrink_where_made, needs=ALL, makes_stale=ALL),
     Pass("compute_where_read", compute_where_read, needs=ALL, makes_stale=_DEAD),
-    Pass("keep_less_between", keep_less_between, needs=ALL, makes_stale=_DEAD),
+    Pass("keep_less_between", keep_less_between, needs=_PLACED, makes_stale=_DEAD),
     Pass("leave_apart", leave_apart, needs=_PLACED, makes_stale=ALL),
     Pass("regroup_sums", regroup_sums, needs=_PLACED, makes_stale=ALL),
     Pass("widen_scatters", widen_scatters, makes_stale=_DEAD),
