@@ -287,7 +287,7 @@ def _xla(found: Estimate, index: int, executable: Any) -> Figures:
 
 
 def _off(lines: Sequence[FragmentLine], held: Mapping[Any, Memory], counted: Mapping[Any, Memory]) -> tuple[Off, ...]:
-    """Where our count and XLA's differ; fragments that are alike once, differences of a few bytes not at all."""
+    """Where our count and XLA's differ; fragments that are alike once, what would be printed as 0.0% not at all."""
     found: dict[tuple[str, float, float], Off] = {}
     for f in lines:
         pairs = {
@@ -303,7 +303,8 @@ def _off(lines: Sequence[FragmentLine], held: Mapping[Any, Memory], counted: Map
             found.setdefault(
                 ("peak bytes", own.peak_bytes, m.peak_bytes), Off(str(d), "peak bytes", own.peak_bytes, m.peak_bytes)
             )
-    return tuple(sorted(found.values(), key=lambda o: (o.what != "peak bytes", -abs(o.by))))
+    told = [o for o in found.values() if abs(o.by) >= 0.0005]
+    return tuple(sorted(told, key=lambda o: (o.what != "peak bytes", -abs(o.by))))
 
 
 def _edges(program: Program, plan: Plan) -> tuple[EdgeLine, ...]:

@@ -19,7 +19,7 @@ from manymesh._cost import _view
 from manymesh._cost._clock import Durations
 from manymesh._cost._view import sums
 from manymesh._program import Reduction
-from manymesh._report import Report
+from manymesh._report import Memory, Report, _off
 from manymesh._shown import format_bytes
 from manymesh.inspect import Hardware
 from manymesh.schedules import Costs
@@ -248,6 +248,12 @@ def test_a_wrong_count_is_named(monkeypatch):
     assert (off.where, off.found) == ("back", 1e6)
     assert off.by == pytest.approx(off.counted / 1e6 - 1)
     assert f"back: flops {off.counted:.6g}, 1e+06 ({off.by:+.1%})" in str(compiled.report())
+
+
+def test_what_would_be_printed_as_no_difference_is_none():
+    """Four bytes of a peak of thousands are what the compiler rounds to."""
+    counted, held = ({0: Memory(0, first), 1: Memory(0, second)} for first, second in ((12680, 900), (12684, 1000)))
+    assert [(o.where, f"{o.by:+.1%}") for o in _off((), held, counted)] == [("1", "-10.0%")]
 
 
 def test_figures_of_what_other_processes_run_are_said_to_be_ours(monkeypatch):
