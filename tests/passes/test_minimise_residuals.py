@@ -41,3 +41,30 @@ def test_a_task_without_a_submesh_stays():
     """It becomes part of its neighbours, where XLA sees both passes."""
     flat = program(TASK.format(place=""))
     assert run("minimise_residuals", flat) is flat
+
+
+MERGED = """
+    tasks: front 0
+    inputs: a f32[32,{rank}], b f32[{rank},32], x f32[64,32]
+    loop 0: 2 microbatches, gpipe
+    carry c f32[64,32] = x, then h, at last last
+    carry t f32[32,32] = w, then u, at last total
+    w = lax.full((32, 32), 0.0)
+    0: h, k = front: (lambda m: (c @ m, m))(a @ b)
+    0: g = front_bwd: c.T @ (c @ k)
+    0: u = t + g
+    results: total
+"""
+
+
+def test_a_small_product_of_weights_is_made_again():
+    """Of two rows, where 64 go through the task: less than an eighth of its arithmetic."""
+    after = str(run("minimise_residuals", program(MERGED.format(rank=2))))
+    assert "f32[64,32] = task front(d, a, b)" in after
+    assert after.split("task front_bwd")[1].count("dot_general") == 3
+
+
+def test_a_large_product_of_weights_is_kept():
+    """It would take as long as the task itself."""
+    flat = program(MERGED.format(rank=32))
+    assert run("minimise_residuals", flat) is flat

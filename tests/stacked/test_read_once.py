@@ -179,3 +179,46 @@ def test_what_each_layer_adds_to_the_loss_is_no_launch():
     with mm.ignore_transforms():
         wanted = jax.jit(lambda ws, x: grad(ws, x))(ws, x)
     assert_same(step(ws, x), wanted)
+
+
+def merged(rank):
+    """A layer that adds what is made of two adapters to each of its weights."""
+
+    def run(w, h):
+        w = {k: v + 0.1 * v[:, :rank] @ v[:rank] for k, v in w.items()}
+        return layer(w, h)
+
+    return run
+
+
+ADAPTED = mm.task(merged(2), "layer", mesh=STAGES)
+WITHIN = {
+    "each in a task": lambda ws, h: lax.scan(lambda h, w: (ADAPTED(w, h), None), h, ws)[0],
+    "one after the other": stages(lambda ws, h: merged(2)({k: w[1] for k, w in ws.items()}, h)),
+    "by a scan": stages(lambda ws, h: lax.scan(lambda h, w: (merged(2)(w, h), None), h, ws)[0]),
+}
+PLAIN = {
+    "each in a task": scanned,
+    "one after the other": stages(lambda ws, h: layer({k: w[1] for k, w in ws.items()}, h)),
+    "by a scan": WAYS["in a task, by a scan"],
+}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble-h1"])
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_merged_weight_is_not_held_by_each_microbatch(name, schedule):
+    """It is as large as a weight, and made of little: the backward pass makes it again."""
+
+    def held(way):
+        step, (ws, moments, _) = step_of(way, schedule)
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(32 * ROWS, WIDTH)), jnp.float32)
+        lowered = mm.jit(step).lower(ws, moments, x)
+        peak = max(lowered.report().memory.values(), key=lambda memory: memory.peak_bytes)
+        return step, (ws, moments, x), peak.made_of["activations"]
+
+    *_, usual = held(PLAIN[name])
+    step, args, activations = held(WITHIN[name])
+    assert activations <= usual
+    with mm.ignore_transforms():
+        wanted = jax.jit(step)(*args)
+    assert_same(mm.jit(step)(*args), wanted)

@@ -11,6 +11,7 @@ a sum; on CPU an exponential, too), the sink is what the backward pass reads, an
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from .._mark import constraint_p
 from .._program._calls import inlined
 from .._program._flat import FlatProgram
 from .._program._harmless import is_harmless
-from .._program._nodes import Node, nbytes
+from .._program._nodes import Node, nbytes, shape_and_dtype
 from .._program._rewrite import substitute, with_atoms
 from .._task import mesh_devices
 from ._hoist import invariants
@@ -63,6 +64,9 @@ _FUSED = {
 }  # fmt: skip
 _SMALL_POWER = 4
 _LITTLE_MORE = 1.01
+# Of the arithmetic of all products, what those of weights alone may be to be done again: a merged adapter of 8 rows is, where
+# 64 rows of activations go through the layer.
+_SMALL_PART = 1 / 8
 
 _BEYOND = float("inf")
 
@@ -111,6 +115,7 @@ class Given:
       task: the task.
       kept: positions of results that are kept for the consumers alone.
       free_in, free_out: whether keeping an operand, or a result, costs nothing.
+      lasting_in: whether an operand outlives the microbatch.
       consumers: the equations of later phases that read what is kept.
       jaxprs: those of all of them.
       cheap: names of the primitives whose results may be computed again.
@@ -120,6 +125,7 @@ class Given:
     kept: list[int]
     free_in: tuple[bool, ...]
     free_out: tuple[bool, ...]
+    lasting_in: tuple[bool, ...]
     consumers: list[Eqn]
     jaxprs: tuple[AbstractJaxpr, ...]
     cheap: frozenset[str]
@@ -159,15 +165,16 @@ class Minimiser:
         eqns = [self.now.get(c, c).eqn for c in consumers]
         read = {v for e in eqns for v in e.invars if _compat.is_var(v)}
         # What the consumers hold anyway, and what outlives the microbatch anyway, costs nothing.
-        free_in = tuple(not _compat.is_var(v) or v in read or not self._is_in_scope(v, n) for v in eqn.invars)
+        lasting_in = tuple(not _compat.is_var(v) or not self._is_in_scope(v, n) for v in eqn.invars)
+        free_in = tuple(lasts or v in read for v, lasts in zip(eqn.invars, lasting_in, strict=True))
         free_out = tuple(k not in kept and _compat.is_var(v) and v in read for k, v in enumerate(outs))
         wiring = tuple(tuple(_positions(e.invars, outs, eqn.invars)) for e in eqns)
         jaxprs = (eqn.params["jaxpr"], *(e.params["jaxpr"] for e in eqns))
         dropped = tuple(not _compat.is_var(v) for v in outs)
         cheap = self._cheap(n)
-        key = (tuple(map(id, jaxprs)), tuple(kept), free_in, free_out, wiring, dropped, cheap)
+        key = (tuple(map(id, jaxprs)), tuple(kept), free_in, free_out, lasting_in, wiring, dropped, cheap)
         if key not in self.rewritten:
-            self.rewritten[key] = self.rewrite(Given(eqn, kept, free_in, free_out, eqns, jaxprs, cheap))
+            self.rewritten[key] = self.rewrite(Given(eqn, kept, free_in, free_out, lasting_in, eqns, jaxprs, cheap))
         how = self.rewritten[key]
         if not how.consumers:
             return
@@ -191,7 +198,8 @@ class Minimiser:
         wanted = list(dict.fromkeys(v for k in given.kept if _compat.is_var(v := outs[k]) and v in producer))
         known = zip([*parts.invars, *outs], [*given.free_in, *given.free_out], strict=True)
         free = {v for v, is_free in known if is_free and _compat.is_var(v)}
-        saved = cheapest(wanted, free, parts.invars, eqns, given.cheap)
+        lasting = [v for v, lasts in zip(parts.invars, given.lasting_in, strict=True) if lasts]
+        saved = cheapest(wanted, free, parts.invars, eqns, given.cheap, lasting)
         if saved.issuperset(wanted) and all(_compat.is_var(outs[k]) for k in given.kept):
             return same
         return _Assembly(given.task, given.kept, given.consumers, parts, eqns, outs, producer, saved, jaxprs).result()
@@ -275,7 +283,49 @@ def compute_again(
                 again.append(substitute(eqn, env))
 
 
-def _dearer(invars: Sequence[Var], eqns: Sequence[Eqn], cheap: frozenset[str]) -> dict[Var, float]:
+@dataclass(frozen=True)
+class _Cheap:
+    """What costs little to compute again.
+
+    Attributes:
+      names: the primitives that do.
+      products: ids of equations that do, besides.
+    """
+
+    names: frozenset[str]
+    products: frozenset[int] = frozenset()
+
+    def __call__(self, eqn: Eqn) -> bool:
+        if eqn.primitive.name == "integer_pow" and 0 < eqn.params["y"] <= _SMALL_POWER:
+            return True
+        # What is made of nothing, but for what the host or a loop makes of it.
+        constant = is_harmless(eqn) and not any(_compat.is_var(v) for v in eqn.invars)
+        return (constant or eqn.primitive.name in self.names or id(eqn) in self.products) and not eqn.effects
+
+    def or_picks(self) -> _Cheap:
+        """And what gives some of the elements that it reads."""
+        return replace(self, names=self.names | _PICKS)
+
+
+def _small_products(lasting: Iterable[Var], eqns: Sequence[Eqn]) -> frozenset[int]:
+    """The products of weights alone, if they are a small part of all: a merged adapter, which is as large as a weight."""
+    made = set(lasting)
+    alone, others = dict[int, int](), 0
+    for e in eqns:
+        is_alone = made.issuperset(filter(_compat.is_var, e.invars))
+        made.update(filter(_compat.is_var, e.outvars) if is_alone else ())
+        if e.primitive.name == "dot_general":
+            (contracted, _), _ = e.params["dimension_numbers"]
+            left, result = shape_and_dtype(e.invars[0])[0], shape_and_dtype(e.outvars[0])[0]
+            work = math.prod([*result, *(left[d] for d in contracted)])
+            if is_alone:
+                alone[id(e)] = work
+            else:
+                others += work
+    return frozenset(alone if sum(alone.values()) <= _SMALL_PART * others else ())
+
+
+def _dearer(invars: Sequence[Var], eqns: Sequence[Eqn], cheap: _Cheap) -> dict[Var, float]:
     """What it costs to keep a value that is in memory only if it is kept: a little more than another one of its size.
 
     XLA fuses arithmetic into what reads it. What it writes anyway are what is expensive, what that reads unless it is fused,
@@ -288,25 +338,17 @@ def _dearer(invars: Sequence[Var], eqns: Sequence[Eqn], cheap: frozenset[str]) -
         spread.update(made if e.primitive.name == "broadcast_in_dim" else ())
         read = {v for v in e.invars if _compat.is_var(v)} - spread
         is_sum = e.primitive.name in _SUMS | _MOVES and read <= there
-        if is_sum or not _is_cheap(e, cheap):
+        if is_sum or not cheap(e):
             there.update(made)
         else:
             found.update((v, _LITTLE_MORE * nbytes(v.aval)) for v in made)
-        if not _is_cheap(e, cheap) and e.primitive.name not in _FUSED:
+        if not cheap(e) and e.primitive.name not in _FUSED:
             for v in filter(_compat.is_var, e.invars):
                 found.pop(v, None)
     return found
 
 
-def _is_cheap(eqn: Eqn, cheap: frozenset[str]) -> bool:
-    if eqn.primitive.name == "integer_pow" and 0 < eqn.params["y"] <= _SMALL_POWER:
-        return True
-    # What is made of nothing, but for what the host or a loop makes of it.
-    constant = is_harmless(eqn) and not any(_compat.is_var(v) for v in eqn.invars)
-    return (constant or eqn.primitive.name in cheap) and not eqn.effects
-
-
-def _looks_for_element(eqn: Eqn, producer: Mapping[Var, Eqn], cheap: frozenset[str]) -> bool:
+def _looks_for_element(eqn: Eqn, producer: Mapping[Var, Eqn], cheap: _Cheap) -> bool:
     """Whether it compares elements with what was picked among them, their maximum, say, as the derivative of that does.
 
     One of them has to be equal to the last bit. In another executable, where they are computed again, none may be: the
@@ -315,10 +357,10 @@ def _looks_for_element(eqn: Eqn, producer: Mapping[Var, Eqn], cheap: frozenset[s
     if eqn.primitive.name not in _COMPARES or not jnp.issubdtype(_compat.dtype(eqn.invars[0]), jnp.inexact):
         return False
     here, picks = _computed_again(eqn.invars, producer, cheap)
-    return any(not here.isdisjoint(_computed_again(e.invars, producer, cheap | _PICKS)[0]) for e in picks)
+    return any(not here.isdisjoint(_computed_again(e.invars, producer, cheap.or_picks())[0]) for e in picks)
 
 
-def _torn(wanted: Iterable[Var], saved: set[Var], producer: Mapping[Var, Eqn], cheap: frozenset[str]) -> set[Var]:
+def _torn(wanted: Iterable[Var], saved: set[Var], producer: Mapping[Var, Eqn], cheap: _Cheap) -> set[Var]:
     """The comparisons of an element that would be computed again with one that was kept, and chosen of it and others.
 
     The larger of two, say. As above none of the two may be equal to it; if both are computed again, one is.
@@ -350,7 +392,7 @@ def _chosen_of(values: set[Var], others: set[Var], producer: Mapping[Var, Eqn]) 
 
 
 def _computed_again(
-    values: Iterable[Atom], producer: Mapping[Var, Eqn], cheap: frozenset[str], saved: Collection[Var] = ()
+    values: Iterable[Atom], producer: Mapping[Var, Eqn], cheap: _Cheap, saved: Collection[Var] = ()
 ) -> tuple[set[Var], list[Eqn]]:
     """What is cheap to compute on the way to values, from what is saved on, and the equations before it that pick elements."""
     found: set[Var] = set()
@@ -360,7 +402,7 @@ def _computed_again(
         v = todo.pop()
         if not _compat.is_var(v) or v in found or v in saved or (made := producer.get(v)) is None:
             continue
-        if _is_cheap(made, cheap):
+        if cheap(made):
             found.add(v)
             todo += made.invars
         elif made.primitive.name in _PICKS:
@@ -369,14 +411,27 @@ def _computed_again(
 
 
 def cheapest(
-    wanted: Sequence[Var], free: Collection[Var], invars: Sequence[Var], eqns: Sequence[Eqn], cheap: frozenset[str]
+    wanted: Sequence[Var],
+    free: Collection[Var],
+    invars: Sequence[Var],
+    eqns: Sequence[Eqn],
+    names: frozenset[str],
+    lasting: Iterable[Var] = (),
 ) -> set[Var]:
     """The values to keep: the minimum cut between what is expensive to compute and what is wanted.
 
     Among cuts of equal cost the one closest to what is wanted, which computes least again.
+
+    Args:
+      wanted: what is read later.
+      free: what costs nothing to keep.
+      invars, eqns: what the values are made of.
+      names: the primitives that cost little.
+      lasting: those of ``invars`` that outlive the microbatch.
     """
+    cheap = _Cheap(names, _small_products(lasting, eqns))
     producer = {v: e for e in eqns for v in e.outvars if _compat.is_var(v)}
-    cost = {} if cheap is _CHEAP else _dearer(invars, eqns, cheap)
+    cost = {} if names is _CHEAP else _dearer(invars, eqns, cheap)
     cost |= dict.fromkeys(free, 0)
     kept = set[Var]()
     while True:
@@ -387,7 +442,7 @@ def cheapest(
 
 
 def _cut(
-    wanted: Sequence[Var], kept: set[Var], cost: Mapping[Var, float], producer: Mapping[Var, Eqn], cheap: frozenset[str]
+    wanted: Sequence[Var], kept: set[Var], cost: Mapping[Var, float], producer: Mapping[Var, Eqn], cheap: _Cheap
 ) -> set[Var]:
     """The same, where some values are not computed again whatever it costs to keep them."""
     network = _Network()
@@ -397,7 +452,7 @@ def _cut(
         v = stack.pop()
         network.add((v, "in"), (v, "out"), cost.get(v, nbytes(v.aval)))
         eqn = producer.get(v)
-        if eqn is None or v in kept or not _is_cheap(eqn, cheap) or _looks_for_element(eqn, producer, cheap):
+        if eqn is None or v in kept or not cheap(eqn) or _looks_for_element(eqn, producer, cheap):
             network.add(source, (v, "in"), _BEYOND)
             continue
         for operand in eqn.invars:

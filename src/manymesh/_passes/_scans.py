@@ -95,7 +95,8 @@ class _Scan:
         if not any(v in made for v in wanted):
             return None
         free = self._free()
-        saved = cheapest(wanted, free, self.body.invars, self.body_eqns, self.given.cheap)
+        lasting = [v for v, at in free.items() if self.given.lasting_in[at]]
+        saved = cheapest(wanted, free, self.body.invars, self.body_eqns, self.given.cheap, lasting)
         if saved.issuperset(wanted):
             return None
         order = [v for v in (*self.body.invars, *made) if v in saved and v not in free]
