@@ -318,9 +318,11 @@ def expensive(program):
     """How often each operation that is not cheap appears in the fragments of a program."""
     found = Counter()
 
+    is_cheap = _residuals._Cheap(_residuals._CHEAP)
+
     def count(eqns):
         for e in inlined(eqns)[0]:
-            if not _residuals._is_cheap(e, _residuals._CHEAP):
+            if not is_cheap(e):
                 found[e.primitive.name] += 1
 
     for fragment in program.fragments:
