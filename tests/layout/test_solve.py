@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -241,6 +242,35 @@ def test_what_is_scaled_and_then_constrained_lies_so(wanted):
     w, x = arguments(optax.sgd(0.1))[0]["w1"], jnp.ones((8, WIDTH))
     assert step.lower(w, x).compile().input_shardings[0][0].spec == P("data", "model")
     assert_same(step(w, x), reference(step, w, x))
+
+
+def test_what_is_scaled_for_a_task_that_constrains_it_lies_so():
+    """A parameter, scaled once for all microbatches; though its gradient comes out of a vector of all gradients."""
+    first, (last, *_) = halves()[0], jax.devices()[4:]
+    front = mm.task(lambda p, x: jnp.exp(x @ p["w"]) + p["b"], "front", devices=[last])
+
+    def layer(p, x):
+        for _ in range(2):
+            x = x + jnp.tanh(x @ mm.with_sharding_constraint(p["w"], ("batch", "hidden")) + p["b"])
+        return mm.with_sharding_constraint(x, ("batch", "hidden"))
+
+    task = mm.task(layer, "task", mesh=first, logical_axes=RULES)
+
+    def loss(p, x):
+        p = jax.tree.map(lambda w: w / 2 * -2.0, p)
+        return jnp.mean(task(p["back"], front(p["front"], x)) ** 2)
+
+    def step(p, x):
+        g = mm.microbatch(jax.grad(loss), argnum=1, num_microbatches=2, reduce="mean")(p, x)
+        vector, back = ravel_pytree(g)
+        g = back(vector / jnp.maximum(1.0, jnp.linalg.norm(vector)))
+        return jax.tree.map(lambda w, g: w - 0.1 * g, p, g), g
+
+    step = mm.jit(step)
+    each = {"w": arguments(optax.sgd(0.1))[0]["w1"], "b": jnp.ones(WIDTH)}
+    p, x = {"front": each, "back": each}, jnp.ones((8, WIDTH)) / WIDTH
+    assert step.lower(p, x).compile().input_shardings[0][0]["back"]["w"].spec == P("data", "model")
+    assert_same(step(p, x), reference(step, p, x))
 
 
 def test_a_penalty_on_all_parameters_lays_none_of_them_out():

@@ -173,15 +173,31 @@ class _Solver:
                     self._decide(v, s, adapt_spec(sharding.spec, _compat.shape(v), mesh), rule)
 
     def _constrain_inputs(self) -> None:
-        """What comes from outside lies as the first fragment that constrains it wants it."""
+        """What comes from outside lies as the first fragment that constrains it wants it.
+
+        So does what is prepared of that before a loop, such as a weight that is scaled for all microbatches.
+        """
         program = self.program
-        roots = {self.groups.find(v) for v in program.invars}
+        preparing = [f for f in program.fragments if self._prepares(f) and not f.layout_follows_loop]
+        roots = {self.groups.find(v) for v in (*program.invars, *(v for f in preparing for v in f.outvars))}
+        constrained: set[tuple[Var, int]] = set()
         for f in program.fragments:
             if program.submeshes[f.submesh].size > 1:
                 for k in self.constraints.of(f.jaxpr):
                     v = f.invars[k]
                     if self.groups.find(v) in roots and (v, f.submesh) not in self.crossing:
                         self._decide(v, f.submesh, self._constrained(f, k), f"constraint in {f.name!r}")
+                        constrained.add((v, f.submesh))
+        for f in reversed(preparing):
+            if not constrained.isdisjoint((v, f.submesh) for v in f.outvars):
+                constrained.update((v, f.submesh) for v in f.invars)
+                self._prepare_alike(f)
+
+    def _prepare_alike(self, f: Fragment) -> None:
+        """What something is prepared of follows it, where it is sharded."""
+        if (found := self._specs(f)) is not None:
+            sharded = [(v, spec) for v, spec in zip(f.invars, found.inputs, strict=True) if any(spec)]
+            self._decide_open(sharded, f.submesh, f"propagated through {f.name!r}")
 
     def _constrain_results(self) -> None:
         """What is constrained where it is made lies so, also for those who read it and are propagated through before.
@@ -195,9 +211,8 @@ class _Solver:
             for k, spec in constrained.items():
                 v = f.outvars[k]
                 self._decide(v, f.submesh, _fitting(spec, _compat.shape(v), mesh), f"constraint in {f.name!r}")
-            if constrained and self._prepares(f) and (found := self._specs(f)) is not None:
-                sharded = [(v, spec) for v, spec in zip(f.invars, found.inputs, strict=True) if any(spec)]
-                self._decide_open(sharded, f.submesh, f"propagated through {f.name!r}")
+            if constrained and self._prepares(f):
+                self._prepare_alike(f)
 
     def _constrained(self, f: Fragment, k: int) -> PartitionSpec:
         """What a fragment constrains its k-th input to.
