@@ -378,3 +378,27 @@ def test_two_chains_in_opposite_directions_are_a_pipeline(schedule):
     args = [jnp.eye(8) + 0.1 * i for i in range(4)], jnp.sin(jnp.arange(64.0)).reshape(8, 8)
     assert mm.jit(grads).lower(*args).program.loops[0].in_order
     assert_agrees(grads, *args)
+
+
+def test_what_nobody_waits_for_joins_a_task_that_waits_for_the_same():
+    """The gradient of a scale between two tasks, which lie on two submeshes."""
+    source = """
+        tasks: one 0, two 1
+        inputs: w f32[64,64], x f32[128,64]
+        loop 0: 2 microbatches, gpipe
+        xs b f32[64,64] = first, second
+        carry k f32[64,64] = zero, then s, at last total
+        carry l f32[64,64] = zero, then t, at last grad
+        first = x[0:64]
+        second = x[64:128]
+        zero = lax.full((64, 64), 0.0)
+        0: a = one: b * 2.0
+        0: c = a * w
+        0: d = two: c + 1.0
+        0: g = two_bwd: d * 2.0
+        0: s = k + g * a
+        0: r = one_bwd: g @ w
+        0: t = l + r
+        results: total, grad
+    """
+    assert clusters(source, 0) == [["one", "mul"], ["two"], ["two"], ["mul", "add", "one", "add"]]

@@ -2,22 +2,28 @@
 
 An activation or a norm that is written between two tasks leaves several arrays of its size for its gradient. No task holds
 them, so each submesh keeps those of its own equations from which the rest follows by cheap arithmetic, and computes the rest
-again in the backward pass.
+again in the backward pass. So it is with what a task ends in, such as its activation: the next task reads it, whose backward
+pass has it of what the first one keeps.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
 
-from .._compat import Atom, Eqn, Var
+from .. import _compat
+from .._compat import AbstractJaxpr, Atom, Eqn, Var
+from .._program._calls import inlined
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes, nodes_where
 from .._program._placement import Placement
-from .._program._rewrite import reading
+from .._program._rewrite import reading, substitute
 from .._task import mesh_devices
 from ._hoist import SMALL
-from ._residuals import cheap_on, cheapest, compute_again
+from ._residuals import cheap_on, cheap_way, cheapest, compute_again, looks_for
+
+MOST_READ = 8  # values of which another one is computed again
 
 
 def keep_less_between(flat: FlatProgram) -> FlatProgram:
@@ -37,48 +43,115 @@ def keep_less_between(flat: FlatProgram) -> FlatProgram:
 
 
 class Between:
-    """The unmarked forward equations of a loop's body on one submesh, and what backward passes there read of them."""
+    """The unmarked forward equations of a loop's body on one submesh, the ends of the tasks there, and what backward passes
+    there read of both.
+    """
 
     def __init__(self, flat: FlatProgram, placement: Placement, loop: int, at: int) -> None:
-        self._index, self._loop = flat.index, loop
+        self._index, self._placement, self._loop, self._at = flat.index, placement, loop, at
         self._mesh = placement.submeshes[at]
+        self._cheap = cheap_on(all(d.platform == "cpu" for d in mesh_devices(self._mesh)))
         here = [n for n in flat.index.bodies[loop] if placement.node[n] == (at,)]
         self._later = [n for n in here if n.phase > 0]
-        self._nodes = [n for n in here if n.task is None and n.phase == 0 and not n.guard and not n.eqn.effects]
-        self._own = {v: n for n in self._nodes for v in n.outputs}
+        read = {v for n in self._later for v in n.inputs}
+        self._eqns: list[Eqn] = []
+        ends: dict[Hashable, End] = {}
+        for n in here:
+            if n.phase > 0 or n.guard or n.eqn.effects:
+                continue
+            self._eqns += [n.eqn] if n.task is None else _end_of(n, read, self._cheap, ends)
+        self._producer = {v: e for e in self._eqns for v in e.outvars if _compat.is_var(v)}
 
     def changed(self) -> dict[Node, tuple[Node, list[Node]]]:
         """Nodes that read something else now -> the same reading it, and what computes it before."""
-        later = set(self._later)
         read = dict.fromkeys(v for n in self._later for v in n.inputs)
-        mine = [v for v in read if v in self._own and v not in self._index.leaving]
-        wanted = [v for v in mine if later.issuperset(self._readers_behind(v))]
+        mine = [v for v in read if v in self._producer and v not in self._index.leaving]
+        wanted = [v for v in mine if self._is_held_for_them(v)]
         if sum(nbytes(v.aval) for v in wanted) <= SMALL:
             return {}
-        eqns = [n.eqn for n in self._nodes]
-        invars = list(dict.fromkeys(v for n in self._nodes for v in n.inputs if v not in self._own))
+        operands = dict.fromkeys(v for e in self._eqns for v in e.invars if _compat.is_var(v))
+        invars = [v for v in operands if v not in self._producer]
         # What is held anyway costs nothing: for the backward pass, or beyond the microbatch.
         free = set(read).difference(wanted)
         free |= {v for v in invars if self._index.scope.get(v) != self._loop}
-        cheap = cheap_on(all(d.platform == "cpu" for d in mesh_devices(self._mesh)))
-        saved = cheapest(wanted, free, invars, eqns, cheap)
+        inside = {v for v in self._producer if v not in self._index.producer}
+        saved = cheapest(wanted, free, invars, self._eqns, self._cheap, never=inside, most=MOST_READ)
         return self._computing_again(set(wanted) - saved, saved)
 
-    def _readers_behind(self, v: Var) -> list[Node]:
-        """Its readers of later phases, wherever they are."""
-        return [r for r in self._index.readers.get(v, ()) if r.phase > 0 or r.loop != self._loop]
+    def _is_held_for_them(self, v: Var) -> bool:
+        """Whether nobody else holds a value here, and it may differ in the last bit when it is computed again.
+
+        Another submesh whose forward pass reads it has its own from then on.
+        """
+        readers, where = self._index.readers.get(v, ()), self._placement.node
+        have = {s for r in readers if r.phase == 0 for s in where[r]} - {self._at}
+        behind = [r for r in readers if r.phase > 0]
+        return all((where[r] == (self._at,) or have.issuperset(where[r])) for r in behind) and not any(
+            looks_for(r.eqn, v, self._cheap) for r in behind
+        )
 
     def _computing_again(self, lost: set[Var], saved: set[Var]) -> dict[Node, tuple[Node, list[Node]]]:
-        """Each phase computes its own, so that nothing more is held from one to the other."""
-        producer = {v: n.eqn for v, n in self._own.items()}
-        envs: dict[int, dict[Var, Atom]] = defaultdict(dict)
+        """Each phase computes its own, and so does each task, so that nothing more is held from one to the other."""
+        producer = self._producer
+        envs: dict[int | Node, dict[Var, Atom]] = defaultdict(dict)
         found: dict[Node, tuple[Node, list[Node]]] = {}
         for n in self._later:
             again: list[Eqn] = []
-            env = envs[n.phase]
+            env = envs[n.phase if n.task is None else n]
             for v in dict.fromkeys(v for v in n.inputs if v in lost):
                 compute_again(v, producer, env, lambda x: x if x in saved or x not in producer else None, again)
             if not lost.isdisjoint(n.inputs):
                 made = [Node(e, backward=True, weight=n.weight, loop=self._loop, mesh=self._mesh) for e in again]
                 found[n] = reading(n, env), made
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class End:
+    """The cheap equations that some results of a task end in, from its operands and from other results on.
+
+    Attributes:
+      jaxpr: the jaxpr of the task, kept so that its id stays its own.
+      invars, outvars: its operands and its results, by the names that they have in the equations.
+      eqns: the equations.
+    """
+
+    jaxpr: AbstractJaxpr
+    invars: Sequence[Var]
+    outvars: Sequence[Atom]
+    eqns: Sequence[Eqn]
+
+
+def _end_of(n: Node, read: Collection[Var], cheap: frozenset[str], known: dict[Hashable, End]) -> list[Eqn]:
+    """The equations that make, of what is outside of a task, those of its results that backward passes read."""
+    which = tuple(v in read for v in n.eqn.outvars)
+    if not any(which):
+        return []
+    jaxpr = n.eqn.params["jaxpr"]
+    key = id(jaxpr), which, tuple(map(_compat.is_var, n.eqn.outvars))
+    if key not in known:
+        known[key] = _find_end(jaxpr, which, key[-1], cheap)
+    end = known[key]
+    outside = {
+        v: out for v, out in zip(end.outvars, n.eqn.outvars, strict=True) if _compat.is_var(v) and _compat.is_var(out)
+    }
+    env: dict[Var, Atom] = {**outside, **dict(zip(end.invars, n.eqn.invars, strict=True))}
+    eqns = []
+    for e in end.eqns:
+        made = substitute(e, env)
+        outvars = [outside.get(v, fresh) for v, fresh in zip(e.outvars, made.outvars, strict=True)]
+        env.update((v, out) for v, out in zip(e.outvars, outvars, strict=True) if _compat.is_var(v))
+        eqns.append(made.replace(outvars=outvars))
+    return eqns
+
+
+def _find_end(jaxpr: AbstractJaxpr, which: Sequence[bool], there: Sequence[bool], cheap: frozenset[str]) -> End:
+    parts = _compat.open_jaxpr(jaxpr)
+    eqns, renamed = inlined(parts.eqns)
+    outs = [renamed.get(v, v) if _compat.is_var(v) else v for v in parts.outvars]
+    known = {*parts.invars, *(v for v, is_there in zip(outs, there, strict=True) if is_there and _compat.is_var(v))}
+    needed: dict[Eqn, None] = {}
+    for v, is_read in zip(outs, which, strict=True):
+        if is_read and _compat.is_var(v) and v not in parts.invars and outs.count(v) == 1 and not parts.consts:
+            needed.update(dict.fromkeys(cheap_way(v, known, eqns, cheap)))
+    return End(jaxpr, parts.invars, outs, [e for e in eqns if e in needed])

@@ -84,6 +84,7 @@ class _Clusterer:
         self._join_levels()
         self._join_followers()
         self._join_tasks()
+        self._join_beside()
         self._join_next()
         order = self._sorted()
         return order, {c: set(self.preds[c]) for c in order}
@@ -373,6 +374,24 @@ class _Clusterer:
                     if t is not None:
                         self._merge(t, c)
                         changed = True
+
+    def _join_beside(self) -> None:
+        """What in a loop nobody waits for joins a task of its submesh and phase that waits for the same.
+
+        The gradient, say, of a scale by which the loss multiplies what a task gives: it reads what came from the next submesh,
+        as the backward pass of the task does, and what the forward pass kept.
+        """
+        if self.scope is None:
+            return
+        clusters = self._clusters()
+        tasks = [t for t in clusters if t.task is not None]
+        for c in clusters:
+            awaited = {p for p in self.preds[c] if p.phase == c.phase}
+            if c.task is not None or self.succs[c] or not awaited or any(n.eqn.effects for n in c.nodes):
+                continue
+            beside = [t for t in tasks if t.submesh == c.submesh and t.phase == c.phase and awaited <= self.preds[t]]
+            if beside:
+                self._merge(beside[0], c)
 
     def _join_next(self) -> None:
         """What in a loop nothing but the next microbatch has to do with joins the task that reads it there, or any.

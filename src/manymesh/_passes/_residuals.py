@@ -360,6 +360,22 @@ def _looks_for_element(eqn: Eqn, producer: Mapping[Var, Eqn], cheap: _Cheap) -> 
     return any(not here.isdisjoint(_computed_again(e.invars, producer, cheap.or_picks())[0]) for e in picks)
 
 
+def looks_for(eqn: Eqn, v: Var, names: frozenset[str]) -> bool:
+    """Whether an equation, or one in the call that it is, compares elements of a value with those of others.
+
+    It finds its largest element, say, and what was picked before has to be equal to it to the last bit.
+    """
+    found, cheap = {v}, _Cheap(names)
+    for e in inlined([eqn])[0]:
+        if found.isdisjoint(filter(_compat.is_var, e.invars)):
+            continue
+        if e.primitive.name in ("eq", "eq_to") and all(map(_compat.is_var, e.invars)):
+            return True
+        if cheap(e):
+            found.update(filter(_compat.is_var, e.outvars))
+    return False
+
+
 def _torn(wanted: Iterable[Var], saved: set[Var], producer: Mapping[Var, Eqn], cheap: _Cheap) -> set[Var]:
     """The comparisons of an element that would be computed again with one that was kept, and chosen of it and others.
 
@@ -377,6 +393,28 @@ def _torn(wanted: Iterable[Var], saved: set[Var], producer: Mapping[Var, Eqn], c
             kept = [o for o in read if _compat.is_var(o) and o in saved]
             if _chosen_of(_computed_again(kept, producer, cheap)[0], others, producer):
                 found.add(v)
+    return found
+
+
+def _far(wanted: Iterable[Var], saved: set[Var], producer: Mapping[Var, Eqn], most: float) -> set[Var]:
+    """The first value that would be computed again of too many others; what comes after it is computed of it."""
+    if most == _BEYOND:
+        return set()
+    of = {v: len(_made_of(v, saved, producer)) for v in wanted if v not in saved}
+    return set(sorted((v for v in of if of[v] > most), key=of.__getitem__)[:1])
+
+
+def _made_of(v: Var, saved: set[Var], producer: Mapping[Var, Eqn]) -> set[Var]:
+    """What is kept or there, of which a value is computed again."""
+    found, seen, todo = set[Var](), {v}, [v]
+    while todo:
+        w = todo.pop()
+        if w in saved or w not in producer:
+            found.add(w)
+            continue
+        new = {o for o in producer[w].invars if _compat.is_var(o)} - seen
+        seen |= new
+        todo += new
     return found
 
 
@@ -410,6 +448,27 @@ def _computed_again(
     return found, picks
 
 
+def cheap_way(v: Var, known: Collection[Var], eqns: Sequence[Eqn], names: frozenset[str]) -> list[Eqn]:
+    """The cheap equations that make a value of others that are known; none if some other one is needed.
+
+    None either if one of them looks for an element, or says names that only its task knows.
+    """
+    producer = {v: e for e in eqns for v in e.outvars if _compat.is_var(v)}
+    cheap = _Cheap(names)
+    found: dict[Eqn, None] = {}
+    stack = [v]
+    while stack:
+        w = stack.pop()
+        eqn = producer.get(w)
+        if eqn is None or eqn.primitive is constraint_p or not cheap(eqn) or _looks_for_element(eqn, producer, cheap):
+            if w is v or w not in known:
+                return []
+        elif eqn not in found:
+            found[eqn] = None
+            stack += filter(_compat.is_var, eqn.invars)
+    return list(found)
+
+
 def cheapest(
     wanted: Sequence[Var],
     free: Collection[Var],
@@ -417,6 +476,8 @@ def cheapest(
     eqns: Sequence[Eqn],
     names: frozenset[str],
     lasting: Iterable[Var] = (),
+    never: Collection[Var] = (),
+    most: float = _BEYOND,
 ) -> set[Var]:
     """The values to keep: the minimum cut between what is expensive to compute and what is wanted.
 
@@ -428,15 +489,17 @@ def cheapest(
       invars, eqns: what the values are made of.
       names: the primitives that cost little.
       lasting: those of ``invars`` that outlive the microbatch.
+      never: what cannot be kept.
+      most: of how many others a value may be computed again; a sum over many layers is not.
     """
     cheap = _Cheap(names, _small_products(lasting, eqns))
     producer = {v: e for e in eqns for v in e.outvars if _compat.is_var(v)}
     cost = {} if names is _CHEAP else _dearer(invars, eqns, cheap)
-    cost |= dict.fromkeys(free, 0)
+    cost |= dict.fromkeys(free, 0) | dict.fromkeys(never, _BEYOND)
     kept = set[Var]()
     while True:
         saved = _cut(wanted, kept, cost, producer, cheap)
-        if not (torn := _torn(wanted, saved, producer, cheap)):
+        if not (torn := _torn(wanted, saved, producer, cheap) or _far(wanted, saved, producer, most)):
             return saved
         kept |= torn
 
