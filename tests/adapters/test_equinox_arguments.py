@@ -168,3 +168,35 @@ def test_a_module_that_is_moved_in_each_call_is_placed_as_the_warning_says():
     evaluate.clear_cache()
     for _ in range(4):
         assert evaluate(placed, x) == expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda described: described(functools.partial(eqx.nn.Linear, 4, use_bias=False))(4, key=jax.random.key(0)),
+        lambda described: described(eqx.nn.Linear(4, 4, key=jax.random.key(0)).__call__),
+        lambda described: described(jax.nn.relu),
+    ],
+    ids=["a class with arguments", "a method", "a function"],
+)
+def test_what_else_becomes_a_task(make):
+    """Whatever is called like a layer."""
+    layer = make(lambda layer: mm.equinox.task(layer, "layer", devices=[1]))
+    assert mm.equinox.jit(lambda layer, x: layer(x))(layer, jnp.ones(4)).devices() == {jax.devices()[1]}
+
+
+def test_another_word_for_what_is_donated():
+    with pytest.raises(mm.errors.ArgumentError, match="one of all, all-except-first, none, found 'first'"):
+        mm.equinox.jit(step, donate="first")
+
+
+def test_an_argument_that_cannot_be_hashed():
+    """Nothing that is no array can be told from others then."""
+
+    class Unhashable:
+        __hash__ = None
+
+    with pytest.raises(
+        mm.errors.ArgumentError, match="no array and cannot be hashed.*make it an array, or close over it"
+    ):
+        mm.equinox.jit(lambda other, x: x)(Unhashable(), jnp.ones(4))

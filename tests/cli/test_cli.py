@@ -113,6 +113,7 @@ def test_every_example_in_the_help_is_understood(monkeypatch):
         ("schedule --forward 1,2 --stages 3", 1, "--forward has 2 numbers for 3 stages"),
         ("schedule 1f1b --compare", 1, "--compare shows all schedules"),
         ("schedule --out picture.gif", 1, "'picture.gif'; end the name in one of"),
+        ("schedule --out text.txt", 1, "--out saves pictures; the text is what is printed"),
         ("trace nowhere.json", 1, "nowhere.json: No such file or directory"),
         ("plan train.py", 1, "expected SCRIPT.py:FUNCTION or package.module:function, found 'train.py'"),
         ("plan nowhere.py:plan", 1, "there is no file nowhere.py"),

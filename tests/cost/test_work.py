@@ -75,6 +75,8 @@ FACTORED = {  # what textbooks say for a matrix of N x N
     "lu": (lambda a: jax.lax.linalg.lu(a)[0], 2 * N**3 / 3),
     "qr": (lambda a: jax.lax.linalg.qr(a), 8 * N**3 / 3),
     "eigh": (lambda a: jax.lax.linalg.eigh(a, symmetrize_input=False), 9 * N**3),
+    "singular vectors": (lambda a: jax.lax.linalg.svd(a, full_matrices=False), 22 * N**3),
+    "all singular vectors": (lambda a: jax.lax.linalg.svd(a, full_matrices=True), 21 * N**3),
     "singular values": (lambda a: jax.lax.linalg.svd(a, compute_uv=False), 8 * N**3 / 3),
     "fft": (lambda a: jax.lax.fft(jax.lax.complex(a, a), "FFT", (N,)), 5 * N**2 * math.log2(N)),
     "real fft": (lambda a: jax.lax.fft(a, "RFFT", (N,)), 2.5 * N**2 * math.log2(N)),

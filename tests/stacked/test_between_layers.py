@@ -63,6 +63,7 @@ OPERATIONS = {
     "added to": jax.vmap(lambda r: r.at[jnp.argmax(r[:, 0])].add(r[0])),
     "repeated": lambda g: jnp.tile(g[..., : WIDTH // 2], (1, 1, 2)),
     "gradient of what is repeated": jax.grad(lambda g: jnp.sum(jnp.tile(g, (1, 1, 2)) ** 2)),
+    "a barrier": lambda g: jax.lax.optimization_barrier((g, jnp.sum(g, (1, 2)), jnp.float32(1)))[0],
     "map": lambda g: jax.lax.map(newton, g),
     "fori_loop": lambda g: jax.lax.fori_loop(0, 3, lambda _, y: newton(y), g),
     "noise": lambda g: g + jax.vmap(lambda k: jax.random.normal(k, g.shape[1:]))(keys()),
