@@ -215,6 +215,21 @@ SAYING = {
 }
 
 
+@pytest.mark.parametrize(
+    "call", [lambda f: f(jnp.ones(4)), lambda f: mm.jit(f)(jnp.ones(4)), lambda f: jax.jit(f)(jnp.ones(4))]
+)
+def test_a_spec_without_a_mesh_in_a_task_that_is_a_plain_function(call):
+    """There is no mesh in the reference mode, and none outside of `mm.jit`."""
+    task = mm.task(lambda x: jax.lax.with_sharding_constraint(x, P("x")), "rows", devices=[0, 1], device_axes=("x",))
+    assert mm.jit(task)(jnp.ones(4)).sharding.spec == P("x")
+    with mm.ignore_transforms(), pytest.raises(RuntimeError) as found:
+        call(task)
+    assert "write mm.with_sharding_constraint(x, spec), which then does nothing" in found.value.__notes__[0]
+    other = mm.task(lambda x: mm.with_sharding_constraint(x, P("x")), "rows", devices=[0, 1], device_axes=("x",))
+    with mm.ignore_transforms():
+        assert call(other).tolist() == [1.0] * 4
+
+
 @pytest.mark.parametrize("say", SAYING)
 def test_a_spec_without_a_mesh_outside_of_tasks(say):
     """JAX says to set a mesh, which helps nothing: a step has several."""

@@ -436,6 +436,16 @@ def _note(error: Exception, described: Task) -> None:
             "jax.sharding.explicit_axes(fun, in_sharding=...), whose specs say how its arguments lie; or write "
             "mm.with_sharding_constraint(x, spec) in place of out_sharding= and jax.reshard, and XLA finds what is between"
         )
+    if (
+        isinstance(error, RuntimeError)
+        and described.mesh is not None
+        and wants_mesh(error)
+        and current_recording() is None
+    ):
+        note += (
+            ", which here, outside of mm.jit or in the reference mode, is a plain function: write mm.with_sharding_constraint(x, spec), "
+            "which then does nothing, in place of jax.lax.with_sharding_constraint"
+        )
     if isinstance(error, ValueError) and "Context mesh cannot be empty" in str(error):
         note += (
             ", which outside of mm.jit is a plain function, and has Explicit axes: these want a mesh, as from "
