@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 import manymesh as mm
 from flat import switch_off
 from manymesh._key import Keys
-from manymesh._passes import _residuals
+from manymesh._passes import _cheap, _residuals
+from manymesh._passes._cut import Network
 from manymesh._program._calls import inlined
 from stages import WIDTH, assert_agrees, rows
 
@@ -41,8 +42,8 @@ def networks(draw):
 def test_the_cut_is_minimal_and_closest_to_the_sink(case):
     """Beside every possible cut."""
     nodes, edges = case
-    network = _residuals._Network()
-    network.add(0, 1, edges.get((0, 1), 0))
+    network = Network()
+    network.add(0, 1, 0)
     for (a, b), capacity in edges.items():
         if (b, a) not in edges:  # one direction between two nodes, as in the network of a task
             network.add(a, b, capacity)
@@ -56,7 +57,8 @@ def test_the_cut_is_minimal_and_closest_to_the_sink(case):
     best = min(price(side) for side in sides)
     if best == float("inf"):
         return
-    found = {node for node in network.behind_minimum_cut(0, 1) if node in {1, *others}}
+    network.fill(0, 1)
+    found = {node for node in network.behind(1) if node in {1, *others}}
     assert price(found) == best
     assert all(found <= side for side in sides if price(side) == best)
 
@@ -136,7 +138,7 @@ def test_what_is_kept_on_an_accelerator(name):
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_as_on_an_accelerator(name, monkeypatch):
     """Those of the reference mode, though more is computed again."""
-    monkeypatch.setattr(_residuals.Minimiser, "_cheap", lambda self, n: _residuals._CHEAP | _residuals._FUNCTIONS)
+    monkeypatch.setattr(_residuals.Minimiser, "_cheap", lambda self, n: _cheap._CHEAP | _cheap._FUNCTIONS)
     assert_agrees(gradient(CASES[name][0]), *arguments())
 
 
@@ -318,7 +320,7 @@ def expensive(program):
     """How often each operation that is not cheap appears in the fragments of a program."""
     found = Counter()
 
-    is_cheap = _residuals._Cheap(_residuals._CHEAP)
+    is_cheap = _cheap._Cheap(_cheap._CHEAP)
 
     def count(eqns):
         for e in inlined(eqns)[0]:

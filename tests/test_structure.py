@@ -42,6 +42,7 @@ LAYERS = (
     "_task",
     "_vmapped",
     "_implicit",
+    "_notes",
     "_mark",
     "schedules",
     "_single",

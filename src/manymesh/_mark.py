@@ -30,6 +30,7 @@ from ._errors import ArgumentError, AxisError, ManyMeshError, TaskError
 from ._findings import Finding
 from ._implicit import Matcher, told
 from ._key import Keys
+from ._notes import note_task
 from ._scope import Scope, carrying, current_scope, enter_scope
 from ._shown import name_of
 from ._stands_for import stands_for
@@ -230,7 +231,7 @@ def _as_task(fun: Callable[P, R], name: str | None, described: Task) -> Callable
             try:
                 return fun(*args, **kwargs)
             except Exception as error:
-                _note(error, described)
+                note_task(error, described, in_step=False)
                 raise
         result: R = call_marked(record, described, fun, args, kwargs)
         return result
@@ -305,8 +306,7 @@ def call_marked(record: Recording, described: Task, fun: Callable[..., Any], arg
         operands = [_on_no_mesh(leaves[i]) for i in traced]
         outs = _call_equal(record, described, mark, jax.jit(body), operands)
     except Exception as error:
-        _note(error, described)
-        _note_no_mesh(error, described)
+        note_task(error, described, in_step=True)
         _refuse_other_mesh(error, described)
         raise
     tree, leaves = out_tree[-1]
@@ -426,61 +426,6 @@ def check_nested(inner: Task, outer: Task, pattern: str | None = None) -> None:
 def is_dynamic(leaf: object) -> bool:
     """Whether a leaf is traced when it enters a task: arrays are, Python objects are not."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-
-
-def _note(error: Exception, described: Task) -> None:
-    note = f"in task {described.name!r}"
-    if isinstance(error, ValueError) and "of type Auto or Manual" in str(error):
-        note += (
-            ", in which all axes are Auto, also where those of its mesh are Explicit: make it "
-            "jax.sharding.explicit_axes(fun, in_sharding=...), whose specs say how its arguments lie; or write "
-            "mm.with_sharding_constraint(x, spec) in place of out_sharding= and jax.reshard, and XLA finds what is between"
-        )
-    if (
-        isinstance(error, RuntimeError)
-        and described.mesh is not None
-        and wants_mesh(error)
-        and current_recording() is None
-    ):
-        note += (
-            ", which here, outside of mm.jit or in the reference mode, is a plain function: write mm.with_sharding_constraint(x, spec), "
-            "which then does nothing, in place of jax.lax.with_sharding_constraint"
-        )
-    if isinstance(error, ValueError) and "Context mesh cannot be empty" in str(error):
-        note += (
-            ", which outside of mm.jit is a plain function, and has Explicit axes: these want a mesh, as from "
-            "jax.set_mesh(mesh) around the call"
-        )
-    if isinstance(error, ValueError) and "should match the aval mesh" in str(error):
-        note += (
-            ", which closes over an array that lies on a mesh with Explicit axes: pass it as an argument of the task, which "
-            "takes arrays from anywhere"
-        )
-    given = [axis for axes in _compat.vmapped() for axis in axes]
-    if isinstance(error, ValueError) and "is not found in mesh" in str(error) and given and described.mesh is not None:
-        note += (
-            f" under jax.vmap with spmd_axis_name {', '.join(map(repr, given))}, which has to name device axes of every task that "
-            f"constrains a batched value; those of this one are {tuple(described.mesh.axis_names)}"
-        )
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
-
-
-def wants_mesh(error: Exception) -> bool:
-    """Whether an error of JAX says to set a mesh in context, which in a step helps nothing."""
-    words = ("requires a non-empty mesh", "Please set a mesh via", "The context mesh cannot be empty")
-    return any(each in str(error) for each in words)
-
-
-def _note_no_mesh(error: Exception, described: Task) -> None:
-    """Says what to write in a task where JAX says to set a mesh."""
-    if wants_mesh(error):
-        error.add_note(
-            f"task {described.name!r} says no mesh, and `jax.set_mesh` says nothing in a step: give the task `mesh=`"
-            if described.mesh is None
-            else "write `jax.lax.with_sharding_constraint(x, spec)` in place of `jax.device_put(x, spec)` and of shardings of "
-            "`jax.jit`: in a task it means the submesh, and `jax.set_mesh` says nothing in a step"
-        )
 
 
 def _refuse_other_mesh(error: Exception, described: Task) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -12,16 +13,16 @@ from ._shown import Shown
 from ._types import PyTree
 
 
-class Stage(Shown):
+class Stage(Shown, ABC):
     """A step that is traced, lowered or compiled."""
 
     _in_tree: Any
     _out_tree: Any
     _donated: Collection[int]
 
+    @abstractmethod
     def _argument_types(self) -> Sequence[Any]:
         """The abstract value of each leaf of the arguments."""
-        raise NotImplementedError
 
     @property
     def in_tree(self) -> Any:

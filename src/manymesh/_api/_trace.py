@@ -10,7 +10,8 @@ from .. import _compat
 from .._collector import collector_paused
 from .._errors import ArgumentError, AxisError
 from .._implicit import Matcher, registered
-from .._mark import Recording, recording, wants_mesh
+from .._mark import Recording, recording
+from .._notes import wants_mesh
 from .._stands_for import stands_for
 from .._types import PyTree
 from ._arguments import REFERENCE, Arguments, abstract

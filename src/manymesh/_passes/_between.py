@@ -19,9 +19,8 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes, nodes_where
 from .._program._placement import Placement
 from .._program._rewrite import reading, substitute
-from .._task import mesh_devices
+from ._cheap import cheap_on, cheap_way, cheapest, compared, compute_again
 from ._hoist import SMALL
-from ._residuals import cheap_on, cheap_way, cheapest, compute_again, looks_for
 
 MOST_READ = 8  # values of which another one is computed again
 
@@ -31,9 +30,13 @@ def keep_less_between(flat: FlatProgram) -> FlatProgram:
     assert flat.placement is not None, "what is held is told by where it is made and read"
     readers: dict[Node, Node] = {}
     anew: dict[Node, list[Node]] = {}
+    ends: dict[Hashable, End] = {}
     for loop in range(len(flat.loops)):
-        for at in range(len(flat.placement.submeshes)):
-            for n, (reader, made) in Between(flat, flat.placement, loop, at).changed().items():
+        here: dict[tuple[int, ...], list[Node]] = defaultdict(list)
+        for n in flat.index.bodies[loop]:
+            here[flat.placement.node[n]].append(n)
+        for at in (places[0] for places in here if len(places) == 1):
+            for n, (reader, made) in Between(flat, flat.placement, loop, at, here[at,], ends).changed().items():
                 readers[n], anew[n] = reader, made
     if not readers:
         return flat
@@ -45,50 +48,60 @@ def keep_less_between(flat: FlatProgram) -> FlatProgram:
 class Between:
     """The unmarked forward equations of a loop's body on one submesh, the ends of the tasks there, and what backward passes
     there read of both.
+
+    Args:
+      flat, placement: the program.
+      loop, at: the loop and the submesh.
+      here: the nodes of the body that run there and nowhere else.
+      ends: what is known of the ends of tasks; added to.
     """
 
-    def __init__(self, flat: FlatProgram, placement: Placement, loop: int, at: int) -> None:
+    def __init__(
+        self,
+        flat: FlatProgram,
+        placement: Placement,
+        loop: int,
+        at: int,
+        here: Sequence[Node],
+        ends: dict[Hashable, End],
+    ) -> None:
         self._index, self._placement, self._loop, self._at = flat.index, placement, loop, at
         self._mesh = placement.submeshes[at]
-        self._cheap = cheap_on(all(d.platform == "cpu" for d in mesh_devices(self._mesh)))
-        here = [n for n in flat.index.bodies[loop] if placement.node[n] == (at,)]
+        self._cheap = cheap_on(self._mesh)
         self._later = [n for n in here if n.phase > 0]
-        read = {v for n in self._later for v in n.inputs}
+        self._read = dict.fromkeys(v for n in self._later for v in n.inputs)
         self._eqns: list[Eqn] = []
-        ends: dict[Hashable, End] = {}
         for n in here:
-            if n.phase > 0 or n.guard or n.eqn.effects:
-                continue
-            self._eqns += [n.eqn] if n.task is None else _end_of(n, read, self._cheap, ends)
+            if n.phase == 0 and not n.guard and not n.eqn.effects:
+                self._eqns += [n.eqn] if n.task is None else _end_of(n, self._read, self._cheap, ends)
         self._producer = {v: e for e in self._eqns for v in e.outvars if _compat.is_var(v)}
 
     def changed(self) -> dict[Node, tuple[Node, list[Node]]]:
         """Nodes that read something else now -> the same reading it, and what computes it before."""
-        read = dict.fromkeys(v for n in self._later for v in n.inputs)
-        mine = [v for v in read if v in self._producer and v not in self._index.leaving]
+        mine = [v for v in self._read if v in self._producer and v not in self._index.leaving]
         wanted = [v for v in mine if self._is_held_for_them(v)]
         if sum(nbytes(v.aval) for v in wanted) <= SMALL:
             return {}
+        # What is computed again may differ in the last bit.
+        exact = compared([n.eqn for n in self._later], self._cheap)
+        wanted = [v for v in wanted if v not in exact]
         operands = dict.fromkeys(v for e in self._eqns for v in e.invars if _compat.is_var(v))
         invars = [v for v in operands if v not in self._producer]
         # What is held anyway costs nothing: for the backward pass, or beyond the microbatch.
-        free = set(read).difference(wanted)
+        free = set(self._read).difference(wanted)
         free |= {v for v in invars if self._index.scope.get(v) != self._loop}
         inside = {v for v in self._producer if v not in self._index.producer}
         saved = cheapest(wanted, free, invars, self._eqns, self._cheap, never=inside, most=MOST_READ)
         return self._computing_again(set(wanted) - saved, saved)
 
     def _is_held_for_them(self, v: Var) -> bool:
-        """Whether nobody else holds a value here, and it may differ in the last bit when it is computed again.
+        """Whether nobody else holds a value here.
 
         Another submesh whose forward pass reads it has its own from then on.
         """
         readers, where = self._index.readers.get(v, ()), self._placement.node
         have = {s for r in readers if r.phase == 0 for s in where[r]} - {self._at}
-        behind = [r for r in readers if r.phase > 0]
-        return all((where[r] == (self._at,) or have.issuperset(where[r])) for r in behind) and not any(
-            looks_for(r.eqn, v, self._cheap) for r in behind
-        )
+        return all(where[r] == (self._at,) or have.issuperset(where[r]) for r in readers if r.phase > 0)
 
     def _computing_again(self, lost: set[Var], saved: set[Var]) -> dict[Node, tuple[Node, list[Node]]]:
         """Each phase computes its own, and so does each task, so that nothing more is held from one to the other."""
@@ -128,9 +141,10 @@ def _end_of(n: Node, read: Collection[Var], cheap: frozenset[str], known: dict[H
     if not any(which):
         return []
     jaxpr = n.eqn.params["jaxpr"]
-    key = id(jaxpr), which, tuple(map(_compat.is_var, n.eqn.outvars))
+    there = tuple(map(_compat.is_var, n.eqn.outvars))
+    key = id(jaxpr), which, there, cheap
     if key not in known:
-        known[key] = _find_end(jaxpr, which, key[-1], cheap)
+        known[key] = _find_end(jaxpr, which, there, cheap)
     end = known[key]
     outside = {
         v: out for v, out in zip(end.outvars, n.eqn.outvars, strict=True) if _compat.is_var(v) and _compat.is_var(out)

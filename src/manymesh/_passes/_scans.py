@@ -18,7 +18,8 @@ from .._compat import AbstractJaxpr, Atom, Eqn, Var
 from .._program._calls import inlined
 from .._program._flat import FlatProgram
 from .._program._rewrite import trace_eqns, with_atoms
-from ._residuals import Consumer, Given, Minimiser, Place, Rewrite, cheapest, compute_again
+from ._cheap import cheapest, compute_again
+from ._residuals import Consumer, Given, Minimiser, Place, Rewrite
 
 
 def minimise_scans(flat: FlatProgram) -> FlatProgram:

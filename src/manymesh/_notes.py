@@ -1,0 +1,66 @@
+"""What is added to errors that the function of a task raises: which task, and what to write where JAX cannot know it."""
+
+from __future__ import annotations
+
+from . import _compat
+from ._task import Task
+
+
+def note_task(error: Exception, described: Task, *, in_step: bool) -> None:
+    """Says in which task an error was raised, and what to write where JAX cannot know it.
+
+    Args:
+      error: what the function of a task raised.
+      described: the task.
+      in_step: whether it is part of a step that is traced; else it is a plain function.
+    """
+    words = f"in task {described.name!r}"
+    if isinstance(error, ValueError) and "of type Auto or Manual" in str(error):
+        words += (
+            ", in which all axes are Auto, also where those of its mesh are Explicit: make it "
+            "jax.sharding.explicit_axes(fun, in_sharding=...), whose specs say how its arguments lie; or write "
+            "mm.with_sharding_constraint(x, spec) in place of out_sharding= and jax.reshard, and XLA finds what is between"
+        )
+    if isinstance(error, ValueError) and "Context mesh cannot be empty" in str(error):
+        words += (
+            ", which outside of mm.jit is a plain function, and has Explicit axes: these want a mesh, as from "
+            "jax.set_mesh(mesh) around the call"
+        )
+    if isinstance(error, ValueError) and "should match the aval mesh" in str(error):
+        words += (
+            ", which closes over an array that lies on a mesh with Explicit axes: pass it as an argument of the task, which "
+            "takes arrays from anywhere"
+        )
+    given = [axis for axes in _compat.vmapped() for axis in axes]
+    if isinstance(error, ValueError) and "is not found in mesh" in str(error) and given and described.mesh is not None:
+        words += (
+            f" under jax.vmap with spmd_axis_name {', '.join(map(repr, given))}, which has to name device axes of every task that "
+            f"constrains a batched value; those of this one are {tuple(described.mesh.axis_names)}"
+        )
+    for each in (words, _on_meshes(error, described, in_step)):
+        if each and each not in getattr(error, "__notes__", ()):
+            error.add_note(each)
+
+
+def wants_mesh(error: Exception) -> bool:
+    """Whether an error of JAX says to set a mesh in context, which in a step helps nothing."""
+    words = ("requires a non-empty mesh", "Please set a mesh via", "The context mesh cannot be empty")
+    return any(each in str(error) for each in words)
+
+
+def _on_meshes(error: Exception, described: Task, in_step: bool) -> str:
+    """What to write in a task where JAX says to set a mesh."""
+    if not wants_mesh(error) or (described.mesh is None and not in_step):
+        return ""
+    if described.mesh is None:
+        return f"task {described.name!r} says no mesh, and `jax.set_mesh` says nothing in a step: give the task `mesh=`"
+    if in_step:
+        return (
+            "write `mm.with_sharding_constraint(x, spec)` in place of `jax.device_put(x, spec)` and of shardings of "
+            "`jax.jit`: in a task it means the submesh, and `jax.set_mesh` says nothing in a step"
+        )
+    return (
+        "outside of mm.jit, and in the reference mode, a task is a plain function and has no mesh: write "
+        "`mm.with_sharding_constraint(x, spec)`, which is x then, in place of `jax.lax.with_sharding_constraint`; what cannot do "
+        "without a mesh, as `jax.shard_map`, finds that of `jax.set_mesh(mesh)` around the call"
+    )
