@@ -44,6 +44,8 @@ def test_pieces_are_taken_of_parts():
     [
         (["s = lax.sin(v)"], "s"),  # all of it is read
         (["p = v[100:1000]"], "p"),  # a piece of both
+        (["p = v[0:512:2]"], "p"),  # some of a part
+        (["s = lax.dot(v, z)"], "s"),  # a product with something that is no such vector
         (["w = v + z", "s = jnp.sum(w)"], "s"),  # with something that is no such vector
         (["w = lax.rev(v, (0,))", "s = jnp.sum(w)"], "s"),  # not element by element
         (["w = lax.bitcast_convert_type(v, 'uint8')", "s = jnp.sum(w)"], "s"),  # nor what makes several of each
@@ -81,6 +83,12 @@ def finite(grads):
     return jax.tree.map(lambda g: jnp.where(jnp.all(jnp.isfinite(vector)), g, 0), grads)
 
 
+def above_the_mean(grads):
+    """What all elements are compared with is spread out for each part."""
+    vector, back = ravel_pytree(grads)
+    return back(jnp.maximum(vector, jax.lax.broadcast(jnp.mean(vector), vector.shape)))
+
+
 def largest(grads):
     vector = jnp.concatenate([jnp.ravel(g) for g in grads])
     return jax.tree.map(lambda g: g / jnp.max(jnp.abs(vector)), grads)
@@ -91,7 +99,7 @@ def cosine(grads):
     return jax.tree.map(lambda g: g * jnp.vdot(one, two) / (jnp.vdot(one, one) + 1e-6), grads)
 
 
-@pytest.mark.parametrize("change", [clip, finite, largest, cosine])
+@pytest.mark.parametrize("change", [clip, finite, above_the_mean, largest, cosine])
 def test_of_a_vector_of_gradients_numbers_cross(change):
     def step(ws, x):
         return jax.tree.map(lambda w, g: w - 0.1 * g, ws, change(gradient(ws, x)))
