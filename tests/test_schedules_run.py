@@ -271,6 +271,12 @@ NO_GRADIENT = {  # rows, what the first task is differentiated by, and the secon
 }
 
 
+def test_a_row_that_is_missing_where_a_stage_could_be_put_in():
+    run, params, x = two_tasks([["front", "front"]])
+    with pytest.raises(mm.errors.ScheduleError, match="placement .0, 1. has 2 submeshes; give one row per submesh"):
+        mm.jit(lambda ws, x: run([jax.lax.stop_gradient(w) for w in ws], x)).lower(params, x)
+
+
 @pytest.mark.parametrize("name", NO_GRADIENT)
 def test_what_is_not_differentiated_has_no_place_in_a_custom_schedule(name):
     """No row can name what a task does not have."""
