@@ -271,6 +271,28 @@ NO_GRADIENT = {  # rows, what the first task is differentiated by, and the secon
 }
 
 
+@pytest.mark.parametrize(
+    "rows,statements,words",
+    [
+        (
+            [["front"], ["back"]],
+            {"interleave": 2},
+            r"interleave=2 .* the stages are on submeshes \(0, 1\); correct interleave",
+        ),
+        (
+            [[(1, "front")], ["back"]],
+            {},
+            "row 0 of custom_schedule lists microbatch 1 of 'front', but there is one microbatch",
+        ),
+    ],
+)
+def test_one_microbatch_has_a_schedule_that_fits_too(rows, statements, words):
+    """Nothing of it is looped, and what is said about stages is looked at all the same."""
+    run, params, x = two_tasks(rows, microbatches=1, **statements)
+    with pytest.raises(mm.errors.ScheduleError, match=words):
+        mm.jit(run).lower(params, x)
+
+
 def test_a_row_that_is_missing_where_a_stage_could_be_put_in():
     run, params, x = two_tasks([["front", "front"]])
     with pytest.raises(mm.errors.ScheduleError, match="placement .0, 1. has 2 submeshes; give one row per submesh"):
