@@ -12,7 +12,20 @@ from jax import lax
 from jax.experimental import io_callback
 
 import manymesh as mm
-from stages import WIDTH, assert_same, back, dense, front, microbatched, on_host, parameters, reference, rows
+from stages import (
+    WIDTH,
+    assert_agrees,
+    assert_same,
+    back,
+    dense,
+    front,
+    loss,
+    microbatched,
+    on_host,
+    parameters,
+    reference,
+    rows,
+)
 
 LOG = []
 
@@ -316,3 +329,26 @@ def test_what_a_branch_keeps_for_its_backward_pass_does_not_cross(looped):
         assert_same(mm.jit(grad)(*args, flag), reference(jax.jit(grad), *args, flag), 2e-5)
     sent = [e for e in mm.jit(grad).lower(*args, True).program.edges if e.var.aval.size > WIDTH * WIDTH]
     assert len(sent) == 8 and len({e.nbytes for e in sent}) == 1
+
+
+def test_a_loop_over_microbatches_in_a_branch():
+    """The loop stays one, with its stages."""
+
+    def step(p, x):
+        return lax.cond(x[0, 0] > 0, lambda: microbatched(jax.grad(loss))(p, x), lambda: p)
+
+    for first in (1.0, -1.0):
+        assert_agrees(step, parameters(), rows().at[0, 0].set(first))
+    assert len(mm.jit(step).lower(parameters(), rows()).program.loops) == 1
+
+
+@pytest.mark.parametrize("length", [2, 40])
+def test_tasks_without_a_place(length):
+    first, second = (mm.task(dense, name) for name in ("first", "second"))
+
+    def step(p, x):
+        x = lax.cond(x[0, 0] > 0, lambda x: second(p["back"], first(p["front"], x)), lambda x: x, x)
+        return lax.scan(lambda h, _: (first(p["front"], h), None), x, None, length=length)[0]
+
+    for value in (1.0, -1.0):
+        assert_agrees(step, parameters(), rows().at[0, 0].set(value))

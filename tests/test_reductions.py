@@ -234,7 +234,30 @@ def weights_unstacked(w, x):
     return x
 
 
+def changed(change):
+    """A layer whose weight has a gradient of which something is made in the task."""
+
+    @jax.custom_vjp
+    def own(w):
+        return w
+
+    own.defvjp(lambda w: (w, None), lambda _, g: (change(g),))
+    return lambda w, x: dense(own(w), x)
+
+
+def selected(g):
+    """In a call, of numbers of which one is made there and one is handed in."""
+    even = jnp.arange(g.size).reshape(g.shape) % 2 == 0
+    made = jax.jit(lambda: jnp.zeros(g.shape))
+    return (
+        jax.jit(lambda g, zero: jax.lax.select(even, g, zero))(jax.lax.select(~even, g, made()), jnp.zeros(g.shape)) + g
+    )
+
+
 FORMS = {
+    "a barrier": (changed(lambda g: sum(jax.lax.optimization_barrier((g, 2 * g)))), (8, 8), (8, 8), {}),
+    "in a loop": (changed(lambda g: jax.lax.fori_loop(0, 3, lambda _, g: 0.5 * g, g)), (8, 8), (8, 8), {}),
+    "selected": (changed(selected), (8, 8), (8, 8), {}),
     "stacked": (stacked, (8, 8), (8, 8), {}),
     "unstacked": (unstacked, (8, 8), (8, 8), {}),
     "unstacked weights": (weights_unstacked, (2, 8, 8), (8, 8), {}),
@@ -261,6 +284,12 @@ def test_sums_that_wait(form):
     body, weight, batch, options = FORMS[form]
     step = training(two(body, on=meshes(4, 1)), **options)
     summed_once(step, pair(*weight), array(*batch), tolerance=3e-2 if form == "bf16" else 2e-5)
+
+
+def test_a_barrier_around_all_that_is_added_up():
+    """Of two submeshes, and with what is a number."""
+    fun = jax.value_and_grad(two(dense, on=meshes(4, 1)))
+    summed_once(step_of(lambda p, x: jax.lax.optimization_barrier(fun(p, x))), pair(8, 8), array(8, 8))
 
 
 @pytest.mark.parametrize("start", [0.0, jnp.float32(0)])
@@ -455,6 +484,10 @@ REFUSED = {
     ),
     "a loop inside": (
         step_of(lambda p, x: jnp.sum(two(in_a_map, on=meshes(4, 1))(p, x))), (8, 8), None,
+    ),
+    "read in a scan": (
+        training(two(changed(lambda g: jax.lax.fori_loop(0, 2, lambda _, c: 0.5 * c + g, g)), on=meshes(4, 1))), (8, 8),
+        "one_bwd float32[8,8] on submesh 0, in every microbatch: a scan reads it in every step",
     ),
     "integer division": (
         step_of(lambda p, x: rows_of(p, x, lambda y: jax.lax.div(jnp.sum((y > 0).astype(jnp.int32)), 3)), reduce="sum"),

@@ -254,6 +254,69 @@ def test_what_is_in_no_task_runs_where_a_custom_schedule_leaves_room(rows):
     assert_agrees(run, params, jnp.ones((4, WIDTH)))
 
 
+NO_GRADIENT = {  # rows, what the first task is differentiated by, and the second one
+    "of the first": ([["front", "front"], ["back", "back_bwd", "back", "back_bwd"]], (False, True)),
+    "of the first, of weights apart": (
+        [["front", "front"], ["back", "back_bwd", "back_wgt", "back", "back_bwd", "back_wgt"]],
+        (False, True),
+    ),
+    "of the weights of the second": (
+        [
+            ["front", "front", "front_bwd", "front_wgt", "front_bwd", "front_wgt"],
+            ["back", "back_bwd", "back", "back_bwd"],
+        ],
+        (True, None),
+    ),
+    "of the second": ([["front", "front", "front_bwd", "front_bwd"], ["back", "back"]], (True, False)),
+}
+
+
+@pytest.mark.parametrize(
+    "rows,statements,words",
+    [
+        (
+            [["front"], ["back"]],
+            {"interleave": 2},
+            r"interleave=2 .* the stages are on submeshes \(0, 1\); correct interleave",
+        ),
+        (
+            [[(1, "front")], ["back"]],
+            {},
+            "row 0 of custom_schedule lists microbatch 1 of 'front', but there is one microbatch",
+        ),
+    ],
+)
+def test_one_microbatch_has_a_schedule_that_fits_too(rows, statements, words):
+    """Nothing of it is looped, and what is said about stages is looked at all the same."""
+    run, params, x = two_tasks(rows, microbatches=1, **statements)
+    with pytest.raises(mm.errors.ScheduleError, match=words):
+        mm.jit(run).lower(params, x)
+
+
+def test_a_row_that_is_missing_where_a_stage_could_be_put_in():
+    run, params, x = two_tasks([["front", "front"]])
+    with pytest.raises(mm.errors.ScheduleError, match="placement .0, 1. has 2 submeshes; give one row per submesh"):
+        mm.jit(lambda ws, x: run([jax.lax.stop_gradient(w) for w in ws], x)).lower(params, x)
+
+
+@pytest.mark.parametrize("name", NO_GRADIENT)
+def test_what_is_not_differentiated_has_no_place_in_a_custom_schedule(name):
+    """No row can name what a task does not have."""
+    rows, (first, second) = NO_GRADIENT[name]
+    front, back = (mm.task(block, task, devices=[i]) for i, task in enumerate(("front", "back")))
+    fixed = (jnp.eye(WIDTH), jnp.eye(WIDTH))
+
+    def loss(ws, x):
+        h = front(ws if first else fixed, x @ ws[0] if first else x)
+        made = back(ws if second else fixed, h)
+        return jnp.sum(h**2) + jnp.sum(jax.lax.stop_gradient(made) if second is False else made)
+
+    run = microbatched(
+        jax.value_and_grad(loss), num_microbatches=2, reduce="sum", schedule="custom", custom_schedule=rows
+    )
+    assert_agrees(run, fixed, jnp.ones((4, WIDTH)))
+
+
 @pytest.mark.parametrize(
     "rows,statements,words",
     [

@@ -237,6 +237,8 @@ COMBINED = {
     "half of two": lambda p, x: 0.5 * (squares(p, x) + jnp.mean(jnp.abs(x @ p["front"]))),
     "a learned factor": lambda p, x: jnp.exp(p["back"][0, 0]) * squares(p, x),
     "a penalty on weights": lambda p, x: squares(p, x) + 1e-3 * sum(jnp.sum(w**2) for w in p.values()),
+    "in a call": lambda p, x: jax.jit(squares)(p, x),
+    "put together in a call": lambda p, x: jax.jit(lambda a, b: a + b)(squares(p, x), jnp.mean(x @ p["front"])),
     "by hand": lambda p, x: jnp.sum(x @ p["front"]) / 4 / (x.size / 4) + squares(p, x),
 }
 
@@ -259,6 +261,9 @@ def test_losses_of_several_means(name):
         microbatched(grad, reduce="mean"),
         microbatched(jax.value_and_grad(lambda p, x: jnp.sum(loss(p, x)) * 3), reduce="mean"),
         microbatched(jax.value_and_grad(lambda p, x: jnp.sum(back(p["back"], front(p["front"], x)))), reduce="sum"),
+        microbatched(
+            jax.value_and_grad(lambda p, x: jax.jit(jnp.sum)(back(p["back"], front(p["front"], x)))), reduce="sum"
+        ),
         microbatched(lambda p, x: loss(p, x), reduce="sum"),
         lambda p, x: grad(p, x)[1]["front"],
     ],
@@ -268,6 +273,7 @@ def test_losses_of_several_means(name):
         "mean of means",
         "a factor",
         "sum of sums",
+        "sum in a call",
         "not differentiated",
         "a part of the results",
     ],

@@ -349,3 +349,22 @@ def test_without_tensorstore() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     words = "ImportError: manymesh.checkpoint needs TensorStore: pip install 'manymesh[checkpoint]'"
     assert done.stderr.splitlines()[-1] == words
+
+
+def test_items_that_another_program_has_named(tmp_path):
+    """Orbax saves a step as items, of names that are up to the user: one is what is meant, of several one has to be said."""
+    state = {"w": jnp.arange(4.0)}
+    mm.checkpoint.save(tmp_path / "alone", state)
+    (tmp_path / "step").mkdir()
+    shutil.copytree(tmp_path / "alone", tmp_path / "step" / "params")
+    np.testing.assert_array_equal(mm.checkpoint.restore(tmp_path / "step", state)["w"], state["w"])
+    assert mm.checkpoint.metadata(tmp_path / "step") is None
+    shutil.copytree(tmp_path / "alone", tmp_path / "step" / "opt")
+    with pytest.raises(CheckpointError, match="step holds 2 items, opt, params: say which, such as .*step/opt"):
+        mm.checkpoint.restore(tmp_path / "step", state)
+
+
+def test_a_name_of_what_is_not_finished(tmp_path):
+    with pytest.raises(CheckpointError, match="those of checkpoints that are not finished; save under another name"):
+        mm.checkpoint.save(tmp_path / "a.orbax-checkpoint-tmp-1", {"w": jnp.ones(2)})
+    assert not list(tmp_path.iterdir())

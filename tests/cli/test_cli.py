@@ -157,6 +157,17 @@ def test_schedules_compared(run):
     assert by["gpipe"]["activations"] == 8
     code, out, _ = run("schedule", "--compare", "--stages", 4, "--num-microbatches", 8)
     assert code == 0 and "python -m manymesh schedule zbv --stages 8 --num-microbatches 8" in out
+    numbers = ("--stages", 2, "--num-microbatches", 3, "--forward", "1,2")
+    code, out, _ = run("schedule", "--compare", *numbers, "--json")
+    by = {c["name"]: c for c in json.loads(out)["schedules"]}
+    # Of each microbatch the second submesh has 2 + 2; the first has half a stage before, and one after, in each way.
+    assert code == 0 and (by["1f1b"]["makespan"], by["interleaved"]["makespan"]) == (15, 13.5)
+    code, out, _ = run("schedule", "--compare", "--stages", 3, "--transfer", "0.1,0.2")
+    assert code == 0 and "gpipe" in out and "zbv: --compare takes one --transfer for all" in out
+    code, _, error = run("schedule", "--compare", "--stages", 2, "--forward", "1,2,3")
+    assert code == 1 and "--forward has 3 numbers for 2 stages" in error
+    code, out, _ = run("schedule", "--compare", "--stages", 1, "--num-microbatches", 1)
+    assert code == 0 and out.startswith("1 submesh, 1 microbatch ")
     code, out, _ = run("schedule", "--compare", "--stages", 2, "--forward", 0, "--backward", 0)  # takes no time
     assert code == 0 and "gpipe" in out
 

@@ -198,3 +198,11 @@ def test_what_a_shard_map_gives_lies_as_it_says():
     shapes, specs = (((8, 32), "float32"), ((8, 4), "float32")), (P("data", "model"), P("data"))
     found, made = both(terms, shapes, specs)
     assert (made, found.exchanges, found.exchanged_bytes) == ({}, 0, 0)
+
+
+def test_rows_of_a_table_that_is_cut_as_they_are():
+    """As of an embedding that is sharded over the axis of its batch: the rows are added up, or the table is gathered."""
+    for tokens, exchanges, sent in ((16, 2, 3 * MOST * KIB), (256, 1, MOST * 4 * KIB)):
+        shapes = ((64, 16), "float32"), ((tokens,), "int32")
+        found, _ = both(lambda w, t: asked(w[t], "model"), shapes, (P("model"), P("model")))
+        assert (found.exchanges, found.exchanged_bytes) == (exchanges, sent)

@@ -49,3 +49,13 @@ def test_what_mixes_layers_is_added_up_whole():
     """A sum over the layers, say."""
     flat = program(STACK.format(term="lax.cumsum(s, axis=0)"), stacked={"s": "ab"})
     assert run("accumulate_each_layer", flat) is flat
+
+
+def test_the_halves_of_a_value_are_added_where_they_are_made():
+    """Not as layers of a stack, but as parts side by side, and what is between them and the sum is done to each."""
+    source = STACK.replace("[2,4]", "[8]").replace("(2, 4)", "(8,)").replace("[a[None], b[None]]", "[a, b]")
+    after = run("remove_dead", run("accumulate_each_layer", program(source.format(term="lax.neg(s)"))))
+    assert [at for name, *at in placed(run("place", after)) if name == "add"] == [[0], [1]]
+    assert [at for name, *at in placed(run("place", after)) if name == "neg"] == [[0], [1]]
+    given = source.format(term="s").replace("y f32[4]", "y f32[4], r f32[8]").replace("lax.full((8,), 0.0)", "r * 2.0")
+    assert lines(run("accumulate_each_layer", program(given))).count("= slice(") == 2

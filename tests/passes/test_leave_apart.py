@@ -39,11 +39,20 @@ def test_pieces_are_taken_of_parts():
     assert sorted(found) == ["add", "mul", "mul", "reduce_sum", "reduce_sum", "slice"]
 
 
+def test_a_number_is_spread_out_for_each_part():
+    """What all elements are compared with."""
+    lines = ["s = jnp.sum(v)", "b = lax.broadcast(s, (1536,))", "w = lax.max(v, b)", "p = w[0:512]", "q = w[512:1536]"]
+    found = sorted(left(lines, "p, q"))
+    assert found == ["add", "broadcast_in_dim", "broadcast_in_dim", "max", "max", "reduce_sum", "reduce_sum"]
+
+
 @pytest.mark.parametrize(
     ("lines", "results"),
     [
         (["s = lax.sin(v)"], "s"),  # all of it is read
         (["p = v[100:1000]"], "p"),  # a piece of both
+        (["p = v[0:512:2]"], "p"),  # some of a part
+        (["s = lax.dot(v, z)"], "s"),  # a product with something that is no such vector
         (["w = v + z", "s = jnp.sum(w)"], "s"),  # with something that is no such vector
         (["w = lax.rev(v, (0,))", "s = jnp.sum(w)"], "s"),  # not element by element
         (["w = lax.bitcast_convert_type(v, 'uint8')", "s = jnp.sum(w)"], "s"),  # nor what makes several of each

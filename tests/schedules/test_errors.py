@@ -106,6 +106,15 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Custom(GPipe().order((0, 1), 4).rows).order((0, 1), 5),
         "submesh 0 never lists F0@4; list each action",
     ),
+    "forward only, twice": (
+        lambda: Custom(((Action("F", 0, 0),) * 2,)).order((0,), 1, backward=False),
+        "submesh 0 lists F0@0 twice; remove one of them.",
+    ),
+    "forward only, without a microbatch": (
+        lambda: Custom(((Action("F", 0, 0),),)).order((0,), 2, backward=False),
+        "submesh 0 never lists F0@1; list each action of its stages for each microbatch once.",
+    ),
+    "overhead in words": (lambda: Costs(overhead="1"), "overhead is '1'; give a number."),  # type: ignore[arg-type]
     # actions
     "another kind": (
         lambda: Action("X", 0, 0),  # type: ignore[arg-type]

@@ -58,6 +58,7 @@ OPERATIONS = {
     ),
     "bits": lambda g: jax.lax.population_count((100 * g).astype(int)).astype(g.dtype),
     "looked up": lambda g: jnp.take_along_axis(g, jnp.argmax(g, -1, keepdims=True), -1) + g,
+    "looked up in a table": lambda g: g * jnp.take(jnp.arange(1.0, WIDTH + 1), jnp.argsort(g, -1)),
     "gradient of what is looked up": jax.grad(lambda g: jnp.sum(jnp.sort(g, -1)[..., :3] ** 2)),
     "set": lambda g: g.at[:, 0].set(0.0).at[..., jnp.array([1, 3])].multiply(2.0),
     "added to": jax.vmap(lambda r: r.at[jnp.argmax(r[:, 0])].add(r[0])),
@@ -91,6 +92,34 @@ def test_no_layer_crosses(name):
 
     assert bytes_of_weights(step, *arguments()) == 0
     assert_agrees(step, *arguments(), tolerance=2e-3)
+
+
+def test_one_result_in_blocks_and_one_whole():
+    """What makes several results makes each where the layers are; one that is asked for elsewhere is put together there."""
+
+    def step(w, x):
+        values, vectors = jnp.linalg.eigh(positive(gradient(w, x)))
+        return w - 0.1 * jnp.abs(vectors), values
+
+    mesh = jax.make_mesh((1,), ("one",), devices=jax.devices()[:1])
+    one = jax.sharding.NamedSharding(mesh, jax.P())
+    jitted = mm.jit(step, out_shardings=(None, one))
+    lowered = jitted.lower(*arguments())
+    assert len(lowered.program.stacked_outputs) == 1
+    assert_same(jitted(*arguments()), reference(jax.jit(step), *arguments()), 2e-3)
+
+
+def test_a_state_lies_as_its_next_value():
+    """Also where nothing reads it layer by layer, such as a gradient that is only kept."""
+
+    def step(kept, w, x):
+        g = gradient(w, x)
+        return jnp.sum(kept), g, w - 0.1 * g
+
+    jitted, (w, x) = mm.jit(step, donate_argnums=0), arguments()
+    assert len(jitted.lower(w, w, x).program.stacked_inputs) == 2
+    expected = reference(jax.jit(step), w, w, x)
+    assert_same(jitted(w + 0, w, x), expected)
 
 
 def test_noise_of_all_layers_at_once_is_told():

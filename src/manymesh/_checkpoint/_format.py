@@ -246,7 +246,9 @@ def _find_directory(path: Path) -> Path:
     if len(items) == 1 and not items[0].isdigit():
         return path / items[0]
     if items and not items[0].isdigit():
-        raise CheckpointError(f"{path} holds {len(items)} items, {', '.join(items)}: say which, {path / items[0]}")
+        raise CheckpointError(
+            f"{path} holds {len(items)} items, {', '.join(items)}: say which, such as {path / items[0]}"
+        )
     if steps := steps_in(path):
         raise CheckpointNotFoundError(
             f"{path} holds the checkpoints of {len(steps)} steps: restore {path / str(steps[-1])}, or ask "

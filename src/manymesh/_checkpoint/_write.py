@@ -192,7 +192,9 @@ def prepare(path: Path, item: str | None, tree: PyTree, metadata: Any, *, keep: 
                 remedy = f"manager.delete({path.name}) removes it, as where a run goes on from an earlier step"
             raise CheckpointError(f"{path} exists already: {remedy}")
         if ASIDE in path.name:
-            raise CheckpointError(f"{path}: names with {ASIDE!r} are those of checkpoints that are not finished")
+            raise CheckpointError(
+                f"{path}: names with {ASIDE!r} are those of checkpoints that are not finished; save under another name"
+            )
         leaves, _ = leaves_of(tree, with_empty=True)
         check_left_out(path, leaves)
         parts = snapshot(leaves, processes, keep=keep)

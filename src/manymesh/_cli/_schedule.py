@@ -174,7 +174,10 @@ def _compare(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"schedules": found, "refused": refused})
         return 0
-    table = Table(title=f"{args.stages} submeshes, {args.microbatches} microbatches", title_justify="left")
+    table = Table(
+        title=f"{args.stages} submesh{'es' * (args.stages != 1)}, {args.microbatches} microbatch{'es' * (args.microbatches != 1)}",
+        title_justify="left",
+    )
     for head, justify in (
         ("schedule", "left"), ("stages a submesh", "right"), ("step", "right"), ("bubble", "right"),
         ("activations kept", "right"), ("", "left"),

@@ -10,7 +10,7 @@ from .._compat import Var
 from .._hardware import Hardware
 from .._key import Keys
 from .._layout._layout import Layout
-from .._plan._instructions import Plan, Receive, Send
+from .._plan._instructions import Plan, Send
 from .._plan._number import arguments_elsewhere, variables_of
 from .._program import Fragment, Program
 from .._task import mesh_devices
@@ -150,10 +150,3 @@ def durations(found: Estimate, hardware: Hardware | None, flops: Sequence[float]
 
 def _moves(layout: Layout, v: Var, ins: Send) -> bool:
     return layout.sharding(v, ins.submesh) != layout.sharding(v, ins.target)
-
-
-def crossing_of(ins: Send | Receive) -> Crossing:
-    """What the durations of transfers go by."""
-    return (
-        (ins.submesh, ins.target, ins.variables) if isinstance(ins, Send) else (ins.source, ins.submesh, ins.variables)
-    )

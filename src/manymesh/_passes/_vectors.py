@@ -7,7 +7,6 @@ takes it apart again. Put together it would bring all of them to one submesh in 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -68,7 +67,7 @@ class _Worker:
         elif name in ELEMENTWISE and not name.startswith("manymesh"):
             self._elementwise(n)
         elif _compat.is_var(v) and v in self.ranges:
-            if name in ("slice", "split"):
+            if name == "slice":
                 return self._taken(n, v)
             if name in _SUMS:
                 return self._sum(n, self.ranges[v])
@@ -120,26 +119,19 @@ class _Worker:
     # --- what reads them ------------------------------------------------------------------------------
 
     def _taken(self, n: Node, v: Var) -> list[Node] | None:
-        """What takes pieces, each of one part, from the parts."""
-        if n.primitive == "split":
-            pieces = list(itertools.pairwise(itertools.accumulate(n.eqn.params["sizes"], initial=0)))
-        elif n.eqn.params["strides"] in (None, (1,)):
-            pieces = [(n.eqn.params["start_indices"][0], n.eqn.params["limit_indices"][0])]
-        else:
-            return None
-        around = [k for piece in pieces if (k := _around(self.ranges[v], piece)) is not None]
-        if len(around) < len(pieces) or len(n.outputs) < len(pieces):
+        """What takes a piece of one part, from that part. What takes several pieces was taken apart before."""
+        (a,), (b,) = n.eqn.params["start_indices"], n.eqn.params["limit_indices"]
+        if n.eqn.params["strides"] not in (None, (1,)) or (k := _around(self.ranges[v], (a, b))) is None:
             return None
         self.made = []
-        for out, k, (a, b) in zip(n.outputs, around, pieces, strict=True):
-            start, end = self.ranges[v][k]
-            part = self._part(v, k, end - start)
-            if (start, end) == (a, b):
-                self.alias[out] = part
-            else:
-                cut = functools.partial(lax.slice, start_indices=(a - start,), limit_indices=(b - start,))
-                nodes, _ = trace_nodes(cut, [part], backward=n.backward)
-                self.made += [making(nodes[-1], [out])]
+        (out,), (start, end) = n.outputs, self.ranges[v][k]
+        part = self._part(v, k, end - start)
+        if (start, end) == (a, b):
+            self.alias[out] = part
+        else:
+            cut = functools.partial(lax.slice, start_indices=(a - start,), limit_indices=(b - start,))
+            nodes, _ = trace_nodes(cut, [part], backward=n.backward)
+            self.made += [making(nodes[-1], [out])]
         return self.made
 
     def _sum(self, n: Node, ranges: Sequence[Range]) -> list[Node] | None:

@@ -238,9 +238,7 @@ class Rewriter:
         of = parts.blocks(length, count)
         if of is None:
             return False
-        for out, (a, b), k in zip(n.eqn.outvars, parts.ranges, of, strict=True):
-            if not _compat.is_var(out):
-                continue
+        for out, (a, b), k in zip(n.outputs, parts.ranges, of, strict=True):
             start = k * (length // count)
             keeps = len(_compat.shape(out)) == len(_compat.shape(v))
 
