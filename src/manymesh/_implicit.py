@@ -416,6 +416,7 @@ class Matcher:
         self._tasks: dict[tuple[int, str, bool], Task | None] = {}
         self._matched: dict[tuple[str, bool], Matched | None] = {}
         self._used: set[int] = set()  # the rules, by number, whose pattern matched some name
+        self._placed: set[str] = set()  # the patterns that made a task of some scope
         self._covered: dict[str, Matched] = {}  # what a scope in a matched one is called -> that one
         # A pattern for one name is looked up by it, so that of one for each layer not all are tried on every layer.
         self._for_one: dict[str, list[int]] = {}
@@ -446,6 +447,7 @@ class Matcher:
                 found = self.task(called(path, at, self.depth), backward)
                 if found is not None:
                     matched = Matched(path[: at + 1], *found)
+                    self._placed.add(matched.pattern)
                     for inner in range(at + 1, len(path)):
                         if isinstance(path[inner], str):
                             self._covered.update(dict.fromkeys(called(path, inner, self.depth), matched))
@@ -485,16 +487,15 @@ class Matcher:
         """
         found = {}
         for number, rule in enumerate(self.rules):
-            if number in self._used:
-                continue
             pattern = rule.pattern.pattern
-            if self._matches_one(number, scopes):
-                if (outer := self._elsewhere(rule)) is not None:
-                    found[pattern] = (
-                        f"register_task({pattern!r}) places nothing: what it matches is in the scope {outer.names[-1]!r}, which "
-                        f"register_task({outer.pattern!r}) places on other devices, and of nested scopes the outermost that "
-                        "matches decides; make that pattern match less"
-                    )
+            if (outer := self._elsewhere(rule)) is not None:
+                found[pattern] = (
+                    f"register_task({pattern!r}) places nothing: what it matches is in the scope {outer.names[-1]!r}, which "
+                    f"register_task({outer.pattern!r}) places on other devices, and of nested scopes the outermost that "
+                    "matches decides; make that pattern match less"
+                )
+                continue
+            if number in self._used or self._matches_one(number, scopes):
                 continue
             plain = re.sub(r"\\[a-zA-Z]|[\\^$.|?*+()\[\]{}]", "", pattern)
             known = [*scopes, *(_in_iteration(name, 0) for name, length in scopes.items() if length)]
@@ -508,7 +509,7 @@ class Matcher:
 
     def _elsewhere(self, rule: Rule) -> Matched | None:
         """A task on other devices than the rule says, of a scope that is around one that the rule matches."""
-        if rule.task is None or rule.task.mesh is None:
+        if rule.pattern.pattern in self._placed or rule.task is None or rule.task.mesh is None:
             return None
         around = (outer for name, outer in self._covered.items() if rule.match(name))
         return next((x for x in around if x.task.mesh not in (None, rule.task.mesh)), None)
