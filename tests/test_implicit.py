@@ -812,3 +812,31 @@ def test_an_argument_may_arrive_on_the_submesh_of_a_scope():
     with mm.register_task("layer", mesh=whole):
         compiled = mm.jit(step, in_shardings=(wanted, None)).prepare(weights(1)[0], batch())
     assert compiled.input_shardings[0][0].is_equivalent_to(wanted, 2)
+
+
+def test_a_pattern_whose_scopes_are_in_a_task_elsewhere_is_told_of():
+    """As where a pattern for some parts matches the whole model, too."""
+
+    def model(x):
+        with jax.named_scope("model"):
+            for i in range(2):
+                with jax.named_scope(f"block_{i}"):
+                    x = jax.nn.gelu(x) + i  # a call in the scope
+        return x
+
+    told = pytest.warns(UserWarning, match="'block_1'.* places nothing: .* 'model', which .* match less")
+    with mm.register_task("model|block_0", devices=[0]), mm.register_task("block_1", devices=[1]), told:
+        mm.jit(model).lower(jnp.ones(8))
+    for inner in ([0], [1]):  # on the same devices it changes nothing, and elsewhere it may be used
+        with (
+            mm.register_task("model", devices=[0]),
+            mm.register_task("block_1", devices=inner),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error")
+            used = (
+                (lambda x: jnp.cos(model(x)))
+                if inner == [0]
+                else lambda x: jax.named_scope("block_1")(jnp.cos)(model(x))
+            )
+            mm.jit(used).lower(jnp.ones(8))

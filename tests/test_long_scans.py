@@ -1,5 +1,7 @@
 """Long scans around tasks of one submesh: a recurrent cell, a rollout. They stay loops, and give what plain JAX gives."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,3 +130,32 @@ def test_in_a_while_loop_of_the_host():
         return lax.while_loop(lambda c: (c[0] < 3) & (c[1] < 9.0), body, (0, jnp.float32(0)))
 
     assert_agrees(step, params, batch(2))
+
+
+def rollouts(second, outer, inner=LONG):
+    """A scan over updates around a scan over steps."""
+
+    def run(p, h):
+        def step(h, _):
+            return second(p["other"], cell(p["cell"], h, 0.0)), None
+
+        return lax.scan(lambda h, _: lax.scan(step, h, None, inner), h, None, outer)[0]
+
+    return run
+
+
+def test_very_many_iterations_over_several_submeshes_are_told_of_before_they_are_unrolled():
+    """What a training loop with rollouts has: it would take hours without a word."""
+    there = mm.task(lambda w, h: jnp.tanh(h @ w), "there", devices=[2])
+    args = params, jnp.ones((2, WIDTH))
+    with pytest.raises(mm.errors.PlacementError, match=r"unrolled: 4000 iterations.* one submesh.* loop of Python"):
+        mm.jit(rollouts(there, 100), strict=True).lower(*args)
+    assert len(mm.jit(rollouts(other, 100), strict=True).lower(*args).program.fragments) <= 6  # one submesh, one loop
+
+
+def test_microbatches_are_no_iterations():
+    there = mm.task(lambda w, h: jnp.tanh(h @ w), "there", devices=[2])
+    step = mm.microbatch(rollouts(there, 1), argnum=1, num_microbatches=32, reduce="concat")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mm.jit(step).lower(params, jnp.ones((32, WIDTH)))

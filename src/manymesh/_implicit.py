@@ -416,6 +416,8 @@ class Matcher:
         self._tasks: dict[tuple[int, str, bool], Task | None] = {}
         self._matched: dict[tuple[str, bool], Matched | None] = {}
         self._used: set[int] = set()  # the rules, by number, whose pattern matched some name
+        self._placed: set[str] = set()  # the patterns that made a task of some scope
+        self._covered: dict[str, Matched] = {}  # what a scope in a matched one is called -> that one
         # A pattern for one name is looked up by it, so that of one for each layer not all are tried on every layer.
         self._for_one: dict[str, list[int]] = {}
         self._for_many: list[int] = []
@@ -444,7 +446,12 @@ class Matcher:
             if isinstance(part, str):
                 found = self.task(called(path, at, self.depth), backward)
                 if found is not None:
-                    return Matched(path[: at + 1], *found)
+                    matched = Matched(path[: at + 1], *found)
+                    self._placed.add(matched.pattern)
+                    for inner in range(at + 1, len(path)):
+                        if isinstance(path[inner], str):
+                            self._covered.update(dict.fromkeys(called(path, inner, self.depth), matched))
+                    return matched
         return None
 
     def task(self, names: tuple[str, ...], backward: bool) -> tuple[Task, str] | None:
@@ -473,16 +480,23 @@ class Matcher:
                 yield found[0]
 
     def unmatched(self, scopes: Mapping[str, int]) -> dict[str, str]:
-        """Patterns that match none of a program's scopes -> a sentence about each.
+        """Patterns that match none of a program's scopes, or only such as are in tasks elsewhere -> a sentence about each.
 
         Args:
           scopes: what each scope is called -> the iterations of the scan that it is directly in; 0 outside scans.
         """
         found = {}
         for number, rule in enumerate(self.rules):
+            pattern = rule.pattern.pattern
+            if (outer := self._elsewhere(rule)) is not None:
+                found[pattern] = (
+                    f"register_task({pattern!r}) places nothing: what it matches is in the scope {outer.names[-1]!r}, which "
+                    f"register_task({outer.pattern!r}) places on other devices, and of nested scopes the outermost that "
+                    "matches decides; make that pattern match less"
+                )
+                continue
             if number in self._used or self._matches_one(number, scopes):
                 continue
-            pattern = rule.pattern.pattern
             plain = re.sub(r"\\[a-zA-Z]|[\\^$.|?*+()\[\]{}]", "", pattern)
             known = [*scopes, *(_in_iteration(name, 0) for name, length in scopes.items() if length)]
             near = difflib.get_close_matches(plain, known, 3, 0.0)
@@ -492,6 +506,13 @@ class Matcher:
                 f"a whole name, or with slashes the names of as many nested scopes; {said}"
             )
         return found
+
+    def _elsewhere(self, rule: Rule) -> Matched | None:
+        """A task on other devices than the rule says, of a scope that is around one that the rule matches."""
+        if rule.pattern.pattern in self._placed or rule.task is None or rule.task.mesh is None:
+            return None
+        around = (outer for name, outer in self._covered.items() if rule.match(name))
+        return next((x for x in around if x.task.mesh not in (None, rule.task.mesh)), None)
 
     def _matches_one(self, number: int, scopes: Mapping[str, int]) -> bool:
         matches = self.rules[number].match

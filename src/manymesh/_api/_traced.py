@@ -15,12 +15,13 @@ from .. import _compat
 from .._collector import collector_paused
 from .._distributed._values import fingerprint
 from .._distributed._world import world
-from .._errors import ArgumentError, AxisError, MeshError
+from .._errors import ArgumentError, AxisError, MeshError, PlacementError
 from .._findings import sentences
 from .._layout._names import resolve_constraints
 from .._mark import Recording
 from .._passes._build import build
 from .._passes._flatten import AcrossError, runs_across
+from .._passes._unrolled import unrolled
 from .._plan._emit import emit
 from .._program import Program
 from .._runtime._memories import HOST, host_kind
@@ -121,6 +122,9 @@ class Traced(Stage):
         wanted_out = {o: on_devices(s) for o, s in wanted_out.items()}
         pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
         put = {i: s for i, x in enumerate(given.leaves) if (s := committed(x)) is not None}
+        if long := unrolled(self.jaxpr, self._record):
+            self._record.findings.update(dict.fromkeys(long, PlacementError))
+            step.report(self._record, None)  # before what takes long
         parts = None
         try:
             with collector_paused():

@@ -182,7 +182,7 @@ class Flattener:
             elif eqn.primitive.name == "scan":
                 if spec is not None:
                     self._loop(eqn, env, inner_stack, spec)
-                elif whole := self._whole_scan(eqn, inner_stack, loop):
+                elif whole := self.whole_scan(eqn, inner_stack, loop):
                     self._keep_whole(eqn, env, inner_stack, loop, whole)
                 else:
                     self.unroll(eqn, env, inner_stack, loop)
@@ -445,7 +445,7 @@ class Flattener:
             self.tasks[self._wholes[key]] = joined
         return self._wholes[key]
 
-    def _whole_scan(self, eqn: Eqn, stack: str, loop: int | None) -> str | None:
+    def whole_scan(self, eqn: Eqn, stack: str, loop: int | None) -> str | None:
         """The mark of the task that a long scan becomes where one submesh has all tasks in it: a rollout, the cell of an RNN."""
         if _compat.scan_parts(eqn).length <= UNROLLED or self._holds_loop(eqn):
             return None
