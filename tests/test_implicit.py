@@ -827,16 +827,9 @@ def test_a_pattern_whose_scopes_are_in_a_task_elsewhere_is_told_of():
     told = pytest.warns(UserWarning, match="'block_1'.* places nothing: .* 'model', which .* match less")
     with mm.register_task("model|block_0", devices=[0]), mm.register_task("block_1", devices=[1]), told:
         mm.jit(model).lower(jnp.ones(8))
-    for inner in ([0], [1]):  # on the same devices it changes nothing, and elsewhere it may be used
-        with (
-            mm.register_task("model", devices=[0]),
-            mm.register_task("block_1", devices=inner),
-            warnings.catch_warnings(),
-        ):
+    again = lambda x: jax.named_scope("block_1")(jnp.cos)(model(x))  # noqa: E731
+    for devices, used in ([0], model), ([1], again):  # on the same devices nothing changes, elsewhere it may be used
+        places = mm.register_task("model", devices=[0]), mm.register_task("block_1", devices=devices)
+        with places[0], places[1], warnings.catch_warnings():
             warnings.simplefilter("error")
-            used = (
-                (lambda x: jnp.cos(model(x)))
-                if inner == [0]
-                else lambda x: jax.named_scope("block_1")(jnp.cos)(model(x))
-            )
             mm.jit(used).lower(jnp.ones(8))
