@@ -232,6 +232,18 @@ def test_a_spec_without_a_mesh_in_a_task_that_is_a_plain_function(call):
         assert call(other).tolist() == [1.0] * 4
 
 
+def test_a_logical_name_where_a_device_axis_is_wanted():
+    """As of a parameter of Linen whose initializer names logical axes, but by `with_partitioning`."""
+    rules = (("embed", None), ("mlp", "x"))
+    say = lambda constrain: mm.task(constrain, "wide", devices=[0, 1], device_axes=("x",), logical_axes=rules)  # noqa: E731
+    with pytest.raises(ValueError, match="embed") as found:
+        mm.jit(say(lambda w: jax.lax.with_sharding_constraint(w, P("embed", "mlp"))))(jnp.ones((4, 4)))
+    note = found.value.__notes__[0]
+    assert note.startswith("in task 'wide', whose device axes are ('x',)") and "with_logical_partitioning" in note
+    given = mm.jit(say(lambda w: mm.with_sharding_constraint(w, ("embed", "mlp"))))(jnp.ones((4, 4)))
+    assert given.sharding.spec == P(None, "x")
+
+
 @pytest.mark.parametrize("say", SAYING)
 def test_a_spec_without_a_mesh_outside_of_tasks(say):
     """JAX says to set a mesh, which helps nothing: a step has several."""

@@ -31,12 +31,18 @@ def note_task(error: Exception, described: Task, *, in_step: bool) -> None:
             ", which closes over an array that lies on a mesh with Explicit axes: pass it as an argument of the task, which "
             "takes arrays from anywhere"
         )
-    given = [axis for axes in _compat.vmapped() for axis in axes]
-    if isinstance(error, ValueError) and "is not found in mesh" in str(error) and given and described.mesh is not None:
-        words += (
-            f" under jax.vmap with spmd_axis_name {', '.join(map(repr, given))}, which has to name device axes of every task that "
-            f"constrains a batched value; those of this one are {tuple(described.mesh.axis_names)}"
-        )
+    if isinstance(error, ValueError) and "is not found in mesh" in str(error) and described.mesh is not None:
+        axes = tuple(described.mesh.axis_names)
+        if given := [axis for vmapped in _compat.vmapped() for axis in vmapped]:
+            words += (
+                f" under jax.vmap with spmd_axis_name {', '.join(map(repr, given))}, which has to name device axes of every task "
+                f"that constrains a batched value; those of this one are {axes}"
+            )
+        else:
+            words += (
+                f", whose device axes are {axes}: logical names are what mm.with_sharding_constraint(x, names) takes in place of "
+                "jax.lax.with_sharding_constraint, and flax.linen.with_logical_partitioning in place of with_partitioning"
+            )
     for each in (words, _on_meshes(error, described, in_step)):
         if each and each not in getattr(error, "__notes__", ()):
             error.add_note(each)
