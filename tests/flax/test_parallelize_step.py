@@ -337,6 +337,31 @@ def test_a_loss_function_and_batches_of_any_structure():
     assert second < first
 
 
+class ByName(nn.Module):
+    @nn.compact
+    def __call__(self, image, *, label, train: bool):
+        h = nn.Dropout(0.5, deterministic=not train)(task(nn.Dense, "in", devices=[4])(8)(image))
+        return jnp.mean((task(nn.Dense, "out", devices=[5])(1)(h) - label) ** 2)
+
+
+def test_a_model_with_keyword_only_arguments():
+    """``inputs`` gives arguments by name, values of Python among them, and may compute on the batch."""
+    rows = {"image": 255 * jnp.ones((4, 3)), "label": jnp.zeros((4, 1))}
+
+    def given(train):
+        return lambda batch: {"image": batch["image"] / 255, "label": batch["label"], "train": train}
+
+    losses = {}
+    for train in (False, True):
+        step, state, _ = parallelize_step(
+            ByName(), optax.sgd(0.1), mesh(), rows, inputs=given(train), num_microbatches=2, rngs=("dropout",)
+        )
+        whole = ByName().apply({"params": on_host(state.params)}, **given(False)(rows))
+        losses[train], _ = step(state, rows)
+    assert_same(losses[False], whole)
+    assert losses[True] != losses[False]
+
+
 def test_a_model_without_tasks_is_one_task_on_the_mesh():
     """Names of axes are device axes of the mesh then."""
     x = jnp.ones((4, 3))

@@ -105,7 +105,8 @@ def parallelize_step(
         several processes, their parts along dimension 0.
       loss_fn: ``loss_fn(params, batch) -> scalar``, which calls ``model.apply`` itself; with ``rngs`` it is
         ``loss_fn(params, batch, rngs)``. By default ``model.apply`` returns the loss.
-      inputs: the arguments of the model for a batch, ``inputs(batch) -> tuple``. By default a tuple batch is the
+      inputs: the arguments of the model for a batch, ``inputs(batch) -> tuple``, or a dictionary of them by name for a model with
+        keyword-only ones, ``inputs=lambda batch: {"x": batch["image"], "train": True}``. By default a tuple batch is the
         positional arguments, anything else is the only one.
       num_microbatches: cut the batch along dimension 0; None trains on it whole.
       schedule: schedule of the microbatches, as for `manymesh.microbatch`.
@@ -143,17 +144,17 @@ def parallelize_step(
     """
     _check_arguments(model, optimizer, mesh, rngs, {"loss_fn": loss_fn, "inputs": inputs})
     batch = _abstract_batch(global_batch, local_batch)
-    pick = _picked(inputs)
+    call = _calling(inputs)
     init_key, run_key = jax.random.split(jax.random.key(rng) if isinstance(rng, int) else rng)
     keys = {"params": init_key, **dict.fromkeys(rngs, run_key)}
-    model = _placed(model, mesh, keys, pick, batch)
-    loss_of = _make_loss(model, loss_fn, pick, rngs)
+    model = _placed(model, mesh, keys, call, batch)
+    loss_of = _make_loss(model, loss_fn, call, rngs)
     grad = jax.value_and_grad(loss_of)
     if num_microbatches is not None:
         loop = {"num_microbatches": num_microbatches, "schedule": schedule, "reduce": reduce}
         grad = microbatch(grad, argnum=1, rng_argnum=2 if rngs else None, **loop)
 
-    init = _make_init(model, optimizer, keys, pick(batch))
+    init = _make_init(model, optimizer, keys, call, batch)
     abstract_state = jax.eval_shape(init)
     drawn = run_key if rngs else None
     _check_loss(loss_of, abstract_state.params, batch, drawn)
@@ -164,21 +165,25 @@ def parallelize_step(
     return (step, state, mesh) if local_batch is None else (step, state, mesh, _make_prepare(step, local_batch))
 
 
-def _picked(inputs: Callable[[Any], Any] | None) -> Callable[[Any], tuple[Any, ...]]:
-    """The arguments of the model for a batch."""
+# ``call(function, batch, *first, **more)`` calls it with ``first``, what the model takes of the batch, and ``more``.
+_Call = Callable[..., Any]
 
-    def pick(batch: PyTree) -> tuple[Any, ...]:
-        if inputs is None:
-            return batch if isinstance(batch, tuple) else (batch,)
-        found = inputs(batch)
-        if not isinstance(found, (tuple, list)):
-            raise ArgumentError(
-                f"parallelize_step: inputs has to return the arguments of the model in a tuple, found {type(found).__name__}; of one "
-                "argument write (x,)"
-            )
-        return tuple(found)
 
-    return pick
+def _calling(inputs: Callable[[Any], Any] | None) -> _Call:
+    """How a model is called with a batch."""
+
+    def call(function: Callable[..., Any], batch: PyTree, *first: Any, **more: Any) -> Any:
+        found = inputs(batch) if inputs else batch if isinstance(batch, tuple) else (batch,)
+        if isinstance(found, dict):
+            return function(*first, **found, **more)
+        if isinstance(found, (tuple, list)):
+            return function(*first, *found, **more)
+        raise ArgumentError(
+            f"parallelize_step: inputs has to return the arguments of the model in a tuple, or by name in a dictionary, found "
+            f"{type(found).__name__}; of one argument write (x,)"
+        )
+
+    return call
 
 
 def _check_arguments(
@@ -203,12 +208,12 @@ def _check_arguments(
 
 
 def _make_init(
-    model: nn.Module, optimizer: optax.GradientTransformation, keys: dict[str, jax.Array], args: PyTree
+    model: nn.Module, optimizer: optax.GradientTransformation, keys: dict[str, jax.Array], call: _Call, batch: PyTree
 ) -> Callable[[], TrainState]:
-    """The initial state, from keys and the shapes of the model's arguments."""
+    """The initial state, from keys and the shapes of a batch."""
 
     def init() -> TrainState:
-        params = _only_params(model.init(keys, *_zeros(args)))
+        params = _only_params(call(model.init, _zeros(batch), keys))
         state: TrainState = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
         return state
 
@@ -229,14 +234,14 @@ def _make_update(
 
 
 def _make_loss(
-    model: nn.Module, loss_fn: Callable[..., Any] | None, pick: Callable[[Any], Any], rngs: Sequence[str]
+    model: nn.Module, loss_fn: Callable[..., Any] | None, call: _Call, rngs: Sequence[str]
 ) -> Callable[..., Any]:
     """``loss(params, batch, key)``; the key is None for a model without random streams."""
 
     def loss_of(params: PyTree, batch: PyTree, key: jax.Array | None) -> Any:
         streams = None if key is None else {name: jax.random.fold_in(key, i) for i, name in enumerate(rngs)}
         if loss_fn is None:
-            return model.apply({"params": params}, *pick(batch), rngs=streams)
+            return call(model.apply, batch, {"params": params}, rngs=streams)
         return loss_fn(params, batch) if streams is None else loss_fn(params, batch, streams)
 
     return loss_of
@@ -261,11 +266,11 @@ def _abstract_batch(global_batch: PyTree, local_batch: PyTree) -> Any:
     return jax.tree.map(seen, given)
 
 
-def _placed(model: nn.Module, mesh: Mesh, keys: Any, pick: Callable[[Any], Any], batch: PyTree) -> nn.Module:
+def _placed(model: nn.Module, mesh: Mesh, keys: Any, call: _Call, batch: PyTree) -> nn.Module:
     """The model, as one task on the mesh if there is no task in it."""
     record = Recording()
     with recording(record):
-        jax.eval_shape(lambda k: model.init(k, *_zeros(pick(batch))), keys)
+        jax.eval_shape(lambda k: call(model.init, _zeros(batch), k), keys)
     return model if record.tasks or registered() else task(model, mesh=mesh)
 
 
