@@ -315,6 +315,9 @@ class _Clusterer:
         order = self._sorted()
         for c in order:
             level[c] = max((level[p] + (0 if _alike(p, c) else 1) for p in self.preds[c]), default=0)
+        if self.scope is None:
+            self._make_late(order, level)
+        for c in order:
             if c.task is None and c.loop is None and not c.layout_follows_loop:
                 groups[c.submesh, c.phase, c.unstacks, level[c]].append(c)
         awaited = self._awaited(order)
@@ -324,6 +327,21 @@ class _Clusterer:
             for part in ([c for c in group if c in awaited], rest) if _is_work(rest) else (group,):
                 for c in part[1:]:
                     self._merge(part[0], c)
+
+    def _make_late(self, order: Sequence[Cluster], level: dict[Cluster, int]) -> None:
+        """What depends on no task is made with the first that reads it, if that is unmarked too.
+
+        A scan over tasks that draws noise in each iteration would else draw that of all iterations first, in one program.
+        """
+        for c in reversed(order):
+            readers = [q for q in self.succs[c] if level[q] or self.succs[q] or not _alike(c, q)]  # the others follow
+            if level[c] == 0 and readers and not any(n.eqn.effects for n in c.nodes):
+                due = min(level[q] - (0 if _alike(c, q) else 1) for q in readers)
+                here = all(q.submesh == c.submesh for q in readers)
+                if here and any(_alike(c, q) and level[q] == due for q in readers):
+                    level[c] = due
+                    for q in self.succs[c]:
+                        level[q] = max(level[q], due)
 
     def _awaited(self, order: Sequence[Cluster]) -> set[Cluster]:
         """The clusters outside of loops that another submesh, or a loop, waits for; all of those in a loop."""

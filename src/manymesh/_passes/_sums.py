@@ -273,33 +273,33 @@ class _Homes:
     """
 
     def __init__(self, flat: FlatProgram, placement: Placement) -> None:
-        self._producer, self.placement = flat.index.producer, placement
-        self._of_inputs = {v: placement.home[v] for v in flat.invars}
+        self.placement = placement
+        of_inputs = {v: placement.home[v] for v in flat.invars}
+        # Of what is computed wherever it is read: where the inputs are that it is computed of.
+        self._of_cloned: dict[Var, frozenset[int | None]] = {}
+        for n in flat.nodes:
+            if placement.reason.get(n) == "cloned":
+                places = set[int | None]()
+                for v in n.inputs:
+                    if v in self._of_cloned:
+                        places |= self._of_cloned[v]
+                    elif nbytes(v.aval) > NUMBER:
+                        places.add(of_inputs.get(v))
+                self._of_cloned.update(dict.fromkeys(n.outputs, frozenset(places)))
 
     def get(self, v: Var) -> int | None:
         """The submesh of a term; None for what is in no place.
 
         The square of a small weight's norm is computed wherever it is read; it is where the weight is, which is larger.
         """
-        if self.is_anywhere(v):
-            roots, todo, seen = set[Var](), [v], {v}
-            while todo:
-                x = todo.pop()
-                if not self.is_anywhere(x):
-                    roots.add(x)
-                    continue
-                new = [y for y in self._producer[x].inputs if y not in seen]
-                seen.update(new)
-                todo += new
-            places = {self._of_inputs.get(x) for x in roots if nbytes(x.aval) > NUMBER}
-            if len(places) == 1 and None not in places:
-                return places.pop()
+        places = self._of_cloned.get(v, frozenset())
+        if len(places) == 1 and None not in places:
+            return next(iter(places))
         return self.placement.home.get(v)
 
     def is_anywhere(self, v: Var) -> bool:
         """Whether a value is computed wherever it is read."""
-        made = self._producer.get(v)
-        return made is not None and self.placement.reason.get(made) == "cloned"
+        return v in self._of_cloned
 
 
 def _is_grouped(nodes: Sequence[Node], homes: _Homes, readers: Sequence[Node]) -> bool:
