@@ -273,6 +273,23 @@ def test_a_schedule_error_is_a_value_error() -> None:
     assert issubclass(ScheduleError, ManyMeshError)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("Schedule1F1B", "1f1b"),
+        ("ScheduleGPipe", "gpipe"),
+        ("ScheduleInterleaved1F1B", "interleaved"),
+        ("ScheduleZBVZeroBubble", "zbv"),
+        ("Eager1F1B", "eager-1f1b"),
+        ("ZeroBubble", "zero-bubble-h1"),
+    ],
+)
+def test_names_of_other_systems_are_understood(theirs: str, ours: str) -> None:
+    """Which say more around the same."""
+    with pytest.raises(ScheduleError, match=f"did you mean '{ours}'"):
+        get(theirs)
+
+
 def test_users_register_their_own() -> None:
     """A registered class and a registered function are found by name; registering again changes nothing."""
 
