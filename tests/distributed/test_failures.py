@@ -141,9 +141,10 @@ def test_an_array_is_moved_by_a_step(tmp_path):
         ("device_put's second argument must be a Device or a Sharding which represents addressable devices", "jit"),
         ("The backend (cpu, 1) does not support cross-host device transfers.", "jit"),
         ("For a cross-host reshard in multi-controller JAX, input and target sharding should have the same set of devices", "jit"),
+        ("If the Array has no addressable shards, `dtype` must be provided via the `dtype` argument", ""),
         ("on purpose", ""),
     ],
-    ids=range(8),
+    ids=range(9),
 )  # fmt: skip
 def test_what_to_do_instead(text, word):
     """Of what JAX says, on both ends of the versions that are supported."""
