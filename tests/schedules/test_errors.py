@@ -35,6 +35,14 @@ KNOWN = (
 )
 UNITS = [1.0, 1.0]
 
+
+class Ordered:
+    """A schedule in all but its base class."""
+
+    def order(self, placement: tuple[int, ...], num_microbatches: int) -> Order:
+        return GPipe().order(placement, num_microbatches)
+
+
 CASES: dict[str, tuple[Callable[[], object], str]] = {
     # schedules
     "empty placement": (
@@ -152,6 +160,15 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "unknown name": (
         lambda: get("zero-buble-h1"),
         f"unknown schedule 'zero-buble-h1'; did you mean 'zero-bubble-h1'? {KNOWN}",
+    ),
+    "an order": (
+        lambda: get(GPipe().order((0, 1), 2)),  # type: ignore[arg-type]
+        "write Custom(order.rows), which has this order.",
+    ),
+    "no schedule, though it has an order": (
+        lambda: get(Ordered()),  # type: ignore[arg-type]
+        "expected a schedule, found Ordered, which has an order and is none; write class Ordered(AbstractSchedule), of "
+        "manymesh.schedules.",
     ),
     "other case": (lambda: get("GPipe"), f"unknown schedule 'GPipe'; did you mean 'gpipe'? {KNOWN}"),
     "nothing near": (lambda: get("xyz"), f"unknown schedule 'xyz'. {KNOWN}"),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from .._errors import ScheduleError
-from ._types import AbstractSchedule
+from ._types import AbstractSchedule, Order
 
 _factories: dict[str, Callable[..., AbstractSchedule]] = {}
 
@@ -81,6 +81,15 @@ def get(schedule: str | AbstractSchedule) -> AbstractSchedule:
         raise ScheduleError(
             f"expected a schedule, found {type(schedule).__name__}, which has one; write choice.schedule, and "
             "num_microbatches=choice.num_microbatches."
+        )
+    if isinstance(schedule, Order):
+        raise ScheduleError(
+            f"expected a schedule, found an {schedule!r}; write Custom(order.rows), which has this order."
+        )
+    if callable(getattr(schedule, "order", None)):
+        raise ScheduleError(
+            f"expected a schedule, found {type(schedule).__name__}, which has an order and is none; write "
+            f"class {type(schedule).__name__}(AbstractSchedule), of manymesh.schedules."
         )
     if not isinstance(schedule, str):
         raise ScheduleError(
