@@ -22,7 +22,7 @@ _REMEDIES = (
     # This one says itself what to write.
     (("`dtype` must be provided",), ""),
     (
-        ("non-addressable", "not fully addressable", "no addressable shards"),
+        ("non-addressable", "non-fully-addressable", "not fully addressable", "no addressable shards"),
         "This array is on devices of another process, and its value is not here. manymesh.fetch(x) brings it to "
         "every process; all of them have to call it.",
     ),
