@@ -244,6 +244,32 @@ def test_a_logical_name_where_a_device_axis_is_wanted():
     assert given.sharding.spec == P(None, "x")
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["in a task", "outside of tasks"])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_the_axis_of_a_pmap(inside, pieces):
+    """JAX says to write shard_map around it, in which no task can be; what helps is said once."""
+    mean = lambda w, x: jax.lax.pmean(x @ w if inside else front(w, x), "batch")  # noqa: E731
+    task = mm.task(mean, "mean", devices=[0]) if inside else mean
+    with pytest.raises(NameError, match="unbound axis name: batch") as caught:
+        mm.jit(mm.microbatch(task, argnum=1, num_microbatches=pieces))(jnp.eye(WIDTH), rows())
+    (note,) = (note for note in caught.value.__notes__ if "values are whole" in note)
+    assert "leave out `jax.lax.pmean`" in note and "howto/migrate" in note
+
+
+def test_a_pmap_around_tasks_that_are_scopes():
+    """Which no task of a name of its own can be in."""
+
+    def scoped(x):
+        with jax.named_scope("first_half"):
+            y = x * 2
+        with jax.named_scope("second_half"):
+            return y + 1
+
+    said = raises(errors.PlacementError, "jax.pmap", "'first_half' on devices [0]", "leave it out")
+    with mm.register_task("first_half", devices=[0]), mm.register_task("second_half", devices=[1]), said:
+        mm.jit(lambda x: jax.pmap(scoped)(x))(jnp.ones((2, 4)))
+
+
 @pytest.mark.parametrize("say", SAYING)
 def test_a_spec_without_a_mesh_outside_of_tasks(say):
     """JAX says to set a mesh, which helps nothing: a step has several."""
@@ -541,14 +567,15 @@ def test_submeshes_of_an_unknown_axis():
 
 
 def test_a_donated_array_used_again():
-    """Which argument, and why it is gone."""
+    """Which argument, and why it is gone, also where the call would compile first; its shape still says what to plan."""
     step = mm.jit(lambda s, x: ({"w": s["w"] + 1}, front(s["w"], x)), donate_argnums=0)
     state = {"w": parameters()["front"]}
     step(state, rows())
-    with raises(RuntimeError, "args[0]['w']", "(4, 4)", "deleted", "donated"):
-        step(state, rows())
-    with raises(RuntimeError, "args[0]['w']", "deleted", "donated"):
-        step.lower(state, rows())
+    for x in (rows(), rows()[:4]):
+        with raises(RuntimeError, "args[0]['w']", "(4, 4)", "deleted", "donated"):
+            step(state, x)
+    assert step.eval_shape(state, rows())[0]["w"].shape == (4, 4)
+    assert step.lower(state, rows()).compile().input_shardings[0][0]["w"].device_set == state["w"].sharding.device_set
 
 
 def test_unhashable_static_arguments():

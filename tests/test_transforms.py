@@ -569,6 +569,20 @@ def test_spmd_axis_name_that_is_a_logical_name():
     assert "('data',)" in raised.value.__notes__[0]
 
 
+def test_spmd_axis_name_of_stacked_stages():
+    """As an SPMD pipeline has it, around a scan: the axis of the stages is none of a task's, and a note says what to leave out."""
+    first = constraining(2)
+
+    def stage(ws, x):
+        return jax.lax.scan(lambda x, w: (first(w, x), None), x, ws)[0]
+
+    step = mm.jit(lambda ws, xs: jax.vmap(stage, spmd_axis_name="stage")(ws, xs))
+    with pytest.raises(ValueError, match="stage") as raised:
+        step(jnp.stack([jnp.stack([jnp.eye(WIDTH)] * 3)] * 2), jnp.stack([rows()] * 2))
+    (note,) = (note for note in raised.value.__notes__ if "stage" in note)
+    assert "one of 'data'; the axis of the stages is none: leave out the vmap" in note
+
+
 def test_spmd_axis_name_around_a_constraint_outside_of_tasks():
     """The new axis is constrained with the others; one device axis cannot be at two of them."""
     mesh = Mesh(np.array(jax.devices()[2:6]).reshape(2, 2), ("data", "model"))

@@ -299,10 +299,7 @@ class Compiled(Stage):
                 f"{context} is a tracer; a compiled step cannot be a part of jax.jit, jax.grad or jax.vmap: apply these "
                 "inside the function that mm.jit wraps"
             )
-        return RuntimeError(
-            f"{context}: Array has been deleted. It was donated to an earlier call, whose result replaces it: pass that "
-            "result, or do not donate this argument"
-        )
+        return deleted(context)
 
     def _path(self, i: int) -> str:
         """``args[0]['w']`` of the i-th leaf."""
@@ -486,6 +483,14 @@ def described(argument: str, x: jax.ShapeDtypeStruct) -> ArgumentError:
     return ArgumentError(
         f"{argument} is a jax.ShapeDtypeStruct, which describes {jax.core.ShapedArray(x.shape, x.dtype).str_short()} and has no values; "
         "call the step with an array, or write lower, prepare or eval_shape, which need none"
+    )
+
+
+def deleted(argument: str) -> RuntimeError:
+    """The error for an argument of a call that was an array."""
+    return RuntimeError(
+        f"{argument}: Array has been deleted. It was donated to an earlier call, whose result replaces it: pass that "
+        "result, or do not donate this argument"
     )
 
 

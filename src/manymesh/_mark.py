@@ -385,6 +385,8 @@ def _check_constraints(described: Task, body: Any) -> None:
                     what, remedy = "constraint", _NO_MESH
                     if eqn.primitive.name == "shard_map":
                         what, remedy = "jax.shard_map", _NO_MESH_BY_HAND
+                    elif eqn.primitive.name == "device_put":
+                        what = "jax.device_put"
                     elif _compat.is_jit(eqn):
                         what = "sharding of jax.jit"
                     raise TaskError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from . import _compat
 from ._task import Task
 
@@ -43,9 +45,33 @@ def note_task(error: Exception, described: Task, *, in_step: bool) -> None:
                 f", whose device axes are {axes}: logical names are what mm.with_sharding_constraint(x, names) takes in place of "
                 "jax.lax.with_sharding_constraint, and flax.linen.with_logical_partitioning in place of with_partitioning"
             )
-    for each in (words, _on_meshes(error, described, in_step)):
+    for each in (words, _on_meshes(error, described, in_step), on_axis_names(error)):
         if each and each not in getattr(error, "__notes__", ()):
             error.add_note(each)
+
+
+def on_axis_names(error: Exception) -> str:
+    """What to write where a function is over an axis that jax.pmap would name, and JAX says to write shard_map around it."""
+    if not isinstance(error, NameError) or "unbound axis name" not in str(error):
+        return ""
+    return (
+        "in a step and its tasks values are whole, whichever devices share them, and a mean over the batch is one over all of "
+        "it: leave out `jax.lax.pmean` and `psum` over the axis of a `jax.pmap`, and `axis_name=` of layers such as BatchNorm; "
+        "a collective by hand is in `jax.shard_map` in a task, without `mesh=` (see docs: howto/migrate)"
+    )
+
+
+def on_stacked_stages(error: Exception, tasks: Iterable[Task]) -> str:
+    """What to write where stages are stacked under vmap, around a scan, and its axis is no axis of the tasks in there."""
+    if "is not found in mesh" not in str(error) or not _compat.is_of_vmap(error):
+        return ""
+    meshes = [mesh for task in tasks for mesh in (task.meshes or (task.mesh,)) if mesh is not None]
+    axes = ", ".join(sorted({repr(axis) for mesh in meshes for axis in mesh.axis_names}))
+    return (
+        f"spmd_axis_name of a jax.vmap (flax.linen.vmap) around tasks has to be an axis of their submeshes, one of {axes}; the "
+        "axis of the stages is none: leave out the vmap over stacked stages, and scan over all their layers, which tasks with a "
+        "list of submeshes (mesh=[...]) divide (see docs: howto/migrate)"
+    )
 
 
 def wants_mesh(error: Exception) -> bool:

@@ -284,7 +284,7 @@ CASES = {
         in_a_task(lambda x: jax.device_put(x, jax.devices()[3]) + 1), ValueError, "on devices [3]", "outside the task",
     ),
     "a move to the sharding of one device": (
-        in_a_task(lambda x: jax.device_put(x, ALONE) + 1), ValueError, "constraint at ", "on devices [3]", "outside the task",
+        in_a_task(lambda x: jax.device_put(x, ALONE) + 1), ValueError, "jax.device_put at ", "on devices [3]", "outside the task",
     ),
     "a constraint to one device": (
         in_a_task(lambda x: jax.lax.with_sharding_constraint(x + 1, ALONE), mesh=FIRST), ValueError,

@@ -79,7 +79,7 @@ def main(case, limit, *address):
             elif case == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif case == "raise":
-                raise ValueError("on purpose")
+                raise ValueError("on purpose.")
             elif case == "raise without words":
                 raise Wordless
             elif case == "leaves early":

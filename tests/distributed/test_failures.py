@@ -30,7 +30,7 @@ CASES = {
     "kill": (137, "process 1 (submesh 1) died: its connection closed without a word"),
     "kill with workers": (137, "process 1 (submesh 1) died: its connection closed without a word"),
     "stop": (ENDED_WITH_OTHERS, "process 1 (submesh 1) has shown no sign of life for 5 s"),
-    "raise": (1, "process 1 (submesh 1) ended with ValueError: on purpose"),
+    "raise": (1, "process 1 (submesh 1) ended with ValueError: on purpose.\n"),
     "raise without words": (1, "process 1 (submesh 1) ended with Wordless: <exception str() failed>"),
     "catches": (
         3,
@@ -141,9 +141,11 @@ def test_an_array_is_moved_by_a_step(tmp_path):
         ("device_put's second argument must be a Device or a Sharding which represents addressable devices", "jit"),
         ("The backend (cpu, 1) does not support cross-host device transfers.", "jit"),
         ("For a cross-host reshard in multi-controller JAX, input and target sharding should have the same set of devices", "jit"),
+        ("Gathering global non-fully-addressable arrays only supports tiled=True", "fetch"),
+        ("If the Array has no addressable shards, `dtype` must be provided via the `dtype` argument", ""),
         ("on purpose", ""),
     ],
-    ids=range(8),
+    ids=range(10),
 )  # fmt: skip
 def test_what_to_do_instead(text, word):
     """Of what JAX says, on both ends of the versions that are supported."""

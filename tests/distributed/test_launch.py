@@ -1,6 +1,7 @@
 """Starting processes: what they print, how they end, and what is left of them."""
 
 import contextlib
+import functools
 import io
 import operator
 import os
@@ -298,8 +299,9 @@ def test_a_function_in_two_processes():
 
 
 def test_an_array_goes_to_a_function():
-    """It is made again in each process, which has joined by then."""
-    answers = mm.distributed.launch(operator.mul, 2, args=(jax.numpy.arange(3.0), 2), timeout=300)
+    """It is made again in each process, which has joined by then; a partial goes wherever its function does."""
+    double = functools.partial(operator.mul, jax.numpy.arange(3.0))
+    answers = mm.distributed.launch(double, 2, args=(2,), timeout=300)
     assert [list(map(float, x)) for x in answers] == [[0.0, 2.0, 4.0]] * 2
 
 

@@ -35,6 +35,14 @@ KNOWN = (
 )
 UNITS = [1.0, 1.0]
 
+
+class Ordered:
+    """A schedule in all but its base class."""
+
+    def order(self, placement: tuple[int, ...], num_microbatches: int) -> Order:
+        return GPipe().order(placement, num_microbatches)
+
+
 CASES: dict[str, tuple[Callable[[], object], str]] = {
     # schedules
     "empty placement": (
@@ -152,6 +160,15 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     "unknown name": (
         lambda: get("zero-buble-h1"),
         f"unknown schedule 'zero-buble-h1'; did you mean 'zero-bubble-h1'? {KNOWN}",
+    ),
+    "an order": (
+        lambda: get(GPipe().order((0, 1), 2)),  # type: ignore[arg-type]
+        "write Custom(order.rows), which has this order.",
+    ),
+    "no schedule, though it has an order": (
+        lambda: get(Ordered()),  # type: ignore[arg-type]
+        "expected a schedule, found Ordered, which has an order and is none; write class Ordered(AbstractSchedule), of "
+        "manymesh.schedules.",
     ),
     "other case": (lambda: get("GPipe"), f"unknown schedule 'GPipe'; did you mean 'gpipe'? {KNOWN}"),
     "nothing near": (lambda: get("xyz"), f"unknown schedule 'xyz'. {KNOWN}"),
@@ -271,6 +288,23 @@ def test_a_schedule_error_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="unknown schedule"):
         get("nope")
     assert issubclass(ScheduleError, ManyMeshError)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("Schedule1F1B", "1f1b"),
+        ("ScheduleGPipe", "gpipe"),
+        ("ScheduleInterleaved1F1B", "interleaved"),
+        ("ScheduleZBVZeroBubble", "zbv"),
+        ("Eager1F1B", "eager-1f1b"),
+        ("ZeroBubble", "zero-bubble-h1"),
+    ],
+)
+def test_names_of_other_systems_are_understood(theirs: str, ours: str) -> None:
+    """Which say more around the same."""
+    with pytest.raises(ScheduleError, match=f"did you mean '{ours}'"):
+        get(theirs)
 
 
 def test_users_register_their_own() -> None:

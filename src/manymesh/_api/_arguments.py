@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat, meta
-from .._compiled import check_given_once, described
+from .._compiled import check_given_once, deleted, described
 from .._distributed._world import world
 from .._errors import ArgumentError
 from .._implicit import registered
@@ -238,10 +238,6 @@ def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeSt
         )
     if _compat.is_ref(x):
         raise ArgumentError(f"mm.jit({name}): argument{keystr(path)} is {REFERENCE}")
-    if isinstance(x, jax.Array) and x.is_deleted():
-        raise RuntimeError(
-            f"mm.jit({name}): argument{keystr(path)} of shape {x.shape}: Array has been deleted (it was donated to an earlier call, or deleted by hand)"
-        )
     try:
         aval = jax.typeof(x)
     except OverflowError as error:  # a whole number of Python
@@ -347,7 +343,9 @@ def check_donation(step: Step, given: Arguments) -> None:
 
 
 def check_values(step: Step, given: Arguments) -> None:
-    """Refuses descriptions of arrays in a call, before anything is compiled for them."""
+    """Refuses in a call descriptions and deleted arrays, which have no values, before anything is compiled for them."""
     for path, x in _compat.leaves_with_paths((given.dyn_args, given.dyn_kwargs)):
         if isinstance(x, jax.ShapeDtypeStruct):
             raise described(f"mm.jit({step.name}): argument{keystr(path)}", x)
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not _compat.is_ref(x) and x.is_deleted():
+            raise deleted(f"mm.jit({step.name}): argument{keystr(path)} of shape {x.shape}")

@@ -11,7 +11,7 @@ from .._collector import collector_paused
 from .._errors import ArgumentError, AxisError
 from .._implicit import Matcher, registered
 from .._mark import Recording, recording
-from .._notes import wants_mesh
+from .._notes import on_axis_names, on_stacked_stages, wants_mesh
 from .._stands_for import stands_for
 from .._types import PyTree
 from ._arguments import REFERENCE, Arguments, abstract
@@ -66,8 +66,15 @@ def _trace(step: Step, given: Arguments) -> Traced:
     except AxisError as error:
         raise with_parameter(error, given) from None
     except (RuntimeError, ValueError) as error:
-        if wants_mesh(error) and not any(note.startswith("in task ") for note in getattr(error, "__notes__", ())):
-            error.add_note(NO_MESH.format(step.name))
+        if not any(note.startswith("in task ") for note in getattr(error, "__notes__", ())):
+            if wants_mesh(error):
+                error.add_note(NO_MESH.format(step.name))
+            elif note := on_stacked_stages(error, record.tasks.values()):
+                error.add_note(note)
+        raise
+    except NameError as error:
+        if (note := on_axis_names(error)) and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
         raise
     if (leak := _compat.escaped(closed.consts)) is not None:
         leak.add_note(f"mm.jit({step.name}): return the value from the task that makes it, and use it from there")

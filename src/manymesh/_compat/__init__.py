@@ -23,6 +23,7 @@ from ._executables import call_of as call_of
 from ._executables import load_executable as load_executable
 from ._executables import save_executable as save_executable
 from ._frames import boundary as boundary
+from ._frames import is_of_vmap as is_of_vmap
 from ._frames import users_frame as users_frame
 from ._frames import users_level as users_level
 from ._given_back import before_calls as before_calls

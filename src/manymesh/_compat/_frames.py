@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from jax._src import source_info_util, traceback_util
+from jax._src.interpreters import batching
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -47,3 +48,8 @@ def users_frame(error: BaseException) -> str:
         return users_frame(error.__cause__)
     own = [frame for frame in frames if "site-packages" not in frame[0]] or frames
     return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2]})" if own else ""
+
+
+def is_of_vmap(error: BaseException) -> bool:
+    """Whether an operation raised it as `jax.vmap` gave it one more axis."""
+    return any(frame.f_code.co_filename == batching.__file__ for frame, _ in traceback.walk_tb(error.__traceback__))

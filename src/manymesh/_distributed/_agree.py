@@ -72,7 +72,8 @@ def agree(
         + "\n".join(shown)
         + "\nEvery process has to run the same script, under the "
         "same settings, on arguments of the same shapes, put on the same devices; host values, and arrays that were put nowhere, have "
-        "to be the same ones: a batch of which each process loads a part is put together first"
+        "to be the same ones: a batch of which each process loads a part is put together first, as by "
+        "jax.make_array_from_process_local_data (see docs: processes)"
     )
 
 

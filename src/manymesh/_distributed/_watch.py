@@ -177,7 +177,7 @@ class Watch(threading.Thread):
         world.wires.flood(told or flood_of("end", world, why=why))
         if world.doing.left:  # it waits for the others in `_leave`
             if world.doing.failed:  # and may have ended because of this, with an exception that says less
-                say(f"manymesh: {why}.\n")
+                say(f"manymesh: {why.removesuffix('.')}.\n")
             with world.changed:
                 world.over = True
                 world.changed.notify_all()
@@ -190,7 +190,7 @@ class Watch(threading.Thread):
                 doing += f", where {text}" if text else ""
         where = world.submeshes.get(world.process)
         here = f"process {world.process}" + (f" ({where})" if where else "")
-        say(f"manymesh: {why}.\nmanymesh: {here} ends with the others{doing}.\n")
+        say(f"manymesh: {why.removesuffix('.')}.\nmanymesh: {here} ends with the others{doing}.\n")
         world.wires.flood({"kind": "alive"})  # flushes what is left
         os._exit(code)
 

@@ -19,8 +19,10 @@ _REMEDIES = (
         "jax.device_put does not move arrays between these processes. A step does, made once: move = manymesh.jit(lambda x: x, "
         "out_shardings=sharding), then move(x); all of them have to call it.",
     ),
+    # This one says itself what to write.
+    (("`dtype` must be provided",), ""),
     (
-        ("non-addressable", "not fully addressable", "no addressable shards"),
+        ("non-addressable", "non-fully-addressable", "not fully addressable", "no addressable shards"),
         "This array is on devices of another process, and its value is not here. manymesh.fetch(x) brings it to "
         "every process; all of them have to call it.",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import sys
@@ -76,9 +77,14 @@ def launch(
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    name = getattr(function, "__qualname__", repr(function))
+    imported: Any = function
+    while isinstance(imported, functools.partial):  # which goes wherever its function does
+        imported = imported.func
+    if not hasattr(imported, "__qualname__"):
+        imported = type(imported)
+    name = imported.__qualname__
     dumps: Callable[[object], bytes] = pickle.dumps
-    if getattr(function, "__module__", "__main__") == "__main__" or "<" in getattr(function, "__qualname__", "<"):
+    if getattr(imported, "__module__", "__main__") == "__main__" or "<" in name:
         dumps = _cloudpickle(name)
     try:
         return bytes(dumps((function, args)))

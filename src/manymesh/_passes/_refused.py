@@ -17,6 +17,11 @@ def control_flow_message(eqn: Eqn, tasks: Sequence[Task]) -> str:
             "which submesh runs when depends on data, so that the host has to run it, and what it is in cannot be opened",
             "take it out of there, use a loop of fixed length (lax.scan, a Python loop), or put all its tasks on one submesh",
         ),
+        "shard_map": (
+            "jax.shard_map (or jax.pmap, which is one)",
+            "it is one operation, which runs on one submesh",
+            "leave it out, for in a step values are whole and cross by themselves, or put all of it into one task",
+        ),
     }.get(
         eqn.primitive.name,
         (eqn.primitive.name, "it is one operation, which runs on one submesh", "put all its tasks on one, or all of it into one task"),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from .._errors import ScheduleError
-from ._types import AbstractSchedule
+from ._types import AbstractSchedule, Order
 
 _factories: dict[str, Callable[..., AbstractSchedule]] = {}
 
@@ -82,13 +82,22 @@ def get(schedule: str | AbstractSchedule) -> AbstractSchedule:
             f"expected a schedule, found {type(schedule).__name__}, which has one; write choice.schedule, and "
             "num_microbatches=choice.num_microbatches."
         )
+    if isinstance(schedule, Order):
+        raise ScheduleError(
+            f"expected a schedule, found an {schedule!r}; write Custom(order.rows), which has this order."
+        )
+    if callable(getattr(schedule, "order", None)):
+        raise ScheduleError(
+            f"expected a schedule, found {type(schedule).__name__}, which has an order and is none; write "
+            f"class {type(schedule).__name__}(AbstractSchedule), of manymesh.schedules."
+        )
     if not isinstance(schedule, str):
         raise ScheduleError(
             f"expected the name of a schedule or a schedule, found {schedule!r}; names: {', '.join(names())}."
         )
     if schedule not in _factories:
-        near = difflib.get_close_matches(schedule.lower(), _factories, n=1, cutoff=0.5)
-        hint = f"; did you mean '{near[0]}'?" if near else "."
+        near = _nearest(schedule)
+        hint = f"; did you mean '{near}'?" if near else "."
         raise ScheduleError(f"unknown schedule '{schedule}'{hint} Known: {', '.join(names())}.")
     factory = _factories[schedule]
     parameters = inspect.signature(factory).parameters.values()
@@ -106,3 +115,16 @@ def get(schedule: str | AbstractSchedule) -> AbstractSchedule:
             "OneFOneB()."
         )
     return made
+
+
+def _nearest(word: str) -> str | None:
+    """The name that was probably meant; that of another system for the same may say more, as "Schedule1F1B"."""
+    said, plain = _letters(word), {name: _letters(name) for name in _factories}
+    within = [name for name, letters in plain.items() if letters in said]
+    begun = [name for name, letters in plain.items() if len(said) > 3 and letters.startswith(said)]
+    close = difflib.get_close_matches(word.lower(), plain, n=1, cutoff=0.5)
+    return max(within, key=len) if within else next(iter([*begun, *close]), None)
+
+
+def _letters(word: str) -> str:
+    return "".join(filter(str.isalnum, word.lower()))
