@@ -99,7 +99,26 @@ def angles(tokens):
     return jnp.cos(turns), jnp.sin(turns)
 
 
-GIVEN = {"a causal mask": (mixers, causal), "segments": (mixers, segments), "angles": (turners, angles)}
+def tiled(tokens):
+    return jnp.tile(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)) & (tokens[:1, :1, None] != 0), (len(tokens), 1, 1))
+
+
+def stacked(tokens):
+    return jnp.stack(angles(tokens))
+
+
+def updated(tokens):
+    return tuple(jax.lax.dynamic_update_slice_in_dim(a, jnp.ones((1, *a.shape[1:])), 0, 0) for a in angles(tokens))
+
+
+GIVEN = {
+    "a causal mask": (mixers, causal),
+    "a mask for each row": (mixers, tiled),
+    "segments": (mixers, segments),
+    "angles": (turners, angles),
+    "angles in one array": (turners, stacked),
+    "angles of which some are replaced": (turners, updated),
+}
 
 
 @pytest.mark.parametrize("name", GIVEN)

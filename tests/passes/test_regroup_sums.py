@@ -269,3 +269,33 @@ def test_gradients_of_heads_are_added_up_where_they_are_made(heads, schedule):
     back = [e for e in program.edges if e.loop is not None and kinds[e.var] == "B" and (e.source, e.target) == (0, 1)]
     assert len(back) <= 2  # of the loss, and of all heads there
     assert_agrees(grads, *args)
+
+
+PARTS = {
+    "the whole and a part": (lambda y: (y, y[:-1]), 1),
+    "parts that overlap": (lambda y: (y[1:], y[:-1]), 1),
+    "parts that do not": (lambda y: (y[:4], y[4:]), 1),
+    "one part": (lambda y: (y[:4],), 1 / 2),
+}
+
+
+@pytest.mark.parametrize("num_microbatches", [None, 2])
+@pytest.mark.parametrize("parts", PARTS)
+def test_gradients_of_parts_that_are_read_elsewhere_cross_as_one_or_as_they_are(parts, num_microbatches):
+    """What has fewer bytes: the sum of what they are padded to, or they themselves."""
+    trunk = mm.task(lambda w, x: jnp.tanh(w * x), "trunk", devices=[0])
+    tail = mm.task(lambda y: jnp.mean(jnp.exp(y)), "tail", devices=[0])
+    head = mm.task(lambda y: jnp.mean(jnp.sin(y)), "head", devices=[1])
+    take, crosses = PARTS[parts]
+
+    def loss(w, x):
+        y = jnp.moveaxis(trunk(w, x), 1, 0)
+        return sum(map(head, take(y))) + tail(y)
+
+    grads = jax.grad(loss)
+    if num_microbatches:
+        grads = mm.microbatch(grads, argnum=1, num_microbatches=num_microbatches, reduce="mean")
+    w, x = jnp.linspace(0.5, 1.5, 64), jnp.sin(jnp.arange(8 * 8 * 64.0)).reshape(8, 8, 64)
+    back = [e.nbytes for e in mm.jit(grads).lower(w, x).report().edges if (e.source, e.target) == (1, 0)]
+    assert back == [crosses * x.nbytes]
+    assert_agrees(grads, w, x)

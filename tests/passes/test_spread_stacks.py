@@ -88,6 +88,22 @@ def test_a_stack_of_scattered_layers_is_told():
     assert "2048 bytes come from the others" in finding.text and "next to each other" in finding.text
 
 
+VIEWS = """
+    inputs: x f32[512], y f32[512]
+    a = one: lax.sin(x)
+    b = one: lax.sin(y)
+    s = jnp.stack([a, b])
+    u = s[1:2]
+    v = two: lax.sin(u)
+    results: v, s
+"""
+
+
+def test_what_is_put_together_on_one_submesh_is_no_stack_of_layers():
+    """Two views of a batch, say, of which a task elsewhere reads some rows."""
+    assert not run("spread_stacks", program(VIEWS, tasks=TASKS)).findings
+
+
 def test_sums_over_layers_are_combined():
     """A part on each submesh, and one addition."""
     after = run("spread_stacks", layers(LAYERS.format(n="m * jnp.sum(w * w)")))

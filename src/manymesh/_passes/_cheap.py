@@ -54,7 +54,7 @@ _SUMS = {"add", "add_any"}
 # What is expensive and reads what is computed on the way.
 _FUSED = {
     "argmax", "argmin", "concatenate", "cumsum", "gather", "pad", "reduce", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
-    "reduce_precision", "reduce_prod", "reduce_sum", "scatter", "scatter-add",
+    "reduce_precision", "reduce_prod", "reduce_sum", "scatter", "scatter-add", "stack",
 }  # fmt: skip
 _SMALL_POWER = 4
 _LITTLE_MORE = 1.01

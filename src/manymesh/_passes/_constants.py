@@ -18,8 +18,11 @@ from ._hoist import SMALL, stays
 
 # What costs next to nothing beside reading as many numbers.
 CHEAP = {name for name in ELEMENTWISE if not name.startswith("manymesh_")}.union(
-    ("broadcast_in_dim", "concatenate", "gather", "iota", "pad", "reshape", "rev", "slice", "squeeze", "transpose")
-)
+    (
+        "broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "iota", "pad", "reshape", "rev",
+        "slice", "squeeze", "stack", "tile", "transpose",
+    )
+)  # fmt: skip
 
 
 def repeat_constants(flat: FlatProgram) -> FlatProgram:

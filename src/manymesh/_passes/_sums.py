@@ -239,6 +239,7 @@ def _regroup_chains(flat: FlatProgram, placement: Placement) -> FlatProgram:
         (result,) = root.outputs
         terms, nodes = terms_of_sum(result, producer, uses, root.loop)
         done.update(nodes)
+        homes.note_padded(terms, uses)
         groups = _by_submesh(terms, homes)
         if (
             len(nodes) < 2
@@ -273,7 +274,8 @@ class _Homes:
     """
 
     def __init__(self, flat: FlatProgram, placement: Placement) -> None:
-        self.placement = placement
+        self._producer, self.placement = flat.index.producer, placement
+        self._padded: dict[Var, int] = {}
         of_inputs = {v: placement.home[v] for v in flat.invars}
         # Of what is computed wherever it is read: where the inputs are that it is computed of.
         self._of_cloned: dict[Var, frozenset[int | None]] = {}
@@ -287,11 +289,32 @@ class _Homes:
                         places.add(of_inputs.get(v))
                 self._of_cloned.update(dict.fromkeys(n.outputs, frozenset(places)))
 
+    def note_padded(self, terms: Sequence[Var], uses: Counter[Var]) -> None:
+        """Terms that are parts padded with zeros are where the parts are, if a sum there has fewer bytes than all that it is of.
+
+        The gradient of what tasks elsewhere read whole and in part is such a sum.
+        """
+        sent: dict[int, int] = defaultdict(int)
+        padded: dict[Var, int] = {}
+        for v in dict.fromkeys(terms):
+            made = self._producer.get(v)
+            if made is not None and made.task is None and made.primitive == "pad" and uses[v] == 1:
+                at = self.placement.home.get(made.inputs[0]) if len(made.inputs) == 1 else None
+                if at is not None and self.placement.home.get(v) != at:
+                    padded[v] = at
+                    sent[at] += nbytes(made.inputs[0].aval)
+                    continue
+            if (home := self.placement.home.get(v)) is not None:
+                sent[home] += nbytes(v.aval)
+        self._padded.update((v, at) for v, at in padded.items() if sent[at] > nbytes(v.aval))
+
     def get(self, v: Var) -> int | None:
         """The submesh of a term; None for what is in no place.
 
         The square of a small weight's norm is computed wherever it is read; it is where the weight is, which is larger.
         """
+        if v in self._padded:
+            return self._padded[v]
         places = self._of_cloned.get(v, frozenset())
         if len(places) == 1 and None not in places:
             return next(iter(places))

@@ -17,8 +17,8 @@ _HARMLESS = frozenset(
         "tan", "tanh", "xor",
         # Shapes and pieces.
         "bitcast_convert_type", "broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice", "empty",
-        "gather", "iota", "pad", "reshape", "rev", "slice", "split", "squeeze", "tile", "transpose",
-        "unstack",
+        "gather", "iota", "pad", "reshape", "rev", "slice", "split", "squeeze", "stack", "tile",
+        "transpose", "unstack",
         # Along an axis.
         "argmax", "argmin", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "reduce_and", "reduce_max",
         "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reduce_xor",

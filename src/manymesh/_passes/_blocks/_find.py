@@ -173,8 +173,12 @@ class _Finder:
         return seeds
 
     def _note_scattered(self, v: Var, d: int, known: Sequence[tuple[int, int, Mesh]], count: int) -> None:
-        """A stack of the user's: a vector of all parameters, say, is put together by libraries."""
-        if len(_compat.shape(v)) < 2:
+        """A stack of the user's: a vector of all parameters, say, is put together by libraries.
+
+        What is made on one submesh, such as two views of a batch, crosses where others read it, as anything does.
+        """
+        made = {self._mesh_of(x, self._before) for x in self.producer[v].inputs} - {None}
+        if len(_compat.shape(v)) < 2 or len(made) == 1:
             return
         held: dict[Mesh, int] = defaultdict(int)
         for a, b, m in known:
