@@ -402,3 +402,72 @@ def test_what_nobody_waits_for_joins_a_task_that_waits_for_the_same():
         results: total, grad
     """
     assert clusters(source, 0) == [["one", "mul"], ["two"], ["two"], ["mul", "add", "one", "add"]]
+
+
+SAMPLED = """
+    tasks: one 0, two 1
+    inputs: x f32[512], k f32[512]
+    k1 = lax.sin(k)
+    k2 = lax.sin(k1)
+    n1 = lax.cos(k1)
+    n2 = lax.cos(k2)
+    a = one: x + 1.0
+    b = two: a + 1.0
+    c = b * n1
+    d = one: c + 1.0
+    e = two: d + c
+    f = e * n2
+    g = one: f + 1.0
+    h = two: g + f
+    results: h
+"""
+
+
+def test_noise_is_made_in_the_iteration_that_reads_it():
+    """Not that of all of them first."""
+    assert clusters(SAMPLED) == [
+        ["one"], ["sin", "cos", "two", "mul"], ["one"], ["sin", "cos", "two", "mul"], ["one"], ["two"]
+    ]  # fmt: skip
+
+
+def test_what_shrinks_a_value_does_not_wait_for_a_late_reader():
+    """It would hold what it is made of over the tasks between, which nothing else does; what a later equation reads is there anyway."""
+    source = """
+        tasks: one 0, two 1
+        inputs: x f32[512]
+        a = one: x + 1.0
+        b = lax.reduce_sum(a, axes=(0,))
+        c = two: a + 1.0
+        d = one: c + a
+        e = two: d + 1.0
+        f = d * b
+        g = f + %s
+        results: e, g
+    """
+    assert clusters(source % "1.0") == [["one", "reduce_sum"], ["two"], ["one", "mul", "add"], ["two"]]
+    assert clusters(source % "a") == [["one"], ["two"], ["reduce_sum", "one", "mul", "add"], ["two"]]
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["alone", "with noise"])
+def test_a_long_scan_holds_what_one_iteration_needs(drawn):
+    """Neither all noise from the beginning, nor all values to the end, where what is made of them is stacked."""
+    down = mm.task(lambda w, x: jnp.tanh(x @ w), "down", devices=[0])
+    up = mm.task(lambda w, x: x @ w, "up", devices=[1])
+
+    def sample(params, key, steps):
+        def turn(carry, _):
+            x, key = carry
+            key, now = jax.random.split(key)
+            y = x - 0.1 * up(params["up"], down(params["down"], x))
+            return (y + 0.01 * jax.random.normal(now, x.shape) if drawn else y, key), jnp.sum(x**2)
+
+        (x, _), sums = jax.lax.scan(turn, (jnp.ones((64, 8)), key), None, length=steps)
+        return x, sums
+
+    params = {"down": jnp.eye(8), "up": jnp.eye(8)}
+    peaks = []
+    for steps in (6, 20):
+        compiled = mm.jit(lambda p, key, n=steps: sample(p, key, n)).lower(params, jax.random.key(0)).compile()
+        peaks.append(max(memory.peak_bytes for memory in compiled.memory_analysis().values()))
+    assert peaks[1] - peaks[0] < 64 * 8 * 4  # bytes of one value of an iteration, where it was one for each more
+    assert_agrees(lambda p, key: sample(p, key, 6), params, jax.random.key(0))

@@ -7,6 +7,8 @@ else each other.
 
 from __future__ import annotations
 
+import bisect
+import functools
 import heapq
 import itertools
 from collections import defaultdict
@@ -193,6 +195,7 @@ class _Clusterer:
                             and r.phase == c.phase
                             and not r.layout_follows_loop
                             and not r.unstacks
+                            and not self._would_hold(n, s, r)
                             or r.layout_follows_loop
                             and len(self.placement.node[n]) == 1
                         ):
@@ -202,6 +205,34 @@ class _Clusterer:
                 for v in n.inputs:
                     readers[v, s].add(c)
                     read_at[v].add(s)
+
+    def _would_hold(self, n: Node, s: int, r: Cluster) -> bool:
+        """Whether an equation outside of loops, computed with its reader, would hold more than it makes over the tasks between.
+
+        Such as the mean of what each iteration of a scan over tasks makes: the stack of them is the last of all.
+        """
+        if self.scope is not None or not self._has_task_between(self.position[n], r.position, s):
+            return False
+        held = 0
+        for v in set(n.inputs):
+            made = self.producer.get(v)
+            here = made is not None and (made, s) in self.of and v not in self.index.leaving
+            if here and all(self.position[q] < r.position for q in self.index.readers.get(v, ())):
+                held += nbytes(v.aval)
+        return held > sum(nbytes(v.aval) for v in n.outputs)
+
+    def _has_task_between(self, first: int, last: int, s: int) -> bool:
+        at = self._positions_of_tasks[s]
+        return bisect.bisect_left(at, last) > bisect.bisect_right(at, first)
+
+    @functools.cached_property
+    def _positions_of_tasks(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = defaultdict(list)
+        for n in self.nodes:
+            if n.task is not None:
+                for s in self.placement.node[n]:
+                    found[s].append(self.position[n])
+        return found
 
     def _goes_elsewhere(self, v: Var, s: int, read_at: set[int]) -> bool:
         """Whether another submesh gets the value from here.
