@@ -1,4 +1,4 @@
-"""Whether a scalar is a mean: to say what a sum of means over microbatches is."""
+"""Whether a result is a mean, or something given that is updated: to say what a sum of them over microbatches is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from . import _compat
 
 _LINEAR = frozenset({"neg", "convert_element_type", "copy", "reshape", "squeeze", "name"})
+_SAME = frozenset({"convert_element_type", "copy", "name"})
 _SUMS = frozenset({"add", "add_any", "sub"})
 
 
@@ -34,6 +35,18 @@ def is_mean(jaxpr: Any, output: int, batch: int) -> bool:
     """
     frame = _Frame(jaxpr, None, (), batch)
     return frame.kind(frame.outvars[output], ()) is _Kind.MEAN
+
+
+def is_updated(jaxpr: Any, output: int, batch: int) -> bool:
+    """Whether a result is what the function closes over plus something of the batch, as parameters are after a step.
+
+    Args:
+      jaxpr: open or closed.
+      output: position of the result.
+      batch: as in `is_mean`.
+    """
+    frame = _Frame(jaxpr, None, (), batch)
+    return frame.is_updated(frame.outvars[output])
 
 
 class _Frame:
@@ -91,6 +104,35 @@ class _Frame:
             elif name not in _LINEAR:
                 return _Kind.OTHER
             atom = eqn.invars[0]
+
+    def is_updated(self, atom: Any) -> bool:
+        """Whether a value is what the outermost jaxpr is given, which is not of the batch, plus something that is."""
+        while self.is_of_batch(atom):
+            if atom not in self._makers:
+                return self._caller is not None and self._caller.is_updated(self._operands[atom])
+            eqn = self._makers[atom]
+            name = eqn.primitive.name
+            if _compat.is_jit(eqn):
+                inner = self._inside(eqn)
+                return inner.is_updated(inner.outvars[list(eqn.outvars).index(atom)])
+            if name in _SUMS:
+                terms = eqn.invars[: 1 if name == "sub" else 2]
+                alike = [x for x in terms if _compat.is_var(x) and _compat.shape(x) == _compat.shape(atom)]
+                return any(self._is_given(x) or self.is_updated(x) for x in alike)
+            if name not in _SAME:
+                return False
+            atom = eqn.invars[0]
+        return False
+
+    def _is_given(self, atom: Any) -> bool:
+        while _compat.is_var(atom) and not self.is_of_batch(atom):
+            if atom not in self._makers:
+                return self._caller is None or self._caller._is_given(self._operands[atom])
+            eqn = self._makers[atom]
+            if eqn.primitive.name not in _SAME:
+                return False
+            atom = eqn.invars[0]
+        return False
 
     def is_of_batch(self, atom: Any) -> bool:
         """Whether a value depends on the batch."""

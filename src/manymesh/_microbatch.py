@@ -24,7 +24,7 @@ from ._changed import changed
 from ._errors import MicrobatchError, ScheduleError
 from ._findings import Finding
 from ._mark import Recording, constrain, current_recording, is_spec
-from ._means import is_mean
+from ._means import is_mean, is_updated
 from ._reductions import (
     ACCUMULATE,
     REDUCTIONS,
@@ -36,7 +36,7 @@ from ._reductions import (
     reduce_reference,
     words_of,
 )
-from ._shown import name_of
+from ._shown import joined, name_of
 from ._single import check_single
 from ._stands_for import stands_for
 from ._types import PyTree
@@ -398,6 +398,21 @@ class _Call:
             return self.reference()
         return jax.tree.unflatten(out_tree[-1][0], leaves)
 
+    def _check_sums(
+        self, record: Recording, name: str, shape: PyTree, summed: Sequence[bool], jaxpr: Any, batch: int
+    ) -> None:
+        """Finds results that are added up although each is something given, such as parameters, plus what a piece adds."""
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape)]
+        found = [path for i, path in enumerate(paths) if summed[i] and is_updated(jaxpr, i, batch)]
+        if found:
+            which = joined([f"result{path}" for path in found])
+            text = (
+                f"microbatch({name}): reduce='sum' adds up {self.count} values of {which}, each of which is what the function is given plus "
+                "what a piece adds to it, as parameters after a step are: microbatch the gradient alone, "
+                "jax.value_and_grad(loss), and update once with its result; what goes from one piece to the next is a state, state_argnum="
+            )
+            record.findings[Finding(text)] = MicrobatchError
+
     def _check_next(self, name: str, i: int, new: Any) -> None:
         """Refuses a part of the state, the i-th leaf, whose shape a microbatch changes, or its dtype."""
         state = self.args[self.state_argnum]  # type: ignore[index]  # there is one
@@ -534,6 +549,11 @@ class _Call:
                 f"and its gradients are {self.count} times those of the whole batch; write reduce='mean'"
             )
             record.findings[Finding(text)] = MicrobatchError
+        if record is not None and "sum" in words.per_leaf and _compat.differentiated(self.fun) is None:
+            traced = jitted.trace(*first).jaxpr
+            self._check_sums(
+                record, name, shape, [w == "sum" for w in words.per_leaf], traced, len(jax.tree.leaves(first))
+            )
         left = shape if structure is None else (shape, args[self.state_argnum])
         out_tree.append((jax.tree.structure(left), [*words.per_leaf, *("last" for _ in changing)]))
 

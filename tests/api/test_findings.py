@@ -5,6 +5,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import manymesh as mm
@@ -28,6 +29,12 @@ def clipped(p, x):
 def dropped(p, x):
     second(p["back"], x)
     return front(p["front"], x)
+
+
+def trained(p, x):
+    """A whole step of training."""
+    value, grads = grad(p, x)
+    return value, jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
 
 
 def plain(p, x):
@@ -65,6 +72,10 @@ FINDINGS = {
     "a sum of means": (
         microbatched(grad, reduce="sum"), errors.MicrobatchError,
         "reduce='sum' adds up 4 losses each of which is a mean, .* 4 times those of the whole batch; write reduce='mean'",
+    ),
+    "a whole step in the loop": (
+        microbatched(trained, reduce="sum"), errors.MicrobatchError,
+        r"adds up 4 values of result\[1\]\['back'\].*, each of which is what the function is given plus .* the gradient alone",
     ),
     "a gradient around the loop": (
         jax.value_and_grad(microbatched(loss)), errors.ScheduleError,
@@ -337,3 +348,34 @@ def test_a_loss_in_the_place_of_the_state_is_named():
     with pytest.raises(TypeError) as caught:  # another mistake
         step({"v": jnp.ones(2)}["v"], jnp.ones(3))
     assert not [n for n in getattr(caught.value, "__notes__", ()) if "unpack" in n]
+
+
+@pytest.mark.parametrize("kind", ["decay", "new", "weighted sum", "mean", "state"])
+def test_sums_of_what_is_no_update(kind):
+    """Gradients with a penalty, sums that start anew, means of parameters, and what goes on from piece to piece."""
+
+    def fun(p, x):
+        value, grads = grad(p, x)
+        if kind == "state":
+            return value, jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+        scales = {"decay": lambda p, g: g + 0.1 * p, "new": lambda p, g: jnp.zeros_like(p) + g}
+        change = scales.get(kind, lambda p, g: 0.9 * p + g if kind == "weighted sum" else p + g)
+        return value, jax.tree.map(change, p, grads)
+
+    how = {"reduce": "mean"} if kind == "mean" else {"reduce": "sum"}
+    if kind == "state":
+        how["state_argnum"] = 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is what the function is given plus.*")
+        mm.jit(mm.microbatch(fun, argnum=1, num_microbatches=4, **how)).lower(parameters(), rows())
+
+
+def test_an_update_by_a_library():
+    """In a jit of its own, and in another dtype."""
+
+    def fun(p, x):
+        p = jax.tree.map(lambda x: x.astype(jnp.bfloat16), p)
+        return jax.jit(optax.apply_updates)(p, grad(p, x)[1])
+
+    with pytest.warns(UserWarning, match=r"adds up 2 values of result\['back'\]"):
+        mm.jit(mm.microbatch(fun, argnum=1, num_microbatches=2, reduce="sum")).lower(parameters(), rows())
