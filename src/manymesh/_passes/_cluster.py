@@ -360,19 +360,30 @@ class _Clusterer:
                     self._merge(part[0], c)
 
     def _make_late(self, order: Sequence[Cluster], level: dict[Cluster, int]) -> None:
-        """What depends on no task is made with the first that reads it, if that is unmarked too.
+        """What depends on no task is made with the first that reads it, if that is unmarked too and comes after a task.
 
         A scan over tasks that draws noise in each iteration would else draw that of all iterations first, in one program.
+        What has to do with nothing, such as a count, goes with it.
         """
+        first: dict[int | None, int] = {}
+        for t in order:
+            if t.task is not None:
+                first[t.submesh] = min(level[t], first.get(t.submesh, level[t]))
+        late: dict[tuple[int | None, int], int] = {}
         for c in reversed(order):
             readers = [q for q in self.succs[c] if level[q] or self.succs[q] or not _alike(c, q)]  # the others follow
-            if level[c] == 0 and readers and not any(n.eqn.effects for n in c.nodes):
-                due = min(level[q] - (0 if _alike(c, q) else 1) for q in readers)
-                here = all(q.submesh == c.submesh for q in readers)
-                if here and any(_alike(c, q) and level[q] == due for q in readers):
-                    level[c] = due
-                    for q in self.succs[c]:
-                        level[q] = max(level[q], due)
+            if level[c] or not readers or c.submesh not in first or any(n.eqn.effects for n in c.nodes):
+                continue
+            due = min(level[q] - (0 if _alike(c, q) else 1) for q in readers)
+            here = all(q.submesh == c.submesh for q in readers)
+            if due > first[c.submesh] and here and any(_alike(c, q) and level[q] == due for q in readers):
+                level[c] = due
+                for q in self.succs[c]:
+                    level[q] = max(level[q], due)
+                late[c.submesh, c.phase] = max(due, late.get((c.submesh, c.phase), 0))
+        for c in order:
+            if not (self.preds[c] or self.succs[c] or c.task or c.loop is not None):
+                level[c] = late.get((c.submesh, c.phase), level[c])
 
     def _awaited(self, order: Sequence[Cluster]) -> set[Cluster]:
         """The clusters outside of loops that another submesh, or a loop, waits for; all of those in a loop."""
