@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from enum import Enum
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from . import _compat
@@ -14,19 +13,12 @@ _SAME = frozenset({"convert_element_type", "copy", "name"})
 _SUMS = frozenset({"add", "add_any", "sub"})
 
 
-class _Kind(Enum):
-    """What a term of a scalar is."""
-
-    MEAN = "a mean over elements of the batch, up to a factor"
-    APART = "nothing of the batch, such as a penalty on weights"
-    OTHER = "anything else"
-
-
 def is_mean(jaxpr: Any, output: int, batch: int) -> bool:
     """Whether a scalar result of a jaxpr is a mean over all elements of an array, or means with factors, added up.
 
     Follows what made the result through calls and changes of dtype to sums that are divided by the number of what they
-    sum. Terms that do not depend on the batch may be among them. Anything else is no mean, as far as this can see.
+    sum. Terms that do not depend on the batch, such as a penalty on weights, may be among them. Anything else is no mean, as far
+    as this can see.
 
     Args:
       jaxpr: open or closed.
@@ -34,19 +26,67 @@ def is_mean(jaxpr: Any, output: int, batch: int) -> bool:
       batch: how many of its arguments are of the batch, the last ones; what it closes over comes before.
     """
     frame = _Frame(jaxpr, None, (), batch)
-    return frame.kind(frame.outvars[output], ()) is _Kind.MEAN
+    # Terms, and the numbers by which they are divided one after the other, the last one first.
+    todo: list[tuple[_Frame, Any, tuple[float, ...]]] = [(frame, frame.outvars[output], ())]
+    seen = set()
+    while todo:
+        frame, atom, divisors = todo.pop()
+        if not frame.is_of_batch(atom):
+            continue
+        frame, atom, eqn = frame.made(atom)
+        if (frame, atom, divisors) in seen:
+            continue
+        seen.add((frame, atom, divisors))
+        name = "" if eqn is None else eqn.primitive.name
+        if name in _SUMS:
+            todo += ((frame, term, divisors) for term in eqn.invars)
+        elif name == "reduce_sum":
+            summed = math.prod(_compat.shape(eqn.invars[0]))
+            whole = not _compat.shape(eqn.outvars[0]) and summed > 1
+            if not (
+                whole and any(math.isclose(math.prod(divisors[k:]), summed, rel_tol=1e-5) for k in range(len(divisors)))
+            ):
+                return False
+        elif name in ("div", "mul") and not frame.is_of_batch(eqn.invars[1]):
+            todo.append((frame, eqn.invars[0], (*divisors, _divisor(name, eqn.invars[1]))))
+        elif name == "mul" and not frame.is_of_batch(eqn.invars[0]):
+            todo.append((frame, eqn.invars[1], (*divisors, _divisor(name, eqn.invars[0]))))
+        elif name in _LINEAR:
+            todo.append((frame, eqn.invars[0], divisors))
+        else:
+            return False
+    return bool(seen)
 
 
-def is_updated(jaxpr: Any, output: int, batch: int) -> bool:
-    """Whether a result is what the function closes over plus something of the batch, as parameters are after a step.
+def updated(jaxpr: Any, outputs: Iterable[int], batch: int) -> list[int]:
+    """Which results of a jaxpr are what it closes over plus something of the batch, as parameters are after a step.
 
     Args:
       jaxpr: open or closed.
-      output: position of the result.
+      outputs: positions of results.
       batch: as in `is_mean`.
     """
     frame = _Frame(jaxpr, None, (), batch)
-    return frame.is_updated(frame.outvars[output])
+    return [i for i in outputs if frame.is_of_batch(frame.outvars[i]) and _adds_to_given(frame, frame.outvars[i])]
+
+
+def _adds_to_given(frame: _Frame, atom: Any) -> bool:
+    """Whether one of the terms of a value is given, and as large."""
+    todo, seen, shape = [(frame, atom)], set(), _compat.shape(atom)
+    while todo:
+        frame, atom = todo.pop()
+        if not _compat.is_var(atom) or _compat.shape(atom) != shape:
+            continue
+        frame, atom, eqn = frame.made(atom)
+        if (frame, atom) in seen:
+            continue
+        seen.add((frame, atom))
+        name = "" if eqn is None else eqn.primitive.name
+        if eqn is None and _compat.is_var(atom) and not frame.is_of_batch(atom):
+            return True
+        if name in _SUMS or name in _SAME:
+            todo += ((frame, term) for term in (eqn.invars[:1] if name == "sub" else eqn.invars))
+    return False
 
 
 class _Frame:
@@ -71,68 +111,19 @@ class _Frame:
             if any(map(self.is_of_batch, eqn.invars)):
                 self._of_batch.update(eqn.outvars)
 
-    def kind(self, atom: Any, divisors: tuple[float, ...]) -> _Kind:
-        """What a scalar is.
-
-        Args:
-          atom: the scalar.
-          divisors: the numbers by which it is divided one after the other, the last one first.
-        """
-        while True:
-            if not self.is_of_batch(atom):
-                return _Kind.APART
-            if atom not in self._makers:
-                return _Kind.OTHER if self._caller is None else self._caller.kind(self._operands[atom], divisors)
-            eqn = self._makers[atom]
-            name = eqn.primitive.name
-            if _compat.is_jit(eqn):
-                inner = self._inside(eqn)
-                return inner.kind(inner.outvars[list(eqn.outvars).index(atom)], divisors)
-            if name in _SUMS:
-                kinds = {self.kind(term, divisors) for term in eqn.invars}
-                return _Kind.OTHER if _Kind.OTHER in kinds else _Kind.MEAN
-            if name == "reduce_sum":
-                summed = math.prod(_compat.shape(eqn.invars[0]))
-                whole = not _compat.shape(eqn.outvars[0]) and summed > 1
-                by = (math.prod(divisors[k:]) for k in range(len(divisors)))
-                return _Kind.MEAN if whole and any(math.isclose(x, summed, rel_tol=1e-5) for x in by) else _Kind.OTHER
-            if name in ("div", "mul") and not self.is_of_batch(eqn.invars[1]):
-                divisors = (*divisors, _divisor(name, eqn.invars[1]))
-            elif name == "mul" and not self.is_of_batch(eqn.invars[0]):
-                divisors, atom = (*divisors, _divisor(name, eqn.invars[0])), eqn.invars[1]
-                continue
-            elif name not in _LINEAR:
-                return _Kind.OTHER
-            atom = eqn.invars[0]
-
-    def is_updated(self, atom: Any) -> bool:
-        """Whether a value is what the outermost jaxpr is given, which is not of the batch, plus something that is."""
-        while self.is_of_batch(atom):
-            if atom not in self._makers:
-                return self._caller is not None and self._caller.is_updated(self._operands[atom])
-            eqn = self._makers[atom]
-            name = eqn.primitive.name
-            if _compat.is_jit(eqn):
-                inner = self._inside(eqn)
-                return inner.is_updated(inner.outvars[list(eqn.outvars).index(atom)])
-            if name in _SUMS:
-                terms = eqn.invars[: 1 if name == "sub" else 2]
-                alike = [x for x in terms if _compat.is_var(x) and _compat.shape(x) == _compat.shape(atom)]
-                return any(self._is_given(x) or self.is_updated(x) for x in alike)
-            if name not in _SAME:
-                return False
-            atom = eqn.invars[0]
-        return False
-
-    def _is_given(self, atom: Any) -> bool:
-        while _compat.is_var(atom) and not self.is_of_batch(atom):
-            if atom not in self._makers:
-                return self._caller is None or self._caller._is_given(self._operands[atom])
-            eqn = self._makers[atom]
-            if eqn.primitive.name not in _SAME:
-                return False
-            atom = eqn.invars[0]
-        return False
+    def made(self, atom: Any) -> tuple[_Frame, Any, Any]:
+        """A value where an equation makes it, in a call or around one, and the equation; None for one that nothing makes."""
+        frame = self
+        while _compat.is_var(atom):
+            eqn = frame._makers.get(atom)
+            if eqn is not None and _compat.is_jit(eqn):
+                frame = frame._inside(eqn)
+                atom = frame.outvars[list(eqn.outvars).index(atom)]
+            elif eqn is None and frame._caller is not None:
+                frame, atom = frame._caller, frame._operands.get(atom)  # a constant of the call is no operand
+            else:
+                return frame, atom, eqn
+        return frame, None, None
 
     def is_of_batch(self, atom: Any) -> bool:
         """Whether a value depends on the batch."""

@@ -24,7 +24,7 @@ from ._changed import changed
 from ._errors import MicrobatchError, ScheduleError
 from ._findings import Finding
 from ._mark import Recording, constrain, current_recording, is_spec
-from ._means import is_mean, is_updated
+from ._means import is_mean, updated
 from ._reductions import (
     ACCUMULATE,
     REDUCTIONS,
@@ -403,9 +403,9 @@ class _Call:
     ) -> None:
         """Finds results that are added up although each is something given, such as parameters, plus what a piece adds."""
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(shape)]
-        found = [path for i, path in enumerate(paths) if summed[i] and is_updated(jaxpr, i, batch)]
+        found = updated(jaxpr, (i for i, k in enumerate(summed) if k), batch)
         if found:
-            which = joined([f"result{path}" for path in found])
+            which = joined([f"result{paths[i]}" for i in found])
             text = (
                 f"microbatch({name}): reduce='sum' adds up {self.count} values of {which}, each of which is what the function is given plus "
                 "what a piece adds to it, as parameters after a step are: microbatch the gradient alone, "

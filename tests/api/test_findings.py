@@ -370,6 +370,29 @@ def test_sums_of_what_is_no_update(kind):
         mm.jit(mm.microbatch(fun, argnum=1, num_microbatches=4, **how)).lower(parameters(), rows())
 
 
+@pytest.mark.parametrize("length", [3, 700])
+def test_a_sum_in_python_of_many_terms(length):
+    """A loss of many means, an update of many parts, and doubling: nothing is followed twice, nor one call deeper for each."""
+
+    def total(p, x):
+        y = back(p["back"], front(p["front"], x))
+        value, new, twice = 0.0, p["front"], y
+        for k in range(length):
+            value, new, twice = value + jnp.mean(y * k), new + y[:WIDTH] * k, twice + twice
+        return value, new, twice
+
+    def found(which):
+        fun = jax.value_and_grad(lambda p, x: total(p, x)[0]) if which == 0 else lambda p, x: total(p, x)[which]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            mm.jit(mm.microbatch(fun, argnum=1, num_microbatches=2, reduce="sum")).trace(parameters(), rows())
+        return [str(w.message) for w in caught]
+
+    assert any("adds up 2 losses each of which is a mean" in text for text in found(0))
+    assert any("adds up 2 values of result, each" in text for text in found(1))
+    assert not any("adds up" in text for text in found(2))
+
+
 def test_an_update_by_a_library():
     """In a jit of its own, and in another dtype."""
 

@@ -179,7 +179,7 @@ def _calling(inputs: Callable[[Any], Any] | None) -> _Call:
         if isinstance(found, (tuple, list)):
             return function(*first, *found, **more)
         raise ArgumentError(
-            f"parallelize_step: inputs has to return the arguments of the model in a tuple, or by name in a dictionary, found "
+            "parallelize_step: inputs has to return the arguments of the model in a tuple, or by name in a dictionary, found "
             f"{type(found).__name__}; of one argument write (x,)"
         )
 
