@@ -362,6 +362,16 @@ def test_a_model_with_keyword_only_arguments():
     assert losses[True] != losses[False]
 
 
+def test_arguments_that_the_model_does_not_take():
+    """Python says which; what gives them is named."""
+    with pytest.raises(TypeError, match="missing 2 required keyword-only arguments") as caught:
+        parallelize_step(ByName(), optax.sgd(0.1), mesh(), jnp.ones((4, 3)))
+    assert 'write inputs=lambda batch: {"x": batch, "train": True}' in caught.value.__notes__[0]
+    with pytest.raises(TypeError, match="found an array; of one argument") as caught:
+        parallelize_step(ByName(), optax.sgd(0.1), mesh(), jnp.ones((4, 3)), inputs=lambda batch: batch)
+    assert not any("inputs=lambda" in note for note in caught.value.__notes__)
+
+
 def test_a_model_without_tasks_is_one_task_on_the_mesh():
     """Names of axes are device axes of the mesh then."""
     x = jnp.ones((4, 3))

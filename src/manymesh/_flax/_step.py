@@ -178,9 +178,10 @@ def _calling(inputs: Callable[[Any], Any] | None) -> _Call:
             return function(*first, **found, **more)
         if isinstance(found, (tuple, list)):
             return function(*first, *found, **more)
+        what = "an array" if isinstance(found, jax.Array) else type(found).__name__
         raise ArgumentError(
             "parallelize_step: inputs has to return the arguments of the model in a tuple, or by name in a dictionary, found "
-            f"{type(found).__name__}; of one argument write (x,)"
+            f"{what}; of one argument write (x,)"
         )
 
     return call
@@ -269,8 +270,16 @@ def _abstract_batch(global_batch: PyTree, local_batch: PyTree) -> Any:
 def _placed(model: nn.Module, mesh: Mesh, keys: Any, call: _Call, batch: PyTree) -> nn.Module:
     """The model, as one task on the mesh if there is no task in it."""
     record = Recording()
-    with recording(record):
-        jax.eval_shape(lambda k: call(model.init, _zeros(batch), k), keys)
+    try:
+        with recording(record):
+            jax.eval_shape(lambda k: call(model.init, _zeros(batch), k), keys)
+    except TypeError as error:
+        if "argument" in str(error) and not isinstance(error, ArgumentError):
+            error.add_note(
+                "parallelize_step: inputs= says what the model is called with, by default the parts of a tuple batch, or the batch; "
+                'of arguments by name write inputs=lambda batch: {"x": batch, "train": True}'
+            )
+        raise
     return model if record.tasks or registered() else task(model, mesh=mesh)
 
 
