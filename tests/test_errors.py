@@ -453,8 +453,19 @@ def test_a_reduction_that_does_not_fit_the_result():
             run(microbatched(reduce="concat"))(parameters(), rows())
         with raises(ValueError, "microbatch(", "WeightedMean('tokens')", "front", "has_aux"):
             run(microbatched(reduce=mm.WeightedMean("tokens")))(parameters(), rows())
-    with raises(ValueError, "WeightedMean applies to the whole result"):
-        microbatched(reduce=("mean", mm.WeightedMean("tokens")))
+
+
+def test_a_count_that_is_not_added_up():
+    """Its own word is another one, or it is weighted itself."""
+
+    def step(p, x):
+        return {"loss": loss(p, x), "m": x.sum(), "n": x.max()}
+
+    for word, how in (("mean", "reduced by 'mean'"), (mm.WeightedMean("m"), "averaged by another WeightedMean")):
+        reduce = {"loss": mm.WeightedMean("n"), "m": "sum", "n": word}
+        for run in (lambda f: f, mm.jit):
+            with raises(ValueError, "result['n'], the count of WeightedMean('n'), is ", how, "reduce it by 'sum'"):
+                run(microbatched(step, reduce=reduce))(parameters(), rows())
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])

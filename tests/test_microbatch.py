@@ -85,6 +85,26 @@ def test_weighted_mean_of_masked_tokens_equals_the_full_batch():
     assert_same(result, both(parameters(), batch))
 
 
+def test_weighted_means_of_parts_of_the_result():
+    """Each by its own count, which is anywhere in the result, beside parts that combine in other ways."""
+
+    def masked(p, batch):
+        y = back(p["back"], front(p["front"], batch["x"]))
+        tokens, even = jnp.sum(batch["mask"]), jnp.sum(batch["mask"][::2])
+        each = jnp.mean(y**2, -1)
+        loss = jnp.sum(each * batch["mask"]) / tokens
+        some = jnp.sum((each * batch["mask"])[::2]) / jnp.maximum(even, 1)
+        return loss, ({"some": some, "predictions": y, "largest": y.max()}, tokens, {"even": even.astype(jnp.int32)})
+
+    both = jax.value_and_grad(masked, has_aux=True)
+    batch = {"x": rows(), "mask": jnp.array([1.0, 0, 1, 1, 1, 1, 0, 1])}
+    mean = mm.WeightedMean(lambda result: result[0][1][1])
+    metrics = {"some": mm.WeightedMean("even"), "predictions": "concat", "largest": "max"}
+    step = microbatched(both, reduce=((mean, (metrics, "sum", mm.WeightedMean("even"))), mean))
+    result = assert_agrees(step, parameters(), batch)
+    assert_same(result, both(parameters(), batch))
+
+
 def test_batches_cut_along_another_dimension():
     """dim=1 and dim=-1, also for a tree of leaves with different ranks."""
 
@@ -402,7 +422,7 @@ def test_integers_smaller_than_a_byte():
         ("max", r"result['key'] is key<fry>, and random keys have no greatest one; do not return it, or reduce it by "),
         (
             mm.WeightedMean("n"),
-            r"result['key'] is key<fry>, and random keys cannot be added up; do not return it, for a ",
+            r"result['key'] is key<fry>, and random keys cannot be added up; do not return it, or reduce it by ",
         ),
     ],
 )

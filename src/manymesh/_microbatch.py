@@ -108,7 +108,7 @@ def microbatch(
       num_microbatches: number of pieces.
       schedule: a name (``"gpipe"``, ``"1f1b"``, ...) or an object of `manymesh.schedules`; ``"1f1b"`` if None.
       reduce: how results combine, as one word or a pytree prefix of the result: ``sum``, ``mean``, ``max``,
-        ``concat`` (along dimension 0, in microbatch order), ``stack``, ``last``; or a `WeightedMean`.
+        ``concat`` (along dimension 0, in microbatch order), ``stack``, ``last``, or a `WeightedMean`.
         A sum stays a sum: nothing is scaled unasked.
       interleave, num_stages: stages on each submesh, and in all, that the program has to have.
       unrolling: accepted for programs written for other systems; it changes nothing, as a plan is laid out whole.
@@ -313,10 +313,6 @@ def _folded(key: Any, count: int) -> Any:
 
 def _check_reductions(name: str, reduce: Any) -> None:
     for word in jax.tree.leaves(reduce, is_leaf=lambda r: r is reduce is None or isinstance(r, WeightedMean)):
-        if isinstance(word, WeightedMean) and word is not reduce:
-            raise MicrobatchError(
-                f"microbatch({name}): WeightedMean applies to the whole result; give it alone as reduce="
-            )
         if not isinstance(word, WeightedMean) and word not in REDUCTIONS:
             near = difflib.get_close_matches(str(word), REDUCTIONS, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -372,14 +368,11 @@ class _Call:
         words = words_of(self.name, self.reduce, _arrays(self.name, outs[0]))
         leaves = [jax.tree.leaves(o) for o in outs]
         reduced = [reduce_reference(w, [row[j] for row in leaves]) for j, w in enumerate(words.per_leaf)]
-        if words.count is not None:
-            counts = [jnp.asarray(row[words.count]) for row in leaves]
-            total = functools.reduce(jnp.add, counts)
-            for j, w in enumerate(words.per_leaf):
-                if w == "weighted":
-                    values = [jnp.asarray(row[j]) for row in leaves]
-                    parts = [x * c.astype(x.dtype) for x, c in zip(values, counts, strict=True)]
-                    reduced[j] = functools.reduce(jnp.add, parts) / total.astype(parts[0].dtype)
+        for j, count in enumerate(words.counts):
+            if count is not None:
+                values, counts = ([jnp.asarray(row[n]) for row in leaves] for n in (j, count))
+                parts = [x * c.astype(x.dtype) for x, c in zip(values, counts, strict=True)]
+                reduced[j] = functools.reduce(jnp.add, parts) / functools.reduce(jnp.add, counts).astype(parts[0].dtype)
         result = jax.tree.unflatten(jax.tree.structure(outs[0]), reduced)
         return result if self.state_argnum is None else (result, state)
 
@@ -561,12 +554,7 @@ class _Call:
             summed, moving = carry
             found, moved = jitted(*xs, [moving.get(i, x) for i, x in enumerate(state)])
             out = jax.tree.leaves(found)
-            if words.count is not None:
-                weight = out[words.count]
-                out = [
-                    o * weight.astype(o.dtype) if w == "weighted" else o
-                    for o, w in zip(out, words.per_leaf, strict=True)
-                ]
+            out = [o if k is None else o * out[k].astype(o.dtype) for o, k in zip(out, words.counts, strict=True)]
             out = [in_bytes(w, o) for w, o in zip(words.per_leaf, out, strict=True)]
             kept = iter(summed)
             new = [ACCUMULATE[w](next(kept), o) for w, o in zip(words.per_leaf, out, strict=True) if w in ACCUMULATE]
@@ -581,8 +569,8 @@ class _Call:
             next(carried) if w in ACCUMULATE else np.zeros(a.shape, a.dtype) if w == "float0" else next(collected)
             for w, a in zip(words.per_leaf, avals, strict=True)
         ]
-        total = result[words.count] if words.count is not None else None
-        finished = [self._finish(w, r, total) for w, r in zip(words.per_leaf, result, strict=True)]
+        totals = [None if k is None else result[k] for k in words.counts]
+        finished = [self._finish(w, r, total) for w, r, total in zip(words.per_leaf, result, totals, strict=True)]
         final = [moving.get(i, x) for i, x in enumerate(state)]
         return [dtype_as_reference(w, r, a) for w, r, a in zip(words.per_leaf, finished, avals, strict=True)] + final
 

@@ -25,7 +25,8 @@ class WeightedMean:
     """A mean over pieces that count differently, such as tokens behind a mask.
 
     Every floating-point result is averaged over the microbatches with the weight that ``fun`` returns, so that
-    it equals the full-batch result; the weight itself, and integers, are summed.
+    it equals the full-batch result; the weight itself, and integers, are summed. In a pytree prefix it does so with its part of
+    the result, and the weight may be anywhere in the result.
 
     Args:
       count: the weight among the results of ``fun``: the last component of its path (a dictionary key or an
@@ -113,22 +114,20 @@ def reduce_reference(word: str, values: list[Any]) -> Any:
 
 @dataclass
 class Words:
-    """A word of `REDUCTIONS` for each leaf; ``weighted`` for one to be averaged, ``float0`` for the gradient of an integer."""
+    """A word of `REDUCTIONS` for each leaf; ``weighted`` for one to be averaged, ``float0`` for the gradient of an integer.
+
+    Attributes:
+      per_leaf: the words.
+      counts: of each leaf that is weighted the number of the leaf that it is weighted by.
+    """
 
     per_leaf: list[str]
-    count: int | None = None
+    counts: list[int | None]
 
 
 def words_of(name: str, reduce: Any, out: PyTree) -> Words:
     """The reduction of each leaf of the result of a function that is called by ``name`` in errors."""
     leaves = jax.tree.leaves(out)
-    if isinstance(reduce, WeightedMean):
-        index = _find_count(name, reduce.count, out)
-        words = ["weighted" if jnp.issubdtype(_dtype_of(leaf), jnp.inexact) else "sum" for leaf in leaves]
-        words = ["float0" if _dtype_of(x) == jax.dtypes.float0 else w for w, x in zip(words, leaves, strict=True)]
-        words[index] = "sum"
-        _check_words(name, out, words, ", for a WeightedMean is of the whole result")
-        return Words(words, index)
     try:
         expanded = jax.tree.map(lambda w, part: [w] * len(jax.tree.leaves(part)), reduce, out)
     except ValueError as error:
@@ -136,22 +135,37 @@ def words_of(name: str, reduce: Any, out: PyTree) -> Words:
         raise MicrobatchError(
             f"microbatch({name}): reduce={reduce!r} is not a prefix of the result, whose structure is {jax.tree.structure(out)}: {text}"
         ) from None
-    words = [
-        "float0" if _dtype_of(x) == jax.dtypes.float0 else w
-        for w, x in zip(jax.tree.leaves(expanded), leaves, strict=True)
-    ]
-    _check_words(name, out, words, ", or reduce it by another word, such as 'stack' or 'last'")
-    return Words(words)
+    given = jax.tree.leaves(expanded)
+    means = {id(w): w for w in given if isinstance(w, WeightedMean)}
+    found = {key: _find_count(name, w.count, out) for key, w in means.items()}
+    counts = [found.get(id(w)) for w in given]
+    words = [_word_of(i, w, _dtype_of(x), counts[i]) for i, (w, x) in enumerate(zip(given, leaves, strict=True))]
+    _check_words(name, out, words)
+    for key, w in means.items():
+        _check_count(name, out, words, w, found[key])
+    return Words(words, [k if w == "weighted" else None for k, w in zip(counts, words, strict=True)])
 
 
-def _check_words(name: str, out: PyTree, words: list[str], otherwise: str) -> None:
-    """Refuses a result that its word does not apply to; ``otherwise`` ends what to do with random keys."""
+def _word_of(i: int, given: Any, dtype: Any, count: int | None) -> str:
+    """The word of leaf ``i``; of a `WeightedMean` the counts, and what is no floating-point number, are added up."""
+    if dtype == jax.dtypes.float0:
+        return "float0"
+    if not isinstance(given, WeightedMean):
+        return str(given)
+    return "weighted" if i != count and jnp.issubdtype(dtype, jnp.inexact) else "sum"
+
+
+def _check_words(name: str, out: PyTree, words: list[str]) -> None:
+    """Refuses a result that its word does not apply to."""
     _check_states(name, out, words)
     for (path, leaf), word in zip(jax.tree_util.tree_leaves_with_path(out), words, strict=True):
         dtype, result = _dtype_of(leaf), f"microbatch({name}): result{jax.tree_util.keystr(path)}"
         if jnp.issubdtype(dtype, jax.dtypes.prng_key) and word in ("sum", "mean", "max"):
             neither = "have no greatest one" if word == "max" else "cannot be added up"
-            raise MicrobatchError(f"{result} is {dtype.name}, and random keys {neither}; do not return it{otherwise}")
+            raise MicrobatchError(
+                f"{result} is {dtype.name}, and random keys {neither}; do not return it, or reduce it by another word, such as "
+                "'stack' or 'last'"
+            )
         if word == "max" and jnp.issubdtype(dtype, jnp.complexfloating):
             raise MicrobatchError(
                 f"{result} is {dtype.name}, and complex numbers have no greatest one; "
@@ -161,6 +175,18 @@ def _check_words(name: str, out: PyTree, words: list[str], otherwise: str) -> No
             raise MicrobatchError(
                 f"{result} is a scalar in each microbatch and cannot be concatenated; reduce it by 'stack'"
             )
+
+
+def _check_count(name: str, out: PyTree, words: list[str], mean: WeightedMean, i: int) -> None:
+    """Refuses a count, the i-th leaf, that is reduced by another word than ``sum``."""
+    if words[i] == "sum":
+        return
+    path = jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(out)[i][0])
+    how = "averaged by another WeightedMean" if words[i] == "weighted" else f"reduced by {words[i]!r}"
+    raise MicrobatchError(
+        f"microbatch({name}): result{path}, the count of WeightedMean({mean.count!r}), is {how}; counts are added up: reduce "
+        "it by 'sum'"
+    )
 
 
 def _check_states(name: str, out: PyTree, words: Sequence[str]) -> None:

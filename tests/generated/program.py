@@ -457,11 +457,17 @@ class Program:
 
     def reduction(self) -> Any:
         """One word for everything, or words for parts of the result."""
-        if self.reduce == "weighted":
+        if self.reduce == "weighted" and not self.metrics:
             return mm.WeightedMean("count")
         if self.reduce in ("sum", "mean"):
             return self.reduce
         words = {"count": self.reduce, "hidden": self.reduce, "weak": "last", "flag": "last", "nothing": None}
+        if self.reduce == "weighted":
+            mean = mm.WeightedMean("count")
+            words |= {"count": "sum", "hidden": "stack", self.metrics[0]: "last"} | dict.fromkeys(
+                self.metrics[1:], mean
+            )
+            return (mean, words), mean
         others = "last" if self.reduce == "max" else self.reduce  # not everything has a largest
         return ("mean", words | dict.fromkeys(self.metrics, others)), "mean"
 
