@@ -47,6 +47,58 @@ def fragments(step: Any, *args: Any) -> list[tuple[str, int]]:
     return [(f.name, f.submesh) for f in step.lower(*args).program.fragments]
 
 
+class Tied(nnx.Module):
+    """A table at both ends, and a layer between, one or both of which the model keeps as tasks."""
+
+    def __init__(self, kept: str, task: Any = mm.nnx.task) -> None:
+        rngs = nnx.Rngs(0)
+        self.embed, self.dense = nnx.Embed(8, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.kept = kept
+        if kept == "a method of a child":
+            self.attend = task(self.embed.attend, "attend", devices=[1])
+        if kept == "a method of its own":
+            self.middle = task(self.middle, "middle", devices=[1])  # type: ignore[method-assign]
+
+    def middle(self, x: Any) -> Any:
+        return self.norm(jnp.tanh(self.dense(x)))
+
+    def __call__(self, tokens: Any) -> Any:
+        x = self.middle(self.embed(tokens))
+        return self.attend(x) if self.kept == "a method of a child" else self.embed.attend(x)
+
+
+@pytest.mark.parametrize("kept", ["a method of a child", "a method of its own"])
+def test_a_method_that_the_model_keeps_is_of_the_model_in_the_step(kept: str) -> None:
+    """Gradients reach it, statistics change, and nothing else does."""
+
+    def loss(model: Tied, tokens: Any) -> Any:
+        return jnp.mean(model(tokens) ** 2)
+
+    def step(model: Tied, optimizer: Any, tokens: Any) -> Any:
+        value, grads = nnx.value_and_grad(loss)(model, tokens)
+        optimizer.update(model, grads)
+        return value
+
+    results = []
+    for jit, kind in ((mm.nnx.jit(strict=True), kept), (nnx.jit, "none")):
+        model = Tied(kind)
+        optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+        run = jit(step)
+        losses = [float(run(model, optimizer, jnp.arange(6) % 4)) for _ in range(3)]
+        state = {"embed": model.embed.embedding, "kernel": model.dense.kernel, "mean": model.norm.mean}
+        results.append((losses, {k: np.asarray(v[...]) for k, v in state.items()}))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
+    assert results[0][0][2] < results[0][0][0]
+
+
+def test_a_kept_function_of_a_module_is_told_of() -> None:
+    """It would be a constant; and the remedy is none."""
+    model = Tied("a method of a child", mm.task)
+    with pytest.warns(UserWarning, match="'attend' of Tied is a function of a module Embed.*write manymesh.nnx.task"):
+        mm.nnx.jit(lambda model: model(jnp.arange(4))).lower(model)
+
+
 def test_every_form_of_a_model() -> None:
     place = functools.partial(mm.nnx.task, name="there", devices=[1])
     plain = Inner(nnx.Rngs(0))

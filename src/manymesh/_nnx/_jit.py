@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
+import flax.nnx as nnx
 import jax
 
 from .. import _compat
@@ -17,8 +18,10 @@ from .._api._lowered import Lowered
 from .._api._traced import Traced
 from .._calling import Calling
 from .._compiled import Compiled
-from .._errors import ArgumentError
+from .._errors import ArgumentError, TaskError
+from .._findings import Finding
 from .._mark import carry_box_names, current_recording
+from .._shown import name_of
 from .._types import PyTree
 from ..meta._axes import Axes
 from ..meta._rules import Rules
@@ -56,7 +59,7 @@ class Jitted(FunctionLike[P, R]):
         out_shardings = options["out_shardings"]
         wanted = None if out_shardings is None else (None, out_shardings)
         options = {**options, "out_shardings": wanted}
-        self._jitted = kept(fun, (_Step, options), lambda: _Step(_carried(pure(rooted(fun))), **options))
+        self._jitted = kept(fun, (_Step, options), lambda: _Step(_carried(pure(rooted(_told(fun)))), **options))
 
     def __repr__(self) -> str:
         return repr(self._jitted).replace("mm.jit", "nnx.jit", 1)
@@ -183,6 +186,46 @@ def jit(
         "strict": strict,
     }
     return (lambda fun: Jitted(fun, options)) if fun is None else Jitted(fun, options)
+
+
+def _told(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Tells of functions that modules among the arguments keep, and that are of modules as they were before the step."""
+
+    @functools.wraps(fun)
+    def told(*args: PyTree, **kwargs: PyTree) -> Any:
+        record = current_recording()
+        if record is not None:
+            record.findings.update(dict.fromkeys(map(Finding, _functions_of_modules((args, kwargs))), TaskError))
+        return fun(*args, **kwargs)
+
+    told.__name__ = name_of(fun)  # which a partial application does not have
+    return told
+
+
+def _functions_of_modules(tree: PyTree) -> list[str]:
+    """A sentence about each function in an attribute that wraps a module, or a method of one."""
+    found = []
+    for root in filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)):
+        for _, module in nnx.iter_modules(root):
+            for name, value in vars(module).items():
+                if (of := _module_of(value)) is not None:
+                    kept, what = f"{name!r} of {type(module).__name__}", type(of).__name__
+                    found.append(
+                        f"nnx.jit: the attribute {kept} is a function of a module {what}, the one that it was made with and not "
+                        "the one in the step: no gradient and no update gets there; of a task write manymesh.nnx.task in "
+                        "place of manymesh.task"
+                    )
+    return found
+
+
+def _module_of(value: Any) -> nnx.Module | None:
+    """The module of a function that wraps it, or a method of it."""
+    while not isinstance(value, nnx.Module) and hasattr(value, "__wrapped__"):
+        value = value.__wrapped__
+        for of in (value, getattr(value, "__self__", None)):
+            if isinstance(of, nnx.Module):
+                return of
+    return None
 
 
 def _carried(fun: Callable[..., PureResult]) -> Callable[..., PureResult]:

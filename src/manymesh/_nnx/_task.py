@@ -72,7 +72,7 @@ def task(
         - a module class (also a ``functools.partial`` of one): a subclass comes back, used in its place;
         - a module: a copy comes back that shares its variables and has the same paths;
         - a bound method of a module, such as ``model.embed.attend``: how a tied output head runs on the submesh of
-          the last stage while the table belongs to the first;
+          the last stage while the table belongs to the first. A model may keep it, which shares the module with it;
         - a function with modules among its arguments.
       name: name of the task; defaults to that of the class or function.
       task: a ready `manymesh.Task`; excludes every argument below but ``methods``.
@@ -119,7 +119,7 @@ def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
         return wrapped
     owner = getattr(model, "__self__", None)
     if isinstance(owner, nnx.Module):
-        return functools.partial(_lift(model.__func__, described), owner)
+        return _Method(owner, _lift(model.__func__, described))
     check_framework("nnx.task", model)
     if callable(model) and not inspect.isclass(model):
         return _lift(model, described)
@@ -127,6 +127,16 @@ def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
         f"nnx.task: expected an NNX module (class, instance or method) or a function of modules, found {model!r} of "
         f"type {type(model).__name__}; a Linen module takes manymesh.flax.task"
     )
+
+
+class _Method(nnx.Module):
+    """A bound method: a node of the graph, so that one that a model keeps is of the module that a transformation gives to it."""
+
+    def __init__(self, module: nnx.Module, call: Callable[..., Any]) -> None:
+        self.module, self.call = module, call
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
+        return self.call(self.module, *args, **kwargs)
 
 
 def _wrap_class(model: type, described: Task, methods: tuple[str, ...]) -> type:
