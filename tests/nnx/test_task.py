@@ -92,10 +92,18 @@ def test_a_method_that_the_model_keeps_is_of_the_model_in_the_step(kept: str) ->
     assert results[0][0][2] < results[0][0][0]
 
 
-def test_a_kept_function_of_a_module_is_told_of() -> None:
-    """It would be a constant; and the remedy is none."""
-    model = Tied("a method of a child", mm.task)
-    with pytest.warns(UserWarning, match="'attend' of Tied is a function of a module Embed.*write manymesh.nnx.task"):
+@pytest.mark.parametrize(
+    "attend",
+    [
+        lambda embed: mm.task(embed.attend, "attend", devices=[1]),
+        lambda embed: mm.nnx.task(lambda x: embed.attend(x), "attend", devices=[1]),
+    ],
+    ids=["a method", "a closure"],
+)
+def test_a_kept_function_of_a_module_is_told_of(attend: Any) -> None:
+    """Its weights would be constants, and its gradients zero."""
+    model = Tied("a method of a child", lambda method, *_, **__: attend(method.__self__))
+    with pytest.warns(UserWarning, match="'attend' of Tied is a function of a module Embed.*manymesh.nnx.task"):
         mm.nnx.jit(lambda model: model(jnp.arange(4))).lower(model)
 
 

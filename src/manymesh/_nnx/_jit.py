@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -203,29 +204,37 @@ def _told(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _functions_of_modules(tree: PyTree) -> list[str]:
-    """A sentence about each function in an attribute that wraps a module, or a method of one."""
+    """A sentence about each attribute that is a task of a module, or of a method of one, or closes over one."""
     found = []
     for root in filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)):
         for _, module in nnx.iter_modules(root):
             for name, value in vars(module).items():
                 if (of := _module_of(value)) is not None:
-                    kept, what = f"{name!r} of {type(module).__name__}", type(of).__name__
                     found.append(
-                        f"nnx.jit: the attribute {kept} is a function of a module {what}, the one that it was made with and not "
-                        "the one in the step: no gradient and no update gets there; of a task write manymesh.nnx.task in "
-                        "place of manymesh.task"
+                        f"the attribute {name!r} of {type(module).__name__} is a function of a module {type(of).__name__}, the "
+                        "one that it was made with and not the one in the step: no gradient and no update gets there; make it "
+                        "with manymesh.nnx.task, of the module, of its method, or of a function that the module is an argument of"
                     )
     return found
 
 
 def _module_of(value: Any) -> nnx.Module | None:
-    """The module of a function that wraps it, or a method of it."""
+    """The module of a wrapped function, which it is, is a method of, or closes over."""
     while not isinstance(value, nnx.Module) and hasattr(value, "__wrapped__"):
         value = value.__wrapped__
-        for of in (value, getattr(value, "__self__", None)):
+        cells = inspect.isfunction(value) and value.__closure__ or ()
+        for of in (value, getattr(value, "__self__", None), *(_contents(cell) for cell in cells)):
             if isinstance(of, nnx.Module):
                 return of
     return None
+
+
+def _contents(cell: Any) -> Any:
+    """What a variable of a closure is; None where it is not yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _carried(fun: Callable[..., PureResult]) -> Callable[..., PureResult]:
