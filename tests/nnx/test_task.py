@@ -107,6 +107,17 @@ def test_a_kept_function_of_a_module_is_told_of(attend: Any) -> None:
         mm.nnx.jit(lambda model: model(jnp.arange(4))).lower(model)
 
 
+def test_a_kept_function_of_a_frozen_module_is_right() -> None:
+    """A teacher that is no argument of the step is meant as it is."""
+    teacher = nnx.Embed(8, 4, rngs=nnx.Rngs(1))
+    task = mm.nnx.task(lambda x: teacher.attend(x), "teacher", devices=[1])
+    model = Tied("a method of a child", lambda *_, **__: task)
+    y = mm.nnx.jit(lambda model: model(jnp.arange(4)), strict=True)(model)
+    np.testing.assert_allclose(
+        y, Tied("a method of a child", lambda *_, **__: teacher.attend)(jnp.arange(4)), atol=1e-6
+    )
+
+
 def test_every_form_of_a_model() -> None:
     place = functools.partial(mm.nnx.task, name="there", devices=[1])
     plain = Inner(nnx.Rngs(0))

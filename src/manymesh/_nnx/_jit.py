@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import flax.nnx as nnx
@@ -71,18 +73,21 @@ class Jitted(FunctionLike[P, R]):
         if current_recording() is not None:
             inside: R = call_inside(self._jitted._step, self.fun, args, kwargs, array_of_host, is_node)
             return inside  # a step inside a step is part of it
-        result: R = call_lifted(self._jitted, args, kwargs)
+        with _giving(args, kwargs):
+            result: R = call_lifted(self._jitted, args, kwargs)
         return result
 
     @_compat.boundary
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Compiled:
         """Compiles for such arguments, so that a call with them finds it done; the modules stay as they are."""
-        return call_split(self._jitted.prepare, args, kwargs)
+        with _giving(args, kwargs):
+            return call_split(self._jitted.prepare, args, kwargs)
 
     @_compat.boundary
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Traced:
         """Traces the step; the modules stay as they are."""
-        return call_split(self._jitted.trace, args, kwargs)
+        with _giving(args, kwargs):
+            return call_split(self._jitted.trace, args, kwargs)
 
     @_compat.boundary
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered:
@@ -189,14 +194,27 @@ def jit(
     return (lambda fun: Jitted(fun, options)) if fun is None else Jitted(fun, options)
 
 
+# The arguments of the step that is being called, as the caller has them.
+_given: contextvars.ContextVar[PyTree] = contextvars.ContextVar("manymesh_nnx_given", default=())
+
+
+@contextlib.contextmanager
+def _giving(*arguments: PyTree) -> Iterator[None]:
+    token = _given.set(arguments)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
 def _told(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Tells of functions that modules among the arguments keep, and that are of modules as they were before the step."""
+    """Tells, where the step is traced, of functions that modules among its arguments keep and that are of these modules themselves."""
 
     @functools.wraps(fun)
     def told(*args: PyTree, **kwargs: PyTree) -> Any:
         record = current_recording()
         if record is not None:
-            record.findings.update(dict.fromkeys(map(Finding, _functions_of_modules((args, kwargs))), TaskError))
+            record.findings.update(dict.fromkeys(map(Finding, _functions_of_modules(_given.get())), TaskError))
         return fun(*args, **kwargs)
 
     told.__name__ = name_of(fun)  # which a partial application does not have
@@ -204,18 +222,31 @@ def _told(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _functions_of_modules(tree: PyTree) -> list[str]:
-    """A sentence about each attribute that is a task of a module, or of a method of one, or closes over one."""
-    found = []
-    for root in filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)):
-        for _, module in nnx.iter_modules(root):
-            for name, value in vars(module).items():
-                if (of := _module_of(value)) is not None:
-                    found.append(
-                        f"the attribute {name!r} of {type(module).__name__} is a function of a module {type(of).__name__}, the "
-                        "one that it was made with and not the one in the step: no gradient and no update gets there; make it "
-                        "with manymesh.nnx.task, of the module, of its method, or of a function that the module is an argument of"
-                    )
-    return found
+    """A sentence about each attribute that is a wrapped function of a module whose variables the tree has, too.
+
+    In the step a module is another object, and such a function still means the one outside.
+    """
+    roots = [x for x in jax.tree.leaves(tree, is_leaf=is_node) if is_node(x)]
+    kept = {
+        (name, type(module).__name__): of
+        for root in roots
+        for _, module in nnx.iter_modules(root)
+        for name, value in vars(module).items()
+        if (of := _module_of(value)) is not None
+    }
+    known = _variables(roots) if kept else set()
+    return [
+        f"the attribute {name!r} of {keeper} is a function of a module {type(of).__name__}, the one that it was made with and not "
+        "the one in the step: no gradient and no update gets there; make it with manymesh.nnx.task, of the module, of its "
+        "method, or of a function that the module is an argument of"
+        for (name, keeper), of in kept.items()
+        if known & _variables([of])
+    ]
+
+
+def _variables(roots: Iterable[Any]) -> set[int]:
+    """The identities of variables."""
+    return {id(x) for root in roots for _, x in nnx.iter_graph(root) if isinstance(x, nnx.Variable)}
 
 
 def _module_of(value: Any) -> nnx.Module | None:
