@@ -315,9 +315,9 @@ def _check_reductions(name: str, reduce: Any) -> None:
     for word in jax.tree.leaves(reduce, is_leaf=lambda r: r is reduce is None or isinstance(r, WeightedMean)):
         if not isinstance(word, WeightedMean) and word not in REDUCTIONS:
             near = difflib.get_close_matches(str(word), REDUCTIONS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise MicrobatchError(
-                f"microbatch({name}): unknown reduction {word!r}{hint}. It is one of {', '.join(REDUCTIONS)}, or mm.WeightedMean(...)"
+                f"microbatch({name}): unknown reduction {word!r}{hint} It is one of {', '.join(REDUCTIONS)}, or mm.WeightedMean(...)"
             )
 
 
