@@ -49,6 +49,7 @@ LAYERS = (
     "_means",
     "_reductions",
     "_batch",
+    "_draws",
     "_microbatch",
     "_program",
     "_passes",

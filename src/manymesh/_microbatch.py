@@ -21,6 +21,7 @@ import numpy as np
 from . import _compat, schedules
 from ._batch import Cut, check_arguments, in_words, is_whole, positions, whole_by_keyword
 from ._changed import changed
+from ._draws import about_draws, same_in_each
 from ._errors import MicrobatchError, ScheduleError
 from ._findings import Finding
 from ._mark import Recording, constrain, current_recording, is_spec
@@ -547,6 +548,11 @@ class _Call:
             self._check_sums(
                 record, name, shape, [w == "sum" for w in words.per_leaf], traced, len(jax.tree.leaves(first))
             )
+        if record is not None:
+            piece, rows = jitted.trace(*first).jaxpr, self._length() // self.count
+            if (line := same_in_each(piece, len(jax.tree.leaves(first)), self.dim, rows)) is not None:
+                others = {k: x for k, x in enumerate(self.args) if k not in replaced}
+                record.findings[Finding(about_draws(name, self.count, line, others))] = MicrobatchError
         left = shape if structure is None else (shape, args[self.state_argnum])
         out_tree.append((jax.tree.structure(left), [*words.per_leaf, *("last" for _ in changing)]))
 
