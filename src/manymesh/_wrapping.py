@@ -121,6 +121,25 @@ def wrap_class(
     return type(model)(f"Task[{model.__name__}]", (model, *more_bases), body)
 
 
+def object_of(value: Any, kind: type) -> Any:
+    """The object of a kind that a wrapped function is, is a method of, or closes over; None where it is no such function."""
+    while not isinstance(value, kind) and hasattr(value, "__wrapped__"):
+        value = value.__wrapped__
+        cells = inspect.isfunction(value) and value.__closure__ or ()
+        for of in (value, getattr(value, "__self__", None), *map(_contents, cells)):
+            if isinstance(of, kind):
+                return of
+    return None
+
+
+def _contents(cell: Any) -> Any:
+    """What a variable of a closure is; None where it is not yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
 def reduce_wrapped(wrap: Callable[..., type], module: Any) -> tuple[Any, ...]:
     """Pickles by the plain class and the ids of the devices: neither a class made here nor a device pickles.
 

@@ -200,3 +200,54 @@ def test_an_argument_that_cannot_be_hashed():
         mm.errors.ArgumentError, match="no array and cannot be hashed.*make it an array, or close over it"
     ):
         mm.equinox.jit(lambda other, x: x)(Unhashable(), jnp.ones(4))
+
+
+class Keeps(eqx.Module):
+    front: eqx.nn.Linear
+    back: object
+
+    def __call__(self, x):
+        return self.back(jnp.tanh(self.front(x)))
+
+
+KEPT = {
+    "mm.task of a module": lambda layer: mm.task(layer, "back", devices=[1]),
+    "mm.task of a method": lambda layer: mm.task(layer.__call__, "back", devices=[1]),
+    "mm.task that closes over a module": lambda layer: mm.task(lambda x: layer(x), "back", devices=[1]),
+    "equinox.task that closes over a module": lambda layer: mm.equinox.task(lambda x: layer(x), "back", devices=[1]),
+    "equinox.task of a module": lambda layer: mm.equinox.task(layer, "back", devices=[1]),
+    "equinox.task of a method": lambda layer: mm.equinox.task(layer.__call__, "back", devices=[1]),
+}
+
+
+# Equinox tells of one of them itself, where the module is made.
+@pytest.mark.filterwarnings("ignore:(?s).*Possibly assigning a JAX-transformed callable:UserWarning")
+@pytest.mark.parametrize("how", KEPT)
+def test_a_task_that_a_module_keeps(how):
+    """Its arrays get gradients, as those of a layer do, or the step says why not."""
+    front, layer = (eqx.nn.Linear(4, 4, key=key) for key in jax.random.split(jax.random.key(0)))
+    model = Keeps(mm.equinox.task(front, "front", devices=[0]), KEPT[how](layer))
+    grad = eqx.filter_grad(lambda model, x: jnp.sum(jax.vmap(model)(x) ** 2))
+    x = jnp.arange(8.0).reshape(2, 4)
+    if how in ("equinox.task of a module", "equinox.task of a method"):
+        plain = eqx.filter_jit(grad)(Keeps(front, layer), x)
+        found = mm.equinox.jit(grad, strict=True)(model, x)
+        for a, b in zip(*map(jax.tree.leaves, (found, plain)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+        return
+    with pytest.warns(
+        UserWarning, match=r"args\[0\].back is a function of a Linear .* no gradient and no update"
+    ) as said:
+        mm.equinox.jit(grad).lower(model, x)
+    assert len(said) == 1
+    with pytest.raises(mm.errors.TaskError, match="make it with manymesh.equinox.task"):
+        mm.equinox.jit(lambda *, model, x: grad(model, x), strict=True).lower(model=model, x=x)
+
+
+def test_a_task_that_a_module_keeps_without_arrays():
+    """An activation function, or a closure over a layer that has none."""
+    pool = eqx.nn.Dropout(0.5, inference=True)
+    layer = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    for function in (jax.nn.relu, lambda x: pool(x)):
+        model = Keeps(layer, mm.task(function, "back", devices=[1]))
+        mm.equinox.jit(lambda model, x: model(x), strict=True)(model, jnp.ones(4))

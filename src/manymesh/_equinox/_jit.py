@@ -20,10 +20,12 @@ from .._api._lowered import Lowered
 from .._api._traced import Traced
 from .._calling import Calling
 from .._compiled import Compiled
-from .._errors import ArgumentError
+from .._errors import ArgumentError, TaskError
+from .._findings import Finding
 from .._mark import current_recording
 from .._shown import name_of
 from .._types import PyTree
+from .._wrapping import object_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -142,8 +144,12 @@ class Jitted(FunctionLike[P, R]):
         functools.update_wrapper(self, fun)
         self.fun = fun
 
-        def packed(*args: Packed, **kwargs: Packed) -> Packed:
-            return _packed(fun(*(x.unpacked() for x in args), **{k: v.unpacked() for k, v in kwargs.items()}))
+        def packed(*given: Packed, **named: Packed) -> Packed:
+            args, kwargs = [x.unpacked() for x in given], {k: v.unpacked() for k, v in named.items()}
+            if (record := current_recording()) is not None:
+                found = [*_functions_of_modules("args", args), *_functions_of_modules("kwargs", kwargs)]
+                record.findings.update(dict.fromkeys(map(Finding, found), TaskError))
+            return _packed(fun(*args, **kwargs))
 
         packed.__name__ = packed.__qualname__ = name_of(fun)
         self._jitted = kept(fun, (_Step, donate, options), lambda: _Step(packed, donate, options, _first_name(fun)))
@@ -183,6 +189,19 @@ class Jitted(FunctionLike[P, R]):
     def clear_cache(self) -> None:
         """Forgets every program and executable made by this function."""
         self._jitted.clear_cache()
+
+
+def _functions_of_modules(name: str, arguments: PyTree) -> list[str]:
+    """A sentence about each field that is a wrapped function of a module with arrays, of which the argument knows nothing."""
+    found = jax.tree_util.tree_leaves_with_path(arguments)
+    modules = [(path, object_of(x, eqx.Module)) for path, x in found if not _is_array(x)]
+    return [
+        f"{name}{jax.tree_util.keystr(path)} is a function of a {type(of).__name__} that it was made with, whose arrays are no "
+        "part of the argument: no gradient and no update gets there; make it with manymesh.equinox.task, of the module or of its "
+        "method, or of a function that the module is an argument of"
+        for path, of in modules
+        if any(map(_is_array, jax.tree.leaves(of)))
+    ]
 
 
 def _first_name(fun: Callable[..., Any]) -> str | None:

@@ -98,7 +98,7 @@ def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
         return functools.partial(_wrap(model.func, described, methods), *model.args, **model.keywords)
     owner = getattr(model, "__self__", None)
     if isinstance(owner, eqx.Module):
-        return functools.partial(_lift(model.__func__, described), owner)
+        return eqx.Partial(_lift(model.__func__, described), owner)  # a pytree: a module may keep it
     if isinstance(model, eqx.Module):
         wrapped: eqx.Module = object.__new__(_wrap_class(type(model), described, methods))
         for field, value in vars(model).items():

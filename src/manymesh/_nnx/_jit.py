@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -26,6 +25,7 @@ from .._findings import Finding
 from .._mark import carry_box_names, current_recording
 from .._shown import name_of
 from .._types import PyTree
+from .._wrapping import object_of
 from ..meta._axes import Axes
 from ..meta._rules import Rules
 from ._lift import PureResult, call_lifted, call_split, constrained, is_node, merge_result, pure
@@ -232,7 +232,7 @@ def _functions_of_modules(tree: PyTree) -> list[str]:
         for root in roots
         for _, module in nnx.iter_modules(root)
         for name, value in vars(module).items()
-        if (of := _module_of(value)) is not None
+        if (of := object_of(value, nnx.Module)) is not None
     }
     known = _variables(roots) if kept else set()
     return [
@@ -247,25 +247,6 @@ def _functions_of_modules(tree: PyTree) -> list[str]:
 def _variables(roots: Iterable[Any]) -> set[int]:
     """The identities of variables."""
     return {id(x) for root in roots for _, x in nnx.iter_graph(root) if isinstance(x, nnx.Variable)}
-
-
-def _module_of(value: Any) -> nnx.Module | None:
-    """The module of a wrapped function, which it is, is a method of, or closes over."""
-    while not isinstance(value, nnx.Module) and hasattr(value, "__wrapped__"):
-        value = value.__wrapped__
-        cells = inspect.isfunction(value) and value.__closure__ or ()
-        for of in (value, getattr(value, "__self__", None), *(_contents(cell) for cell in cells)):
-            if isinstance(of, nnx.Module):
-                return of
-    return None
-
-
-def _contents(cell: Any) -> Any:
-    """What a variable of a closure is; None where it is not yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 def _carried(fun: Callable[..., PureResult]) -> Callable[..., PureResult]:
