@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
 JOBS ?= 2
-# Extra words for demo, test, bench and fuzz: make test ARGS="-k schedules"
+# Extra words for demo, tests, bench and fuzz: make test ARGS="-k schedules"
 ARGS ?=
 # The demo in several processes: make demo PROCESSES=4 (1, 2, 4 or 8)
 PROCESSES ?= 1
@@ -16,10 +16,10 @@ PYTEST := $(BIN)/python -m pytest -q
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format docs bench fuzz realworld clean
+.PHONY: help setup demo test test-all check format docs bench fuzz realworld clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create or update the virtual environment
 
@@ -37,8 +37,13 @@ else
 endif
 
 # A worker that crashes is not replaced: pytest-xdist would wait for ever for the tests that it still had.
-test: $(STAMP) ## run the tests and the doctests
-	$(PYTEST) -n $(JOBS) --dist loadgroup --max-worker-restart 0 $(ARGS)
+TEST := $(PYTEST) -n $(JOBS) --dist loadgroup --max-worker-restart 0
+
+test: $(STAMP) ## run the tests and the doctests, in about five minutes
+	$(TEST) --quick $(ARGS)
+
+test-all: $(STAMP) ## with further cases and whole programs (tests/long.txt), as CI does
+	$(TEST) $(ARGS)
 
 check: $(STAMP) ## what CI runs besides the tests: lint, format, types, structure
 	$(BIN)/ruff check .

@@ -64,6 +64,15 @@ hypothesis.settings.register_profile("brief", hypothesis.settings.get_profile("c
 hypothesis.settings.load_profile("ci")  # `--hypothesis-profile` is read later and wins
 
 
+# Tests that take long, and run no branch of the package that the others do not: `tests/pick_long.py` picks them.
+LONG = Path(__file__).parent / "tests" / "long.txt"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What `make test` runs, and not `make test-all`."""
+    parser.addoption("--quick", action="store_true", help="leave out the tests that tests/long.txt lists")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """What XLA has compiled is kept for the next run, unless pytest keeps nothing."""
     cache = getattr(config, "cache", None)
@@ -90,15 +99,25 @@ SAMPLED, MANY = 3, 4
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On a second pair of Python and JAX every test runs, and of those with many cases some."""
-    if config.getoption("--hypothesis-profile") != "brief":
-        return
-    cases: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item)
-    kept = {item for found in cases.values() for item in (found if len(found) < MANY else found[::SAMPLED])}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    """On a second pair of Python and JAX every test runs, and of those with many cases some; of a quick run see `LONG`."""
+    kept = set(items)
+    if config.getoption("--hypothesis-profile") == "brief":
+        cases: dict[str, list[pytest.Item]] = defaultdict(list)
+        for item in items:
+            cases[item.nodeid.partition("[")[0]].append(item)
+        kept &= {item for found in cases.values() for item in (found if len(found) < MANY else found[::SAMPLED])}
+    if config.getoption("--quick"):
+        long = set(LONG.read_text(encoding="utf-8").splitlines())
+        kept = {item for item in kept if item.get_closest_marker("quick") or long.isdisjoint(_names(item))}
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def _names(item: pytest.Item) -> tuple[str, str]:
+    """A test and its function as `LONG` has them: without the group that pytest-xdist adds."""
+    name = f"{item.location[0]}::{item.name}"
+    return name, name.partition("[")[0]
 
 
 # Files whose tests have little in common, and take long.

@@ -15,6 +15,7 @@ PARTS = 10
 
 
 # In parts, so that workers share them.
+@pytest.mark.quick
 @pytest.mark.parametrize("part", range(PARTS))
 def test_laws_hold_on_generated_programs(part, shared, request):
     """Values, effects and layouts are those of plain JAX, and a second step compiles nothing. Ten programs a part."""

@@ -16,6 +16,7 @@ def test_there_is_an_example():
     assert BLOCKS
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_example_runs(block, capsys):
     """It trains, and prints a program that names both tasks."""

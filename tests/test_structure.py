@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -594,6 +595,17 @@ def test_a_diamond_is_no_circle() -> None:
         "manymesh.meta._c": "import jax",
     }
     assert find_circle(sources) == []
+
+
+def test_tests_that_take_long_are_there() -> None:
+    """A line of another name would leave nothing out."""
+    missing = []
+    for line in (SRC.parent / "tests" / "long.txt").read_text(encoding="utf-8").splitlines():
+        path, _, name = line.partition("[")[0].partition("::")
+        source = (SRC.parent / path).read_text(encoding="utf-8") if (SRC.parent / path).exists() else ""
+        if not re.search(rf"^\s*(def|class) {name.rpartition('.')[2]}\b", source, re.MULTILINE):
+            missing.append(line)
+    assert not missing
 
 
 def test_bare_any_is_counted() -> None:

@@ -34,6 +34,7 @@ def test_every_pass_has_a_test_file(name):
     assert (TESTS / "passes" / f"test_{name}.py").exists()
 
 
+@pytest.mark.quick
 def test_every_pass_is_missed():
     """Switched off, a test of its own file fails: by value, by text or by count."""
     done = subprocess.run(
