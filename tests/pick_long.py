@@ -1,8 +1,9 @@
 """Picks the tests that `make test` leaves to `make test-all`, and writes them to `tests/long.txt`.
 
-    make test-all ARGS=--junitxml=report.xml
+    make test-all ARGS=--junitxml=all.xml
+    make test ARGS=--junitxml=some.xml      # what the first test of a file makes for the others is made by another test here
     make test-all ARGS="--cov=src --cov-branch --cov-context=test --cov-report="      # with pytest-cov in the environment
-    python tests/pick_long.py report.xml .coverage
+    python tests/pick_long.py .coverage all.xml [some.xml]
 
 Of each test function the cases stay that are quick, or the quickest one, if that is not slow. Then those stay that run a branch of the
 package which none of the others runs: the tests that stay run all branches that all tests run. So do those marked `quick`.
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 LONG = Path(__file__).with_name("long.txt")
-QUICK, SLOW = 0.4, 1.5  # seconds
+QUICK, SLOW = 0.25, 0.8  # seconds
 
 
 def durations(report: str) -> dict[str, float]:
@@ -58,7 +59,7 @@ def picked(seconds: Mapping[str, float], runs: Mapping[str, set[tuple[int, int, 
     seen = set().union(*(runs.get(name, ()) for name in kept))
     more = {name: runs[name] - seen for name in seconds if name in runs}
     while more := {name: new for name, new in more.items() if new}:
-        best = max(more, key=lambda name: len(more[name]) / seconds[name])
+        best = max(more, key=lambda name: len(more[name]) / (seconds[name] + 0.1))
         kept.add(best)
         new = more[best]
         more = {name: others - new for name, others in more.items()}
@@ -83,8 +84,8 @@ def _plain(name: str) -> str:
 
 
 if __name__ == "__main__":
-    measured = durations(sys.argv[1])
-    left = picked(measured, branches(sys.argv[2]))
+    measured = {name: took for report in sys.argv[2:] for name, took in durations(report).items()}
+    left = picked(measured, branches(sys.argv[1]))
     LONG.write_text("".join(f"{line}\n" for line in lines(left, measured)), encoding="utf-8")
     took, whole = (sum(measured[name] for name in names) for names in (left, measured))
     print(f"{len(left)} of {len(measured)} tests are left out, {took:.0f} of {whole:.0f} seconds")
