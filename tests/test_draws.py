@@ -62,12 +62,18 @@ def turned(p, x, key):
     return x + jax.random.normal(key, (WIDTH, len(x))).T
 
 
+def turned_in_each_round(p, x, key):
+    square = jax.random.normal(key, (len(x), len(x)))
+    square = jax.lax.fori_loop(0, 3, lambda i, a: a.T * 2, square)
+    return x + square[:, :1]
+
+
 def in_a_task(p, x, key):
     return mm.task(mask, "front")(p, x, key)
 
 
 SAME = (
-    mask, folded, one_key_a_row, of_linen, time_of_each_row, in_a_scan, masks_of_a_scan, in_a_branch, in_a_while, turned, in_a_task,
+    mask, folded, one_key_a_row, of_linen, time_of_each_row, in_a_scan, masks_of_a_scan, in_a_branch, in_a_while, turned, turned_in_each_round, in_a_task,
 )  # fmt: skip
 
 

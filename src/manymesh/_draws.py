@@ -58,9 +58,8 @@ class _Facts:
     row: int | None = None
 
     def __or__(self, other: _Facts) -> _Facts:
-        return _Facts(
-            self.batch or other.batch, self.given or other.given, self.row if other.row is None else other.row
-        )
+        row = other.row if self.row is None else self.row  # what a loop carries may be turned in each round
+        return _Facts(self.batch or other.batch, self.given or other.given, row)
 
 
 _NOTHING = _Facts()
