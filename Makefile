@@ -39,7 +39,7 @@ endif
 # A worker that crashes is not replaced: pytest-xdist would wait for ever for the tests that it still had.
 TEST := $(PYTEST) -n $(JOBS) --dist loadgroup --max-worker-restart 0
 
-test: $(STAMP) ## run the tests and the doctests, in about five minutes
+test: $(STAMP) ## run the tests and the doctests, in about six minutes on two cores
 	$(TEST) --quick $(ARGS)
 
 test-all: $(STAMP) ## with further cases and whole programs (tests/long.txt), as CI does

@@ -79,8 +79,8 @@ def lines(left: Iterable[str], every: Iterable[str]) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """The name of a test without its group, in one line."""
-    return re.sub(r"@[a-z]+$", "", name).replace("\n", "\\n")
+    """The name of a test without its group."""
+    return re.sub(r"@[a-z]+$", "", name)
 
 
 if __name__ == "__main__":

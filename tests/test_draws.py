@@ -124,7 +124,7 @@ def told(fun, *args, **kwargs):
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("how", SAME, ids=lambda f: f.__name__)
 def test_rows_that_draw_the_same(how, raw):
-    """With the argument to name; once it is named there is nothing to tell, and microbatches differ."""
+    """With the argument to name; once it is named there is nothing to tell."""
     key = (jax.random.PRNGKey if raw else jax.random.key)(1)
     batch = rows(4 * 3)
     (text,) = told(looped(how), parameters(), batch, key)
@@ -162,15 +162,22 @@ def test_a_key_by_keyword_and_two_keys():
         lambda p, x, *, key: jnp.sum(front(p["front"], mask(p, x, key))), argnum=1, num_microbatches=4, reduce="sum"
     )
     (text,) = told(by_keyword, parameters(), rows(), key=jax.random.key(1))
-    assert "give the key by position and name that in rng_argnum for keys that differ" in text
+    assert "give one key by position and name that in rng_argnum for keys that differ" in text
 
-    two = mm.microbatch(
-        lambda p, keys, x, more: jnp.sum(front(p["front"], mask(p, mask(p, x, keys["a"]), more))),
-        argnum=2, num_microbatches=4,
-    )  # fmt: skip
+    several = looped(lambda p, x, keys: mask(p, mask(p, x, keys[0]), keys[1]))
+    (text,) = told(several, parameters(), rows(), jax.random.split(jax.random.key(1)))
+    assert "give one key by position and name that in rng_argnum" in text  # which takes no array of keys
+
+    def of_two(p, keys, x, more):
+        return jnp.sum(front(p["front"], mask(p, mask(p, x, keys["a"]), more)))
+
     keys = jax.random.split(jax.random.key(1))
-    (text,) = told(two, parameters(), {"a": keys[0]}, rows(), keys[1])
-    assert "write rng_argnum=1 or rng_argnum=3" in text
+    arguments = parameters(), {"a": keys[0]}, rows(), keys[1]
+    (text,) = told(mm.microbatch(of_two, argnum=2, num_microbatches=4), *arguments)
+    assert "write rng_argnum=1 or rng_argnum=3 for" in text
+    from_the_end = mm.microbatch(of_two, argnum=-2, num_microbatches=4, rng_argnum=-1)
+    (text,) = told(from_the_end, *arguments)
+    assert "write rng_argnum=1 for" in text
 
 
 def test_keys_that_differ_by_themselves():
@@ -201,8 +208,12 @@ def test_a_stream_of_nnx_goes_on():
 
 
 def test_along_another_dimension():
-    loop = mm.microbatch(
-        lambda p, x, key: jnp.sum(front(p["front"], mask(p, x, key).T)), dim=1, argnum=1, num_microbatches=2
-    )
-    (text,) = told(loop, parameters(), rows().T, jax.random.key(1))
+    def loss(p, x, key):
+        return jnp.sum(front(p["front"], in_a_scan(p, x, key).T))
+
+    def loop(dim):
+        return mm.microbatch(loss, dim=dim, argnum=1, num_microbatches=2)
+
+    (text,) = told(loop(1), parameters(), rows().T, jax.random.key(1))
     assert "each of 2 microbatches" in text
+    assert told(loop(-1), parameters(), rows().T, jax.random.key(1)) == [text]

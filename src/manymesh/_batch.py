@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -69,6 +70,16 @@ def check_arguments(
                 "the next"
             )
         labels[k] = label
+
+
+def rng_argnums(name: str, args: tuple[Any, ...]) -> list[int]:
+    """The arguments that `rng_argnum` could name."""
+    found = []
+    for k, x in enumerate(args):
+        with contextlib.suppress(MicrobatchError):
+            _check_keys(name, args, k)
+            found += [k] * bool(jax.tree.leaves(x))
+    return found
 
 
 def _check_keys(name: str, args: tuple[Any, ...], argnum: int | None) -> None:

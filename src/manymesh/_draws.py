@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from . import _compat
 from ._batch import in_words
-from ._types import PyTree
 
 _DRAWS = frozenset({"random_bits", "random_gamma"})
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
-def about_draws(name: str, count: int, line: str, others: Mapping[int, PyTree]) -> str:
+def about_draws(name: str, count: int, line: str, keys: Sequence[int]) -> str:
     """A sentence about random numbers that are the same in each microbatch.
 
     Args:
       name: name of the function.
       count: number of microbatches.
       line: where they are drawn; may be empty.
-      others: position -> argument, of those that are the same in each.
+      keys: the arguments that ``rng_argnum`` could name.
     """
-    keys = [k for k, x in others.items() if any(map(_is_key, jax.tree.leaves(x)))]
     which = in_words([f"rng_argnum={k}" for k in keys], "or")
-    remedy = f"write {which}" if keys else "give the key by position and name that in rng_argnum"
+    remedy = f"write {which}" if keys else "give one key by position and name that in rng_argnum"
     return (
         f"microbatch({name}): each of {count} microbatches draws the same random numbers for its rows, so that dropout drops the "
         f"same units in each{f', at {line}' if line else ''}; {remedy} for keys that differ, or draw what is meant to be the same "
         "outside of the loop"
     )
-
-
-def _is_key(x: Any) -> bool:
-    dtype = getattr(x, "dtype", None)
-    raw = dtype == np.uint32 and np.shape(x)[-1:] in ((2,), (4,))
-    return raw or (dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key))
 
 
 @dataclass(frozen=True)
@@ -131,11 +123,11 @@ class _Walk:
 
     def _simple(self, eqn: Any, facts: list[_Facts], shape: tuple[int, ...]) -> _Facts:
         name, known = eqn.primitive.name, _union(facts)
-        rows = [d for d in (self.dim, *range(len(shape))) if self._is_row(shape, d)]
+        rows = [d for d in range(len(shape)) if self._is_row(shape, d)]
         if name in _DRAWS and known.given and not known.batch and rows:
             lines = map(_compat.source_line, reversed(self.around))  # those of JAX's own functions have none
             self.drew = next(filter(None, lines), "")
-            return replace(known, row=rows[0])
+            return replace(known, row=self.dim if self.dim in rows else rows[0])
         if name not in _PRODUCTS and known.batch:
             shapes = [_compat.shape(x) for x in eqn.invars]
             drawn = any(
@@ -144,7 +136,7 @@ class _Walk:
             )
             if drawn and any(f.batch and s == shape for s, f in zip(shapes, facts, strict=True)):
                 self.found = self.drew if self.found is None else self.found
-        row = None if known.batch or known.row is None else known.row
+        row = None if known.batch else known.row
         if row is not None and name == "broadcast_in_dim":
             row = eqn.params["broadcast_dimensions"][row]
         elif row is not None and name == "transpose":
@@ -152,7 +144,7 @@ class _Walk:
         return replace(known, row=row if row is not None and self._is_row(shape, row) else None)
 
     def _is_row(self, shape: tuple[int, ...], row: int) -> bool:
-        return -len(shape) <= row < len(shape) and shape[row] == self.length
+        return row < len(shape) and shape[row] == self.length
 
     def _scanned(self, scan: Any, facts: list[_Facts]) -> list[_Facts]:
         """Of a loop over a dimension in front, which its body does not see."""
@@ -173,8 +165,5 @@ class _Walk:
             facts = [*facts[:consts], *merged, *facts[stop:]]
 
 
-def _union(facts: Sequence[_Facts]) -> _Facts:
-    known = _NOTHING
-    for f in facts:
-        known = known | f
-    return known
+def _union(facts: Iterable[_Facts]) -> _Facts:
+    return functools.reduce(operator.or_, facts, _NOTHING)

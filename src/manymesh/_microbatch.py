@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _compat, schedules
-from ._batch import Cut, check_arguments, in_words, is_whole, positions, whole_by_keyword
+from ._batch import Cut, check_arguments, in_words, is_whole, positions, rng_argnums, whole_by_keyword
 from ._changed import changed
 from ._draws import about_draws, same_in_each
 from ._errors import MicrobatchError, ScheduleError
@@ -505,7 +505,8 @@ class _Call:
             state = jax.tree.leaves(_arrays(name, args[k], f"the state args[{k}]", remedy))
         structure = None if self.state_argnum is None else jax.tree.structure(args[self.state_argnum])
 
-        replaced = {*self.argnums, self.rng_argnum, self.state_argnum}
+        named = (*self.argnums, self.rng_argnum, self.state_argnum)
+        replaced = {k % len(args) for k in named if k is not None}
         fixed, layout = jax.tree.flatten(([None if i in replaced else x for i, x in enumerate(args)], kwargs))
 
         def one(pieces: PyTree, key: Any, state: list[Any]) -> PyTree:
@@ -551,8 +552,8 @@ class _Call:
         if record is not None:
             piece, rows = jitted.trace(*first).jaxpr, self._length() // self.count
             if (line := same_in_each(piece, len(jax.tree.leaves(first)), self.dim, rows)) is not None:
-                others = {k: x for k, x in enumerate(self.args) if k not in replaced}
-                record.findings[Finding(about_draws(name, self.count, line, others))] = MicrobatchError
+                free = [k for k in rng_argnums(name, self.args) if k not in replaced]
+                record.findings[Finding(about_draws(name, self.count, line, free))] = MicrobatchError
         left = shape if structure is None else (shape, args[self.state_argnum])
         out_tree.append((jax.tree.structure(left), [*words.per_leaf, *("last" for _ in changing)]))
 
