@@ -165,3 +165,5 @@ def pytest_sessionfinish() -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says above the closing line what the tests ran on."""
     terminalreporter.write_line(f"Python {platform.python_version()}, JAX {version('jax')}")
+    if terminalreporter.config.getoption("--quick"):
+        terminalreporter.write_line("without the tests that tests/long.txt lists, which make test-all runs too")
