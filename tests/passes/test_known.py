@@ -65,7 +65,8 @@ def test_numbers_are_what_jax_computes(name):
 def test_every_rule_is_used():
     """So that none is a guess."""
     seen = {eqn.primitive.name for fun in SAID.values() for eqn in learned(fun, N, M)[1]}
-    assert not _RULES.keys() - seen
+    new = {"stack"} if jax.__version_info__ < (0, 10, 1) else set()  # there it is several equations
+    assert _RULES.keys() - seen == new
 
 
 def test_what_is_not_known():

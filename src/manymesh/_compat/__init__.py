@@ -113,6 +113,7 @@ from ._tracing import manual_axes as manual_axes
 from ._tracing import named_settings as named_settings
 from ._tracing import on_no_mesh as on_no_mesh
 from ._tracing import separate_jit_caches as separate_jit_caches
+from ._tracing import set_for_all_threads as set_for_all_threads
 from ._tracing import trace_settings as trace_settings
 from ._tracing import traced_dtype as traced_dtype
 from ._tracing import typed as typed

@@ -118,6 +118,12 @@ def separate_jit_caches(token: object) -> Iterator[None]:
         yield
 
 
+def set_for_all_threads(context: Any, value: object) -> None:
+    """Gives a context of `jax.make_user_context` its value in every thread that is in no block of its own."""
+    setting = context if hasattr(context, "set_global") else context._obj  # before JAX 0.10.2
+    setting.set_global(value)
+
+
 def linear_identity(
     name: str,
     lower: Callable[..., Any],

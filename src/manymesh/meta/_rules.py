@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import PartitionSpec
 
+from .. import _compat
 from .._errors import AxisError
 from ._axes import Names, check_names
 
@@ -160,7 +161,7 @@ def set_logical_axis_rules(rules: RulesLike) -> None:
         blocks[-1].__enter__()
         return
     _for_process[-1 if _is_main() else 0] = new
-    _context.set_global(_for_process[-1])
+    _compat.set_for_all_threads(_context, _for_process[-1])
 
 
 @contextlib.contextmanager
@@ -186,12 +187,12 @@ def logical_axis_rules(rules: RulesLike) -> Iterator[None]:
     new = as_rules(rules) or ()
     if _is_main():
         _for_process.append(new)
-        _context.set_global(new)
+        _compat.set_for_all_threads(_context, new)
         try:
             yield
         finally:
             _for_process.pop()
-            _context.set_global(_for_process[-1])
+            _compat.set_for_all_threads(_context, _for_process[-1])
         return
     blocks = _local.__dict__.setdefault("blocks", [])
     blocks.append(_context(new))
