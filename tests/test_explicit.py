@@ -120,7 +120,9 @@ def test_a_scan_in_a_task():
     same(jax.grad(lambda p, x: jnp.sum(tasks[1](p[1], tasks[0](p[0], x)) ** 2)), ws, batch())
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="plain JAX could not differentiate the branch before 0.10.2")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10, 2), reason="plain JAX could not differentiate the branch before 0.10.2"
+)
 def test_branches_and_forward_derivatives():
     def fun(p, x):
         h = jax.lax.cond(x[0, 0] > 0, lambda: TASKS[0](p[0], x), lambda: x)

@@ -283,7 +283,8 @@ def offloaded(num_microbatches):
 
 
 @pytest.mark.skipif(
-    jax.__version_info__ < (0, 10, 2), reason="XLA offloaded nothing on CPU under a jax.jit with shardings before JAX 0.10.2"
+    jax.__version_info__ < (0, 10, 2),
+    reason="XLA offloaded nothing on CPU under a jax.jit with shardings before JAX 0.10.2",
 )
 @pytest.mark.parametrize("num_microbatches", [4, 1])  # with one, a gradient has the shape of what is kept
 def test_what_a_policy_offloads_lies_in_the_memory_of_the_host_between_tasks(num_microbatches):

@@ -1,9 +1,14 @@
 """A conditional, or a scan, over values of several submeshes is opened: each part where its values are."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import manymesh as mm
 from flat import lines, placed, program, run, text
+from manymesh._passes import _spread
 from manymesh._passes._flatten import UNROLLED
+from stages import assert_same, reference
 
 COND = """
     tasks: one 0, two {second}
@@ -98,3 +103,27 @@ def test_a_scan_comes_apart_where_only_small_values_meet():
 def test_a_scan_that_is_one_thing_stays(body, length):
     """XLA loops better than we do."""
     assert "scan(" in lines(run("spread_control_flow", program(SCAN.format(body=body, length=length))))
+
+
+@pytest.mark.parametrize("length", [4, 8])
+def test_what_each_iteration_does_is_opened_at_once(monkeypatch, length):
+    """Opened, the first one spreads the states of the second one, and so on: one at a time, a long loop is placed as often."""
+    one, two = (mm.task(lambda w, x: x * w, name, devices=[i]) for i, name in enumerate(("one", "two")))
+
+    def step(state, xs):
+        def body(state, x):
+            loss, grads = jax.value_and_grad(lambda ws: jnp.sum(one(ws[0], x)) + jnp.sum(two(ws[1], x)))(state[0])
+            update = lambda state: jax.tree.map(lambda x, g: x - g, state, (grads,) * 3)  # noqa: E731
+            return jax.lax.cond(loss < 5.0, update, lambda state: state, state), loss
+
+        return jax.lax.scan(body, state, xs)
+
+    opened = []
+    whole = _spread.open_control_flow
+    monkeypatch.setattr(
+        _spread, "open_control_flow", lambda flat, nodes: opened.append(len(nodes)) or whole(flat, nodes)
+    )
+    states = ([jnp.ones(128)] * 2,) * 3  # the states of a submesh are worth a thought together, a gradient is not
+    args = states, jnp.ones((length, 128))
+    assert_same(mm.jit(step)(*args), reference(jax.jit(step), *args))
+    assert opened[0] == length

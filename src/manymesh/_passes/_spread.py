@@ -30,10 +30,33 @@ def spread_control_flow(flat: FlatProgram) -> FlatProgram:
     Needs the placement. What is cheap of all branches then runs, the rest where it is in the branch that is taken; what one
     submesh holds stays as it is.
     """
-    opens = {"cond": _spans, "scan": _comes_apart}
-    return open_control_flow(
-        flat, [n for n in flat.nodes if n.task is None and n.primitive in opens and opens[n.primitive](n, flat)]
-    )
+    found = {n for n in flat.nodes if n.task is None and n.primitive in _OPENS and _OPENS[n.primitive](n, flat)}
+    return open_control_flow(flat, _with_later_rounds(flat, found))
+
+
+def _with_later_rounds(flat: FlatProgram, opened: set[Node]) -> list[Node]:
+    """What is opened, and what takes its results for the same again: in the next iteration of an unrolled scan, say.
+
+    It would be opened once the one before is, for then its values are on several submeshes, too. In a chain of many, one at a
+    time, each would have the whole program placed anew.
+    """
+    given: dict[Var, object] = {}  # results of what is opened -> its body
+    found = []
+    for n in flat.nodes if opened else ():
+        if n in opened or (n.task is None and n.primitive in _OPENS and _goes_on(n, given)):
+            found.append(n)
+            given.update(dict.fromkeys(n.outputs, _body(n)))
+    return found
+
+
+def _goes_on(n: Node, given: Mapping[Var, object]) -> bool:
+    same = any(given.get(v) is _body(n) for v in n.inputs)
+    return same and (n.primitive == "cond" or is_short(n))
+
+
+def _body(n: Node) -> object:
+    """The computation that a conditional or a scan holds, one object for all iterations of a loop around it."""
+    return n.eqn.params["branches" if n.primitive == "cond" else "jaxpr"]
 
 
 def open_control_flow(flat: FlatProgram, nodes: Iterable[Node]) -> FlatProgram:
@@ -128,3 +151,6 @@ def _comes_apart(node: Node, flat: FlatProgram) -> bool:
             found.setdefault(groups.find(v), set()).add(homes[operand])
     # A state that the scan alone reads is where the scan is, so that only what others made says where it belongs.
     return len(set(map(frozenset, found.values()))) > 1
+
+
+_OPENS = {"cond": _spans, "scan": _comes_apart}
