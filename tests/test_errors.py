@@ -330,6 +330,19 @@ def test_a_forgotten_argnum_is_told_where_shapes_do_not_fit():
         step(jnp.ones((4, 4)), jnp.ones((8, 4)))
     assert "2 of 4 along dimension 0 of args[0]" in str(caught.value.__notes__)
     assert "if args[0] is not the batch, write argnum=1" in str(caught.value.__notes__)
+    with pytest.raises(TypeError) as caught:  # where they are as long as the batch
+        mm.jit(mm.microbatch(lambda w, x: front(w, x), num_microbatches=2))(jnp.eye(WIDTH), jnp.ones((WIDTH, WIDTH)))
+    assert "args[1] has that length, too" in str(caught.value.__notes__)
+    assert "if args[0] is not the batch, write argnum=1" in str(caught.value.__notes__)
+
+
+def test_argnum_names_the_parameters_as_well():
+    """Of the arguments that it names, those with rows are the batch."""
+    distance = lambda w, x, y: jnp.sum((front(w["a"], x) - y) ** 2 * w["b"])  # noqa: E731
+    for argnum, batch in (((0, 1, 2), (1, 2)), ((0, 1), 1), ((-1, 0), -1)):
+        step = mm.jit(mm.microbatch(distance, argnum=argnum, num_microbatches=4))
+        with raises(errors.MicrobatchError, f"if args[0] is no part of the batch, write argnum={batch}"):
+            step({"a": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones(3)}, rows(), rows())
 
 
 def test_a_second_batch_that_argnum_does_not_name():
@@ -438,6 +451,8 @@ def test_an_unknown_reduction():
     """In the tree, with a guess."""
     with raises(ValueError, "unknown reduction 'men'", "did you mean 'mean'?", "sum, mean, max"):
         microbatched(reduce=("sum", "men"))
+    with raises(errors.MicrobatchError, "unknown reduction 'average'", "did you mean 'mean'?"):
+        microbatched(reduce="average")
     with raises(errors.MicrobatchError, "unknown reduction None"):
         mm.microbatch(loss, num_microbatches=2, reduce=None)
     with raises(errors.MicrobatchError, "unknown reduction 3"):

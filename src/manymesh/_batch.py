@@ -197,7 +197,15 @@ class Cut:
         )
 
     def instead(self, args: tuple[Any, ...]) -> str:
-        """What to write if argnum names something else than the batch: which other argument could be the batch."""
+        """What to write if argnum names something else than the batch, or more: which argument could be the batch."""
+        lengths = {k: _length(args[k % len(args)], self.dim) for k in self.argnums}
+        fitting = [k for k, length in lengths.items() if length and self._pieces(length)]
+        if 0 < len(fitting) < len(self.argnums) and len({lengths[k] for k in fitting}) == 1:
+            rest = [f"args[{k % len(args)}]" for k in self.argnums if k not in fitting]
+            argnum = fitting[0] if len(fitting) == 1 else tuple(fitting)
+            return (
+                f"; if {in_words(rest)} {'is' if len(rest) == 1 else 'are'} no part of the batch, write argnum={argnum}"
+            )
         others = self.others(args)
         if not others and self.argnums == (0,) and len(args) > 1:  # it was not given
             others = [1]

@@ -312,10 +312,13 @@ def _folded(key: Any, count: int) -> Any:
     return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
 
 
+_OTHER_WORDS = {"average": "mean", "avg": "mean", "add": "sum"}  # what others call reductions
+
+
 def _check_reductions(name: str, reduce: Any) -> None:
     for word in jax.tree.leaves(reduce, is_leaf=lambda r: r is reduce is None or isinstance(r, WeightedMean)):
         if not isinstance(word, WeightedMean) and word not in REDUCTIONS:
-            near = difflib.get_close_matches(str(word), REDUCTIONS, 1)
+            near = difflib.get_close_matches(_OTHER_WORDS.get(str(word), str(word)), REDUCTIONS, 1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise MicrobatchError(
                 f"microbatch({name}): unknown reduction {word!r}{hint} It is one of {', '.join(REDUCTIONS)}, or mm.WeightedMean(...)"
@@ -427,7 +430,8 @@ class _Call:
         stacked = (
             "; all pieces together are put into one such object, too, whose leaves have a dimension more, in front"
         )
-        hint = "" if self.about_keywords(name) else self.cut.beside(self.args, length) or self.cut.instead(self.args)
+        beside, instead = self.cut.beside(self.args, length), self.cut.instead(self.args)
+        hint = beside + instead * (not beside or self.cut.argnums == (0,)) if not self.about_keywords(name) else ""
         return (
             f"microbatch({name}): each of {self.count} microbatches has {length // self.count} of {length} along dimension "
             f"{self.dim} of {which}{stacked if classes else ''}{hint}"
