@@ -202,9 +202,9 @@ class Cut:
         fitting = [k for k, length in lengths.items() if length and self._pieces(length)]
         if 0 < len(fitting) < len(self.argnums) and len({lengths[k] for k in fitting}) == 1:
             rest = [f"args[{k % len(args)}]" for k in self.argnums if k not in fitting]
-            argnum = fitting[0] if len(fitting) == 1 else tuple(fitting)
+            batch = fitting[0] if len(fitting) == 1 else tuple(fitting)
             return (
-                f"; if {in_words(rest)} {'is' if len(rest) == 1 else 'are'} no part of the batch, write argnum={argnum}"
+                f"; if {in_words(rest)} {'is' if len(rest) == 1 else 'are'} no part of the batch, write argnum={batch}"
             )
         others = self.others(args)
         if not others and self.argnums == (0,) and len(args) > 1:  # it was not given
