@@ -22,6 +22,7 @@ from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes
 from .._program._placement import Placement
 from ._beside import beside
+from ._branches import Branches
 from ._roles import NUMBER, after_gradients, is_number, latest_tasks, shrinks, small_nodes, summed_up
 from ._together import Together
 
@@ -106,6 +107,7 @@ class _Placer:
             if mesh is not None:
                 self.at[n] = self._submesh(mesh)
                 self.reason[n] = "task" if n.task or n.colocated_with else "its submesh"
+        self.branches = Branches()
         self.trained = {self.at[n] for n in flat.nodes if n.backward and n in self.at}
         self.updates: dict[Node, int] = {}  # of states -> where the state is
         self.pinned = {v: self._submesh(m) for v, m in flat.pins.inputs.items()}
@@ -559,7 +561,7 @@ class _Placer:
                 continue
             yield node
             if node not in self.at:
-                todo += node.inputs
+                todo += self.branches.operands(node.eqn, x) if node.primitive == "cond" else node.inputs
 
     def _finish(self, home: dict[Var, int]) -> Placement:
         places, needed = self._copies(None)
