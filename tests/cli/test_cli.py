@@ -212,6 +212,28 @@ def test_a_prediction_that_is_none(run, recording, tmp_path):
 # --- plan -----------------------------------------------------------------------------------------------------------
 
 
+def test_plan_says_what_belongs_to_an_error(run, tmp_path):
+    """Whose pieces have the shape that it speaks of."""
+    (tmp_path / "plan.py").write_text("""
+import jax, jax.numpy as jnp, manymesh as mm
+
+def plan():
+    mesh = jax.make_mesh((3,), ("data",), devices=mm.planned_devices(3))
+    layer = mm.task(lambda x: mm.with_sharding_constraint(x, ("batch",)), "layer", mesh=mesh, logical_axes=(("batch", "data"),))
+    looped = mm.microbatch(lambda x: jnp.sum(layer(x)), num_microbatches=4)
+    return mm.jit(looped), jax.ShapeDtypeStruct((16,), "float32")
+""")
+    code, _, err = run("plan", f"{tmp_path / 'plan.py'}:plan")
+    first, *notes = err.splitlines()
+    assert code == 1 and first.startswith(
+        "manymesh plan: task 'layer': dimension 0 ('batch') of shape (4,) does not divide"
+    )
+    assert notes == [
+        "  in task 'layer'",
+        "  microbatch(<lambda>): each of 4 microbatches has 4 of 16 along dimension 0 of args[0]",
+    ]
+
+
 def test_plan_of_a_script_with_arguments(run, script, monkeypatch):
     """It finds none of the words that are the command's, and what it requires is said."""
     head = "import argparse, sys\nparser = argparse.ArgumentParser()\nparser.add_argument('--steps', type=int{})\n"

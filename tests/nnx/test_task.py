@@ -392,3 +392,35 @@ def test_a_module_of_linen_behind_a_bridge() -> None:
         assert tasks == ["front", "back", "back_bwd", "front_bwd"]
         jax.tree.map(np.testing.assert_array_almost_equal, jax.device_get(step(model, X)), expected)
     assert set(vars(model.halves)) == set(vars(Model(nnx.Rngs(0)).halves))
+
+
+class Stacked(nnx.Module):
+    """Layers in one stack, each a task, computed again for the backward pass."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.vmap(lambda rngs: mm.nnx.task(Inner(rngs), "layer", devices=[1]))(rngs.split(4))
+
+    def __call__(self, x: Any) -> Any:
+        one = nnx.remat(lambda x, layer: layer(x))
+        return nnx.scan(one, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+def test_weights_that_remat_hands_on_in_a_scan_are_taken_apart_once() -> None:
+    """Not in each microbatch, which would hold a copy of all of them, and know no parameters in the task."""
+
+    def step(model: Stacked, x: Any) -> None:
+        grad = nnx.grad(lambda model, x: jnp.mean(model(x) ** 2))
+        grads = mm.nnx.microbatch(grad, argnum=1, num_microbatches=2, schedule="gpipe", reduce="mean")(model, x)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), grads))
+
+    ours, theirs = Stacked(nnx.Rngs(0)), Stacked(nnx.Rngs(0))
+    jitted = mm.nnx.jit(step)
+    lowered = jitted.lower(ours, X)
+    assert {f.name[:5] for f in lowered.program.fragments if f.loop is not None} == {"layer"}
+    (line,) = (line for line in lowered.report().tasks if line.name == "layer")
+    assert line.parameters == 4 * (4 * 4 + 4)
+    jitted(ours, X)
+    with mm.ignore_transforms():
+        nnx.jit(step)(theirs, X)
+    for found, wanted in zip(jax.tree.leaves(nnx.state(ours)), jax.tree.leaves(nnx.state(theirs)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

@@ -87,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.strerror:
             words = f"{error.filename}: {error.strerror}"
         print(f"manymesh {args.command}: {' '.join(words.split())}", file=sys.stderr)
+        for note in getattr(error, "__notes__", ()):  # such as which pieces of a batch a shape is that of
+            if not note.startswith(("see docs", "----")):  # nor what JAX says of its own frames
+                print(f"  {' '.join(note.split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -123,9 +123,13 @@ def _wrap(model: Any, described: Task, methods: tuple[str, ...]) -> Any:
     check_framework("nnx.task", model)
     if callable(model) and not inspect.isclass(model):
         return _lift(model, described)
+    inside = jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, nnx.Module))
+    several = any(isinstance(x, nnx.Module) for x in inside)
+    hint = "make a task of each module in it" if several else "a Linen module takes manymesh.flax.task"
+    found = "" if several else f"{model!r:.80} of type "
     raise TaskError(
-        f"nnx.task: expected an NNX module (class, instance or method) or a function of modules, found {model!r} of "
-        f"type {type(model).__name__}; a Linen module takes manymesh.flax.task"
+        "nnx.task: expected an NNX module (class, instance or method) or a function of modules, found "
+        f"{found}{type(model).__name__}; {hint}"
     )
 
 

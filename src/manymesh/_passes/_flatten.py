@@ -345,16 +345,13 @@ class Flattener:
         n = scan.num_consts + scan.num_carry
         consts, carry, stacked = operands[: scan.num_consts], operands[scan.num_consts : n], operands[n:]
         inner = _compat.open_jaxpr(scan.jaxpr)
-        collected: list[list[Any]] = [
-            [None] * scan.length for _ in inner.outvars[scan.num_carry :]
-        ]  # by result, by step
+        collected: list[list[Any]] = [[None] * scan.length for _ in inner.outvars[scan.num_carry :]]
         steps = range(scan.length)
         outer = self._iterations
         levels = self._layers_of.levels(eqn)
         for i in reversed(steps) if scan.reverse else steps:
             self._iterations = (*outer, Iteration(i, scan.length, levels))
-            # What no microbatch changes, such as stacked weights, is taken apart once, outside their loop.
-            pieces = [self._layer(x, i, loop if x in self._varying else None) for x in stacked]
+            pieces = [self._layer(x, i, loop) for x in stacked]
             results = [_compat.new_var(v.aval) for v in inner.outvars]
             sub: Env = {}
             inner_stack = f"{stack}/{self._iterations[-1]}"
@@ -364,8 +361,10 @@ class Flattener:
             for column, y in zip(collected, values[scan.num_carry :], strict=True):
                 column[i] = y
         self._iterations = outer
+        # What hands on its layers as they came, such as weights that go through `nnx.remat`, is the stack that it took apart.
+        whole = {tuple(id(self._layer(x, i, loop)) for i in steps): x for x in stacked}
         outs = carry + (
-            [self._stack(column, loop) for column in collected]
+            [whole.get(tuple(map(id, column))) or self._stack(column, loop) for column in collected]
             if scan.length
             else [self._empty(v) for v in inner.outvars[scan.num_carry :]]
         )
@@ -467,7 +466,8 @@ class Flattener:
         self._append(Node(substitute(new, env), mark, is_backward(stack), loop, stack=stack, guard=self.guard))
 
     def _layer(self, x: Atom, i: int, loop: int | None) -> Atom:
-        """A layer's slice, the same for the forward and the backward pass."""
+        """A layer's slice, one for both passes; what no microbatch changes, such as weights, is taken apart once, outside its loop."""
+        loop = loop if x in self._varying else None
         if (x, i, loop) not in self._layers:
             (self._layers[x, i, loop],) = self._slices(x, [i], loop)
         return self._layers[x, i, loop]
