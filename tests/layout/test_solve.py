@@ -472,3 +472,16 @@ def test_another_mesh_of_the_devices_of_a_task_is_told(which):
     assert len(lowered.program.submeshes) == 2
     (mesh,) = mm.jit(task).lower(jnp.ones((4, 4))).program.submeshes
     assert not mm.jit(task, **{which: NamedSharding(mesh, P())}).lower(jnp.ones((4, 4))).findings
+
+
+def test_an_argument_that_is_handed_back_is_listed():
+    """It is its own next value; the next value of another one lies as that does, and is not listed again."""
+    task = mm.task(lambda w, x: x @ w, "task", devices=[0])
+
+    def step(frozen, w, x):
+        return frozen, jax.tree.map(lambda w: w - task(frozen["w"], x).sum(), w)
+
+    w = {"w": jnp.ones((4, 4))}
+    layout = mm.jit(step, donate_argnums=(0, 1)).lower(w, w, jnp.ones((2, 4))).layout
+    lines = [line.split()[0] for line in str(layout).splitlines() if "float32[4,4]" in line]
+    assert sorted(lines) == ["args[0]['w']", "args[1]['w']"]

@@ -367,6 +367,9 @@ def test_what_cannot_be_a_task() -> None:
 
     with pytest.raises(mm.errors.TaskError, match=r"a Linen module takes manymesh\.flax\.task"):
         mm.nnx.task(nn.Dense, devices=[0])
+    for several in ({"a": Inner(nnx.Rngs(0))}, [Inner(nnx.Rngs(0))]):
+        with pytest.raises(mm.errors.TaskError, match="found (dict|list); make a task of each module in it"):
+            mm.nnx.task(several, devices=[0])
 
 
 def test_a_module_of_linen_behind_a_bridge() -> None:

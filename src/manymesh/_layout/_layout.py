@@ -89,7 +89,7 @@ class Layout(Shown):
         """Name, type, spec and rule of each value on a submesh; values that are alike share a line."""
         alike: dict[tuple[str, str, str, str], int] = {}
         for (v, at), decision in self.decisions.items():
-            if at == s and v not in self.replaces:
+            if at == s and self.replaces.get(v, v) is v:  # the next value of another one lies as that does
                 row = (self.names.get(v, ""), v.aval.str_short(), _spec_text(decision.spec), decision.rule)
                 alike[row] = alike.get(row, 0) + 1
         for (name, aval, spec, rule), times in alike.items():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from .. import _compat
 from .._compat import AbstractJaxpr, Atom, Eqn, Var
-from .._program._calls import inlined
+from .._program._calls import inlined_jaxpr
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes, nodes_where
 from .._program._placement import Placement
@@ -161,8 +161,7 @@ def _end_of(n: Node, read: Collection[Var], cheap: frozenset[str], known: dict[H
 
 def _find_end(jaxpr: AbstractJaxpr, which: Sequence[bool], there: Sequence[bool], cheap: frozenset[str]) -> End:
     parts = _compat.open_jaxpr(jaxpr)
-    eqns, renamed = inlined(parts.eqns)
-    outs = [renamed.get(v, v) if _compat.is_var(v) else v for v in parts.outvars]
+    eqns, outs = inlined_jaxpr(parts)
     known = {*parts.invars, *(v for v, is_there in zip(outs, there, strict=True) if is_there and _compat.is_var(v))}
     needed: dict[Eqn, None] = {}
     for v, is_read in zip(outs, which, strict=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .. import _compat
 from .._compat import Atom, Eqn, Jaxpr, Var
-from .._program._calls import inlined
+from .._program._calls import inlined_jaxpr
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +48,6 @@ class Branches:
 
 
 def _indexed(branch: Jaxpr) -> _Branch:
-    jaxpr = _compat.open_jaxpr(branch)
-    eqns, env = inlined(jaxpr.eqns)
-    outs = [env.get(v, v) if _compat.is_var(v) else v for v in jaxpr.outvars]
+    eqns, outs = inlined_jaxpr(branch)
     producer = {v: e for e in eqns for v in e.outvars if _compat.is_var(v)}
-    return _Branch(outs, producer, {v: k for k, v in enumerate(jaxpr.invars)})
+    return _Branch(outs, producer, {v: k for k, v in enumerate(_compat.open_jaxpr(branch).invars)})

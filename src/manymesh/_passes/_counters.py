@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from .. import _compat
 from .._compat import Atom, Eqn, Var
-from .._program._calls import calls_back, inlined
+from .._program._calls import calls_back, inlined_jaxpr
 from .._program._flat import FlatProgram
 from .._program._groups import Groups
 from .._program._nodes import Carry, Node, nbytes, nodes_where
@@ -157,11 +157,10 @@ def _count(n: Node, made: Var) -> _Count | None:
     small, used = _compat.dce(_compat.without_consts(body), [v is made for v in n.eqn.outvars])
     if not _is_counting(small.eqns):
         return None
-    eqns, names = inlined(list(small.eqns))
-    (result,) = small.outvars
+    eqns, (result,) = inlined_jaxpr(small)
     operands = [x for x, is_used in zip(n.eqn.invars, used, strict=True) if is_used]
     reads = dict(zip(small.invars, operands, strict=True))
-    return _Count(n, made, tuple(eqns), reads, names.get(result, result) if _compat.is_var(result) else result)
+    return _Count(n, made, tuple(eqns), reads, result)
 
 
 def _is_counting(eqns: Sequence[Eqn]) -> bool:

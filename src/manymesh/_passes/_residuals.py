@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from .. import _compat
 from .._compat import AbstractJaxpr, AbstractValue, Atom, Eqn, OpenJaxpr, Var
-from .._program._calls import inlined
+from .._program._calls import inlined_jaxpr
 from .._program._flat import FlatProgram
 from .._program._nodes import Node
 from .._program._rewrite import with_atoms
@@ -144,8 +144,7 @@ class Minimiser:
         parts = _compat.open_jaxpr(jaxprs[0])
         if parts.consts or any(_compat.open_jaxpr(j).consts for j in jaxprs[1:]):
             return same
-        eqns, env = inlined(parts.eqns)
-        outs = [env.get(v, v) if _compat.is_var(v) else v for v in parts.outvars]
+        eqns, outs = inlined_jaxpr(parts)
         producer = {v: e for e in eqns for v in e.outvars if _compat.is_var(v)}
         wanted = list(dict.fromkeys(v for k in given.kept if _compat.is_var(v := outs[k]) and v in producer))
         known = zip([*parts.invars, *outs], [*given.free_in, *given.free_out], strict=True)

@@ -15,7 +15,7 @@ import jax
 
 from .. import _compat
 from .._compat import AbstractJaxpr, Atom, Eqn, Var
-from .._program._calls import inlined
+from .._program._calls import inlined_jaxpr
 from .._program._flat import FlatProgram
 from .._program._rewrite import trace_eqns, with_atoms
 from ._cheap import cheapest, compute_again
@@ -46,10 +46,8 @@ class _Opened:
     """A jaxpr with calls opened, and who reads its variables."""
 
     def __init__(self, jaxpr: AbstractJaxpr, *, all_calls: bool = False) -> None:
-        parts = _compat.open_jaxpr(jaxpr)
-        self.invars = parts.invars
-        self.eqns, env = inlined(parts.eqns, all_calls=all_calls)
-        self.outs: list[Atom] = [env.get(v, v) if _compat.is_var(v) else v for v in parts.outvars]
+        self.invars = _compat.open_jaxpr(jaxpr).invars
+        self.eqns, self.outs = inlined_jaxpr(jaxpr, all_calls=all_calls)
 
     def readers(self, v: Var) -> list[Eqn]:
         """The equations that read a variable."""
@@ -80,8 +78,7 @@ class _Scan:
         self.eqn, self.given, self.producer, self.backward = eqn, given, producer, backward
         self.scan = _compat.scan_parts(eqn)
         self.body = _compat.open_jaxpr(self.scan.jaxpr)
-        self.body_eqns, env = inlined(self.body.eqns)
-        self.body_outs: list[Atom] = [env.get(v, v) if _compat.is_var(v) else v for v in self.body.outvars]
+        self.body_eqns, self.body_outs = inlined_jaxpr(self.body)
 
     def rewritten(self) -> Rewrite | None:
         """How the tasks change; None if they do not."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from .. import _compat
 from .._compat import Atom, Eqn, Var
 from .._microbatch import LoopSpec
-from .._program._calls import inlined
+from .._program._calls import inlined_jaxpr
 from .._program._edit import Editor
 from .._program._flat import FlatProgram
 from .._program._nodes import Node
@@ -61,8 +61,7 @@ def _waited_for(body: Sequence[Node]) -> set[Var]:
 def _split(node: Node, waited_for: set[Var]) -> list[Node]:
     """The two halves of a backward task; none where there is nothing to split off."""
     inner = _compat.open_jaxpr(node.eqn.params["jaxpr"])
-    eqns, env = inlined(inner.eqns)
-    outs = [env.get(v, v) if _compat.is_var(v) else v for v in inner.outvars]
+    eqns, outs = inlined_jaxpr(inner)
     producer = {v: i for i, e in enumerate(eqns) for v in e.outvars if _compat.is_var(v)}
     is_weight = [
         _compat.is_var(o) and o in producer and v not in waited_for for o, v in zip(outs, node.eqn.outvars, strict=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from .. import _compat
 from .._compat import Atom, Var
-from .._program._calls import inlined
+from .._program._calls import inlined_jaxpr
 from .._program._flat import FlatProgram
 from .._program._groups import Groups
 from .._program._nodes import Node, nbytes, nodes_where
@@ -30,33 +30,26 @@ def spread_control_flow(flat: FlatProgram) -> FlatProgram:
     Needs the placement. What is cheap of all branches then runs, the rest where it is in the branch that is taken; what one
     submesh holds stays as it is.
     """
-    found = {n for n in flat.nodes if n.task is None and n.primitive in _OPENS and _OPENS[n.primitive](n, flat)}
+    opens = {"cond": _spans, "scan": _comes_apart}
+    found = {n for n in flat.nodes if n.task is None and n.primitive in opens and opens[n.primitive](n, flat)}
     return open_control_flow(flat, _with_later_rounds(flat, found))
 
 
-def _with_later_rounds(flat: FlatProgram, opened: set[Node]) -> list[Node]:
-    """What is opened, and what takes its results for the same again: in the next iteration of an unrolled scan, say.
+def _with_later_rounds(flat: FlatProgram, chosen: set[Node]) -> list[Node]:
+    """What is opened, and the conditionals that take its results for the same again, as in the next iteration of a loop.
 
-    It would be opened once the one before is, for then its values are on several submeshes, too. In a chain of many, one at a
-    time, each would have the whole program placed anew.
+    They would be opened once the one before is, for then their values are on several submeshes, too. In a chain of many, one
+    at a time, each would have the whole program placed anew. The iterations of an unrolled scan share their branches.
     """
-    given: dict[Var, object] = {}  # results of what is opened -> its body
+    given: dict[Var, object] = {}  # results of conditionals that are opened -> their branches
     found = []
-    for n in flat.nodes if opened else ():
-        if n in opened or (n.task is None and n.primitive in _OPENS and _goes_on(n, given)):
+    for n in flat.nodes if chosen else ():
+        branches = n.eqn.params.get("branches")
+        again = n.task is None and branches is not None and any(given.get(v) is branches for v in n.inputs)
+        if again or n in chosen:
             found.append(n)
-            given.update(dict.fromkeys(n.outputs, _body(n)))
+            given.update(dict.fromkeys(n.outputs, branches))
     return found
-
-
-def _goes_on(n: Node, given: Mapping[Var, object]) -> bool:
-    same = any(given.get(v) is _body(n) for v in n.inputs)
-    return same and (n.primitive == "cond" or is_short(n))
-
-
-def _body(n: Node) -> object:
-    """The computation that a conditional or a scan holds, one object for all iterations of a loop around it."""
-    return n.eqn.params["branches" if n.primitive == "cond" else "jaxpr"]
 
 
 def open_control_flow(flat: FlatProgram, nodes: Iterable[Node]) -> FlatProgram:
@@ -124,7 +117,7 @@ def is_short(node: Node) -> bool:
     scan = _compat.scan_parts(node.eqn)
     if node.loop is not None or scan.length > UNROLLED:
         return False
-    return scan.length * len(inlined(_compat.open_jaxpr(scan.jaxpr).eqns)[0]) <= MOST
+    return scan.length * len(inlined_jaxpr(scan.jaxpr)[0]) <= MOST
 
 
 def _comes_apart(node: Node, flat: FlatProgram) -> bool:
@@ -137,11 +130,10 @@ def _comes_apart(node: Node, flat: FlatProgram) -> bool:
     if len(given) < 2 or not is_short(node):
         return False
     inner = _compat.open_jaxpr(scan.jaxpr)
-    eqns, env = inlined(inner.eqns)
+    eqns, outs = inlined_jaxpr(inner)
     groups = Groups[Var]()
-    outs = [env.get(v, v) if _compat.is_var(v) else v for v in inner.outvars[: scan.num_carry]]
     carry = inner.invars[scan.num_consts : scan.num_consts + scan.num_carry]
-    for together in [*zip(carry, outs, strict=True), *((*e.invars, *e.outvars) for e in eqns)]:
+    for together in [*zip(carry, outs[: scan.num_carry], strict=True), *((*e.invars, *e.outvars) for e in eqns)]:
         large = [v for v in together if _compat.is_var(v) and nbytes(v.aval) > SMALL]
         for v in large[1:]:
             groups.join(v, large[0])
@@ -151,6 +143,3 @@ def _comes_apart(node: Node, flat: FlatProgram) -> bool:
             found.setdefault(groups.find(v), set()).add(homes[operand])
     # A state that the scan alone reads is where the scan is, so that only what others made says where it belongs.
     return len(set(map(frozenset, found.values()))) > 1
-
-
-_OPENS = {"cond": _spans, "scan": _comes_apart}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import _compat
-from .._compat import AbstractJaxpr, Atom, Eqn, Var
+from .._compat import AbstractJaxpr, Atom, Eqn, OpenJaxpr, Var
 from ._rewrite import substitute
 
 
@@ -119,3 +119,10 @@ def inlined(eqns: list[Eqn], *, all_calls: bool = True) -> tuple[list[Eqn], dict
 
     walk(eqns, env)
     return out, env
+
+
+def inlined_jaxpr(jaxpr: AbstractJaxpr | OpenJaxpr, *, all_calls: bool = True) -> tuple[list[Eqn], list[Atom]]:
+    """The equations of a jaxpr as `inlined` gives them, and what its results are then called."""
+    parts = _compat.open_jaxpr(jaxpr)
+    eqns, env = inlined(parts.eqns, all_calls=all_calls)
+    return eqns, [env.get(v, v) if _compat.is_var(v) else v for v in parts.outvars]
