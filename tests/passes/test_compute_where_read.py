@@ -131,9 +131,9 @@ def test_nothing_but_activations_crosses_in_a_microbatch(name):
     assert program.loops[0].placement == (0, 1, 2)
     value, params = mm.jit(step)(*args)
     with mm.ignore_transforms():
-        expected, after = step(*args)
+        expected, after = jax.jit(step)(*args)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), params, after)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), params, after)
 
 
 def test_without_the_pass_masks_are_sent(monkeypatch):
