@@ -46,6 +46,13 @@ def test_a_number_is_spread_out_for_each_part():
     assert found == ["add", "broadcast_in_dim", "broadcast_in_dim", "max", "max", "reduce_sum", "reduce_sum"]
 
 
+def test_a_number_that_keeps_its_dimension_is_a_number():
+    """As the mean that a variance is taken around."""
+    lines = ["s = jnp.mean(v, keepdims=True)", "w = lax.sub(v, s)", "b = lax.broadcast_in_dim(s, (1536,), (0,))"]
+    lines += ["u = lax.max(w, b)", "p = u[0:512]", "q = jnp.sum(w)"]
+    assert "concatenate" not in left(lines, "p, q")
+
+
 @pytest.mark.parametrize(
     ("lines", "results"),
     [
@@ -100,7 +107,17 @@ def cosine(grads):
     return jax.tree.map(lambda g: g * jnp.vdot(one, two) / (jnp.vdot(one, one) + 1e-6), grads)
 
 
-@pytest.mark.parametrize("change", [clip, finite, largest, cosine])
+def standardised(grads):
+    vector, back = ravel_pytree(grads)
+    return back((vector - jnp.mean(vector, keepdims=True)) / (jnp.std(vector) + 1))
+
+
+def sharpest(grads):
+    vector, _ = ravel_pytree(grads)
+    return jax.tree.map(lambda g: g * jnp.max(jax.nn.softmax(vector)), grads)
+
+
+@pytest.mark.parametrize("change", [clip, finite, largest, cosine, standardised, sharpest])
 def test_of_a_vector_of_gradients_numbers_cross(change):
     def step(ws, x):
         return jax.tree.map(lambda w, g: w - 0.1 * g, ws, change(gradient(ws, x)))

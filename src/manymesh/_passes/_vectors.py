@@ -62,7 +62,7 @@ class _Worker:
         name, v = n.primitive, n.eqn.invars[0]
         if name == "concatenate":
             self._put_together(n)
-        elif name == "broadcast_in_dim" and not _shape(v) and len(_shape(n.outputs[0])) == 1:
+        elif name == "broadcast_in_dim" and _is_number(v) and len(_shape(n.outputs[0])) == 1:
             self.uniform[n.outputs[0]] = n
         elif name in ELEMENTWISE and not name.startswith("manymesh"):
             self._elementwise(n)
@@ -88,7 +88,7 @@ class _Worker:
         self.ranges[n.outputs[0]] = tuple(ranges)
 
     def _elementwise(self, n: Node) -> None:
-        vectors = [v for v in n.eqn.invars if _shape(v)]
+        vectors = [v for v in n.eqn.invars if not _is_number(v)]
         given = [v for v in vectors if _compat.is_var(v) and v in self.ranges]
         if any(_shape(v) != _shape(n.outputs[0]) for v in given):  # the bytes of each element, say
             return
@@ -101,12 +101,13 @@ class _Worker:
 
     def _part(self, v: Atom, k: int, length: int) -> Atom:
         """The k-th part of a vector, made if it is not there; a number as it is."""
-        if not _shape(v) or not _compat.is_var(v):
+        if _is_number(v) or not _compat.is_var(v):
             return v
         if (v, k, length) not in self.parts:
             n = self.producer[v]
             if v in self.uniform:
-                made, (part,) = trace_nodes(lambda x: lax.broadcast_in_dim(x, (length,), ()), [n.eqn.invars[0]])
+                spread = n.eqn.params["broadcast_dimensions"]
+                made, (part,) = trace_nodes(lambda x: lax.broadcast_in_dim(x, (length,), spread), [n.eqn.invars[0]])
                 self.made += made
             else:
                 operands = [self._part(x, k, length) for x in n.eqn.invars]
@@ -152,6 +153,11 @@ class _Worker:
 def _around(ranges: Sequence[Range], piece: Range) -> int | None:
     """The part that a piece is of; None if there is none."""
     return next((k for k, (a, b) in enumerate(ranges) if a <= piece[0] and piece[1] <= b), None)
+
+
+def _is_number(v: Atom) -> bool:
+    """Whether it is one number for all elements, as a mean that keeps its dimension."""
+    return _shape(v) in ((), (1,))
 
 
 def _shape(v: Atom) -> tuple[int, ...]:
