@@ -1,6 +1,7 @@
 """Loops of unknown length around tasks of several submeshes: the host runs them, with the result of the reference mode."""
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -382,6 +383,36 @@ def test_a_nan_in_a_loop_names_the_step():
     fun = lambda p, x: lax.while_loop(lambda h: jnp.sum(h**2) > 0.5, lambda h: bad(p["back"], front(p["front"], h)), x)  # noqa: E731
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="while1.*bad"):
         jax.block_until_ready(mm.jit(fun)(parameters(), rows()))
+
+
+def test_a_nan_in_a_loop_that_ran_well_before():
+    """Its task and its line, each time; and what others look for in this thread is looked for as before."""
+    logs = mm.task(lambda w, h: jnp.log(h @ w), "logs", devices=[1])
+    step = mm.jit(
+        lambda p, x: lax.fori_loop(
+            0, jnp.int32(jnp.sum(x) > -1e9) + 1, lambda i, h: logs(p["back"], front(p["front"], h)), x
+        )
+    )
+    alone = jax.jit(jnp.log)
+    eye = {"front": jnp.eye(WIDTH), "back": 5 * jnp.eye(WIDTH)}
+
+    def calls():
+        step(eye, jnp.ones((2, WIDTH)))
+        alone(jnp.ones(()))
+        for _ in range(2):
+            with pytest.raises(
+                FloatingPointError, match=r"while1.*NaN in a result of task 'logs', at .*test_host_loops.py"
+            ):
+                step(eye, -jnp.ones((2, WIDTH)))
+        with pytest.raises(FloatingPointError):
+            alone(-jnp.ones(()))
+
+    jax.config.update("jax_debug_nans", True)
+    try:
+        with ThreadPoolExecutor(1) as pool:  # JAX has not stopped looking there
+            pool.submit(calls).result()
+    finally:
+        jax.config.update("jax_debug_nans", False)
 
 
 def test_planned_devices():

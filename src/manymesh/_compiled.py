@@ -220,7 +220,12 @@ class Compiled(Stage):
             observer = observer_of(self.name, self._lowered)
         given = self._on_devices(leaves) if self._comes_first else leaves
         try:
-            results = self._executor(self._stacks.cut(given, observer), observer)
+            given = self._stacks.cut(given, observer)
+            if _compat.checks_floats():
+                with _compat.floats_looked_at():
+                    results = self._executor(given, observer)
+            else:
+                results = self._executor(given, observer)
         except _compat.InternalFloatingPointError as error:
             raise (
                 self.explain(error, leaves) if self.explain is not None else FloatingPointError(*error.args)

@@ -319,6 +319,21 @@ def test_nan_checks_name_the_task_and_the_line():
     assert mm.jit(steps["task 'logs', at"])(x).shape == x.shape
 
 
+def test_a_nan_is_looked_for_where_jax_no_longer_does():
+    """After a `jax.numpy.var`, say, JAX does not heed a setting of all threads in compiled functions of this one."""
+    logs = mm.task(jnp.log, "logs", devices=[1])
+    step = mm.jit(lambda x: logs(front(jnp.eye(WIDTH), x)))
+    jax.config.update("jax_debug_nans", True)
+    try:
+        step(jnp.ones((2, WIDTH)))
+        with jax.debug_nans(False):
+            pass
+        with pytest.raises(FloatingPointError, match="task 'logs', at"):
+            step(-jnp.ones((2, WIDTH)))
+    finally:
+        jax.config.update("jax_debug_nans", False)
+
+
 @pytest.mark.parametrize("place", [0, 3])
 def test_a_donated_argument_is_deleted_however_it_is_used(place):
     """Read, moved, handed through, handed through twice, or all of these: as under jax.jit, and results stay good."""

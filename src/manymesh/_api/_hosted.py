@@ -26,6 +26,7 @@ from .._runtime._observe import Observer
 from .._types import PyTree
 from ._arguments import Arguments
 from ._findings import marks_in, note_dropped
+from ._floats import ByOperation
 from ._lowered import Lowered
 from ._parts import HostBranch, HostLoop, Part, Parts, Straight, carried_by, inside, made_by
 from ._shardings import check_submeshes, committed
@@ -175,7 +176,7 @@ class _Lowering:
         settings |= {"static_argnums": (), "static_argnames": (), "donate_argnums": (), "donate_argnames": ()}
         settings |= {"name": f"{whole.step.name}/{name}", "in_shardings": wanted_in}
         moved = self._moved([held[v] for v in names], record) if last else {}
-        plain = functools.partial(jax.core.eval_jaxpr, jaxpr, [])
+        plain = ByOperation(jaxpr, whole.record.tasks)
         first_read = [v not in self.homes for v in operands]
 
         def lowered(out_shardings: Any) -> Lowered:

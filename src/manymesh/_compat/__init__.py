@@ -105,6 +105,7 @@ from ._tracing import checks_floats as checks_floats
 from ._tracing import default_key_kind as default_key_kind
 from ._tracing import differentiated as differentiated
 from ._tracing import escaped as escaped
+from ._tracing import floats_looked_at as floats_looked_at
 from ._tracing import is_staging as is_staging
 from ._tracing import is_typed as is_typed
 from ._tracing import jit_is_disabled as jit_is_disabled

@@ -183,6 +183,22 @@ def checks_floats() -> bool:
     return bool(config.debug_nans.value or config.debug_infs.value)
 
 
+@contextlib.contextmanager
+def floats_looked_at() -> Iterator[None]:
+    """Has JAX look at every result of the block where ``jax_debug_nans`` or ``jax_debug_infs`` holds.
+
+    Once a thread has left a ``with jax.debug_nans(...)``, also one of JAX's own (`jax.numpy.var`), JAX does not look there at
+    what compiled functions return, unless the setting is the thread's own. The thread is left as it was.
+    """
+    hook = api._post_hook_state
+    before = hook.get_local()
+    try:
+        with config.debug_nans(config.debug_nans.value), config.debug_infs(config.debug_infs.value):
+            yield
+    finally:
+        hook.set_local(before)
+
+
 _last_settings: list[tuple[Any, tuple[Any, ...]]] = [(None, ())]
 
 
