@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import manymesh as mm
 from stages import assert_agrees, assert_same, reference
@@ -132,6 +133,21 @@ def test_noise_of_all_layers_at_once_is_told():
         UserWarning, match=rf"random numbers .*test_between_layers.* {2 * LAYERS * WIDTH**2} bytes .*jax.vmap"
     ):
         mm.jit(step).lower(*arguments())
+
+
+def test_noise_for_a_vector_of_all_gradients_is_told():
+    """There are no layers: what is said is of the arrays that the vector is made of, and of the user's line."""
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"dense_{k}", devices=[k]) for k in range(2)]
+
+    def step(ws, x):
+        grads = jax.grad(lambda ws: jnp.mean(tasks[1](ws[1], tasks[0](ws[0], x)) ** 2))(ws)
+        vector, back = ravel_pytree(grads)
+        return back(vector + jax.random.normal(jax.random.key(3), vector.shape))
+
+    with pytest.warns(
+        UserWarning, match=r"all parts of a vector \(uint32\[2048\], at .*test_between_layers.* a key for each array"
+    ):
+        mm.jit(step).lower([jnp.eye(2 * WIDTH)] * 2, jnp.ones((ROWS, 2 * WIDTH)))
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])

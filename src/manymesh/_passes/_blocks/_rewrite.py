@@ -18,6 +18,9 @@ from ..._program._rewrite import making, trace_nodes
 from ._find import Split, tie_at
 from ._ties import COMBINE, Tie, block_aval, block_eqn, joins_blocks, taken_apart
 
+# From bits to numbers: those of a normal distribution, times a number.
+_STEPS_OF_A_DRAW = 30
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -284,10 +287,19 @@ class Rewriter:
             self._cut[v, split] = self._cut_of(v, split, follows)
         return self._cut[v, split]
 
+    def _line(self, n: Node) -> str:
+        """The user's line of a draw; as functions of JAX's hide it, that of the first which computes with the numbers."""
+        for _ in range(_STEPS_OF_A_DRAW):
+            readers = self.flat.index.readers.get(n.outputs[0])
+            if (line := _compat.source_line(n.eqn)) or not readers:
+                return line
+            n = readers[0]
+        return ""
+
     def _cut_of(self, v: Var, split: Split, follows: bool) -> list[Any]:
         made, count = self.flat.index.producer.get(v), len(split.submeshes)
         if made is not None and made.primitive == "random_bits" and made.task is None:
-            self.drawn[v] = Whole(v, _compat.source_line(made.eqn), nbytes(v.aval) * (count - 1) // count)
+            self.drawn[v] = Whole(v, self._line(made), nbytes(v.aval) * (count - 1) // count)
         size = _compat.shape(v)[split.dim] // len(split.submeshes)
         cut = []
         for k in range(len(split.submeshes)):

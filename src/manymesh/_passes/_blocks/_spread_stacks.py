@@ -179,16 +179,22 @@ def _about_wholes(wholes: Iterable[Whole], called: Mapping[Var, str]) -> list[Fi
 
 
 def _about_drawn(drawn: Iterable[Whole]) -> list[Finding]:
-    """A finding for each draw of the numbers of all layers."""
+    """A finding for each draw of the numbers of all layers, or for all elements of a vector of what lies on several submeshes."""
     return [
         Finding(
-            f"random numbers for all layers of a stack ({w.var.aval.str_short()}{f', at {w.reader}' if w.reader else ''}) are drawn "
-            f"on one submesh, and {w.nbytes} bytes of them sent to the others in every step; draw with a Threefry key for "
-            "each layer, and each submesh draws its own: jax.vmap(lambda k: jax.random.normal(k, shape))(jax.random.split(key, layers))"
+            f"random numbers for all {'parts of a vector' if vector else 'layers of a stack'} ({w.var.aval.str_short()}"
+            f"{f', at {w.reader}' if w.reader else ''}) are drawn on one submesh, and {w.nbytes} bytes of them sent to the others "
+            f"in every step; draw with {'a key for each array' if vector else 'a Threefry key for each layer'}, and each "
+            f"submesh draws its own: {_EACH_ARRAY if vector else _EACH_LAYER}"
         )
         for w in drawn
         if w.nbytes > SMALL
+        for vector in [len(_compat.shape(w.var)) == 1]
     ]
+
+
+_EACH_LAYER = "jax.vmap(lambda k: jax.random.normal(k, shape))(jax.random.split(key, layers))"
+_EACH_ARRAY = "optax.tree.random_like(key, grads, jax.random.normal), say, before they are one vector"
 
 
 def _kind(v: Var) -> str:
