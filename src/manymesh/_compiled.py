@@ -300,10 +300,7 @@ class Compiled(Stage):
     def _unusable(self, i: int, x: Any) -> Exception:
         context = f"{self.name}: argument {self._path(i)} of shape {x.shape}"
         if isinstance(x, jax.core.Tracer):
-            return ArgumentError(
-                f"{context} is a tracer; a compiled step cannot be a part of jax.jit, jax.grad or jax.vmap: apply these "
-                "inside the function that mm.jit wraps"
-            )
+            return traced_argument(f"{context} is a tracer")
         return deleted(context)
 
     def _path(self, i: int) -> str:
@@ -483,6 +480,14 @@ def check_given_once(name: str, leaves: Sequence[Any], donated: frozenset[int], 
             )
 
 
+def traced_argument(argument: str) -> ArgumentError:
+    """The error for an argument of a call that is part of a transformation."""
+    return ArgumentError(
+        f"{argument}; a step of mm.jit runs as programs of its own, on one submesh or several, and cannot be a part of jax.jit, "
+        "jax.grad, jax.vmap or jax.eval_shape: apply these inside the function that mm.jit wraps, or use the step's own eval_shape"
+    )
+
+
 def described(argument: str, x: jax.ShapeDtypeStruct) -> ArgumentError:
     """The error for an argument of a call that describes an array and is none."""
     return ArgumentError(
@@ -494,8 +499,8 @@ def described(argument: str, x: jax.ShapeDtypeStruct) -> ArgumentError:
 def deleted(argument: str) -> RuntimeError:
     """The error for an argument of a call that was an array."""
     return RuntimeError(
-        f"{argument}: Array has been deleted. It was donated to an earlier call, whose result replaces it: pass that "
-        "result, or do not donate this argument"
+        f"{argument}: Array has been deleted. It was donated to an earlier call, which deletes it: pass what that call "
+        "returned in its place, or do not donate this argument"
     )
 
 

@@ -334,6 +334,28 @@ def test_a_nan_is_looked_for_where_jax_no_longer_does():
         jax.config.update("jax_debug_nans", False)
 
 
+def test_a_donated_state_that_is_not_returned_is_told():
+    """Deleted by the call, it is lost; a warning as from jax.jit, and an error that does not speak of a result it has not."""
+    step = mm.jit(lambda p, x: loss(p, x), donate_argnums=0)
+    state = parameters()
+    with pytest.warns(UserWarning, match=r"args\[0\]\['back'\], args\[0\]\['front'\]: donated.*no result is left"):
+        step(state, rows())
+    with pytest.raises(RuntimeError, match="donated to an earlier call, which deletes it: pass what that call returned"):
+        step(state, rows())
+    kept = mm.jit(lambda p, q, x: (jax.tree.map(lambda w: 2 * w, p), loss(p, x)), donate_argnums=(0, 1))
+    with pytest.warns(UserWarning, match=r"args\[1\]\['back'\], args\[1\]\['front'\]: donated"):  # the first take all there is
+        kept.lower(parameters(), parameters(), rows())
+    mm.jit(lambda p, x: (p, loss(p, x)), donate_argnums=0).lower(parameters(), rows())
+
+
+def test_a_tracer_is_refused_in_the_same_words_before_and_after_a_call():
+    step, args = mm.jit(loss), (parameters(), rows())
+    for _ in range(2):
+        with pytest.raises(mm.errors.ArgumentError, match="is a tracer.*jax.eval_shape.*the step's own eval_shape"):
+            jax.eval_shape(step, *args)
+        step(*args)
+
+
 @pytest.mark.parametrize("place", [0, 3])
 def test_a_donated_argument_is_deleted_however_it_is_used(place):
     """Read, moved, handed through, handed through twice, or all of these: as under jax.jit, and results stay good."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _compat, meta
-from .._compiled import check_given_once, deleted, described
+from .._compiled import check_given_once, deleted, described, traced_argument
 from .._distributed._world import world
 from .._errors import ArgumentError
 from .._implicit import registered
@@ -231,11 +231,7 @@ def abstract(name: str, path: Any, x: Any, given: Arguments) -> jax.ShapeDtypeSt
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
     if isinstance(x, jax.core.Tracer):
-        raise ArgumentError(
-            f"mm.jit({name}): argument{keystr(path)} is a tracer {x.aval.str_short()}; a step of mm.jit runs as programs of its own, "
-            "on one submesh or several, and cannot be a part of jax.jit, jax.grad, jax.vmap or jax.eval_shape: apply these inside "
-            "the function that mm.jit wraps, or use the step's own eval_shape"
-        )
+        raise traced_argument(f"mm.jit({name}): argument{keystr(path)} is a tracer {x.aval.str_short()}")
     if _compat.is_ref(x):
         raise ArgumentError(f"mm.jit({name}): argument{keystr(path)} is {REFERENCE}")
     try:

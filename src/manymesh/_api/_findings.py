@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 from .. import _compat
 from .._compat import Var
-from .._errors import PlacementError, ScheduleError
+from .._errors import ArgumentError, PlacementError, ScheduleError
 from .._findings import Finding
 from .._mark import MARK, Recording
 from .._program import Program, nbytes
 from ..schedules._placements import described
+from ._arguments import Arguments
+from ._names import names_of_arguments
 
 LITTLE = 1 << 10  # bytes that may be kept without a word
 
@@ -148,6 +153,35 @@ def note_dropped(record: Recording, used: Container[str], jaxpr: Any) -> None:
     for name in dict.fromkeys(name for mark, name in missing.items() if mark in traced and mark not in left):
         text = "dropped, for no result of the step depends on what is computed there; return it, or take the task away"
         record.findings[Finding(text, name)] = PlacementError
+
+
+def note_donated(
+    record: Recording, given: Arguments, donated: Iterable[int], results: Sequence[jax.ShapeDtypeStruct]
+) -> None:
+    """Adds a finding where what is donated is lost: no result is left that could be its next value.
+
+    Args:
+      record: of the trace.
+      given: the arguments.
+      donated: positions of the leaves that the user donates.
+      results: shape and dtype of each result.
+    """
+    left = Counter((x.shape, x.dtype) for x in results)
+    lost: list[int] = []
+    for i in sorted(donated):
+        x = _compat.abstract(given.leaves[i])
+        left[x.shape, x.dtype] -= 1
+        if left[x.shape, x.dtype] < 0:
+            lost.append(i)
+    if not lost:
+        return
+    names = names_of_arguments(given.treedef)
+    shown = ", ".join(names[i] for i in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+    text = (
+        f"{shown}: donated, so that the call deletes the array, and no result is left of that shape and dtype to replace it; "
+        "return its next value, or do not donate it"
+    )
+    record.findings[Finding(text)] = ArgumentError
 
 
 def note_opened(record: Recording, opened: Mapping[str, str]) -> None:

@@ -323,7 +323,7 @@ class _InParts:
     """What is asked of a step as a whole, and only its parts can say."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__") or not (name.startswith("_") or name in ("program", "plan", "estimate")):
+        if name.startswith("__") or not (name.startswith("_") or name in ("program", "plan", "layout", "estimate")):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; it has the parts of a step, .parts")
         step, parts, lines = (self.__dict__.get(k, "") for k in ("_title", "parts", "_lines"))
         at = f" ({lines})" if lines else ""

@@ -106,7 +106,8 @@ def jit(
       fun: a function of pytrees, with tasks in it. Differentiation goes inside: ``mm.jit`` around ``jax.grad``.
         Left out, as in ``@mm.jit(donate_argnums=0)``, the result is a decorator.
       static_argnums, static_argnames: arguments that are part of the program; hashable.
-      donate_argnums, donate_argnames: arguments whose buffers the step may reuse; they are deleted by the call.
+      donate_argnums, donate_argnames: arguments whose buffers the step may reuse; they are deleted by the call,
+        with a warning where no result could be the next value of one.
       in_shardings: pytree prefix of the arguments of `NamedSharding` on submeshes, or of one device, or None to infer.
       out_shardings: pytree prefix of the result, likewise.
       compiler_options: handed to XLA for every fragment.

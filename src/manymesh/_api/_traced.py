@@ -32,7 +32,7 @@ from .._topology import auto_mesh
 from .._types import PyTree
 from ._arguments import Arguments, donated_leaves
 from ._boxes import with_parameter
-from ._findings import note_accumulation, note_dropped, note_opened, note_outside, note_pipeline
+from ._findings import note_accumulation, note_donated, note_dropped, note_opened, note_outside, note_pipeline
 from ._hosted import Whole, lower_parts
 from ._lowered import Lowered
 from ._names import names_of_arguments, names_of_results, paths_of_arguments, paths_of_results, users_keys
@@ -122,6 +122,8 @@ class Traced(Stage):
         wanted_out = {o: on_devices(s) for o, s in wanted_out.items()}
         pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
         put = {i: s for i, x in enumerate(given.leaves) if (s := committed(x)) is not None}
+        if given.donated is None:  # by `donate_argnums`, and not as what a part of a step makes
+            note_donated(self._record, given, given_away, self._shapes)
         if long := unrolled(self.jaxpr, self._record):
             self._record.findings.update(dict.fromkeys(long, PlacementError))
             step.report(self._record, None)  # before what takes long
