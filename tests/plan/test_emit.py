@@ -128,6 +128,7 @@ def test_a_plan_holds_numbers_and_names():
         plan.instructions[0].submesh = 3
 
 
+@pytest.mark.filterwarnings("ignore:.*donated, so that the call deletes:UserWarning")
 def test_what_may_be_donated():
     """Owned by the call, dead in every run, and shared with nothing; whether a result can use it is asked later."""
     wide = mm.task(lambda w, x: jnp.sum(w) * x, "wide", devices=[0])
@@ -141,6 +142,7 @@ def test_what_may_be_donated():
     assert positions == {(): set(), (0,): {"w"}, (0, 1): {"w", "x"}}
 
 
+@pytest.mark.filterwarnings("ignore:.*donated, so that the call deletes:UserWarning")
 def test_copies_on_shared_devices_are_aliases():
     """Both ends of a transfer between submeshes with a common device, and an argument that arrives on two of them."""
     all_, half, other = (Mesh(DEVICES[list(d)], ("x",)) for d in ((0, 1, 2, 3), (2, 3), (4, 5)))

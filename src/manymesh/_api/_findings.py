@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from .. import _compat
 from .._compat import Var
 from .._errors import ArgumentError, PlacementError, ScheduleError
@@ -15,8 +13,6 @@ from .._findings import Finding
 from .._mark import MARK, Recording
 from .._program import Program, nbytes
 from ..schedules._placements import described
-from ._arguments import Arguments
-from ._names import names_of_arguments
 
 LITTLE = 1 << 10  # bytes that may be kept without a word
 
@@ -155,27 +151,24 @@ def note_dropped(record: Recording, used: Container[str], jaxpr: Any) -> None:
         record.findings[Finding(text, name)] = PlacementError
 
 
-def note_donated(
-    record: Recording, given: Arguments, donated: Iterable[int], results: Sequence[jax.ShapeDtypeStruct]
-) -> None:
+def note_donated(record: Recording, jaxpr: Any, donated: Iterable[int], names: Sequence[str]) -> None:
     """Adds a finding where what is donated is lost: no result is left that could be its next value.
 
     Args:
       record: of the trace.
-      given: the arguments.
+      jaxpr: the closed jaxpr of the step.
       donated: positions of the leaves that the user donates.
-      results: shape and dtype of each result.
+      names: what each leaf of the arguments is called.
     """
-    left = Counter((x.shape, x.dtype) for x in results)
+    left = Counter((x.shape, x.dtype) for x in jaxpr.out_avals)
     lost: list[int] = []
     for i in sorted(donated):
-        x = _compat.abstract(given.leaves[i])
-        left[x.shape, x.dtype] -= 1
-        if left[x.shape, x.dtype] < 0:
+        kind = jaxpr.in_avals[i].shape, jaxpr.in_avals[i].dtype
+        left[kind] -= 1
+        if left[kind] < 0:
             lost.append(i)
     if not lost:
         return
-    names = names_of_arguments(given.treedef)
     shown = ", ".join(names[i] for i in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
     text = (
         f"{shown}: donated, so that the call deletes the array, and no result is left of that shape and dtype to replace it; "

@@ -123,7 +123,7 @@ class Traced(Stage):
         pinned_in = {i: auto_mesh(s.mesh) for i, s in wanted_in.items()}
         put = {i: s for i, x in enumerate(given.leaves) if (s := committed(x)) is not None}
         if given.donated is None:  # by `donate_argnums`, and not as what a part of a step makes
-            note_donated(self._record, given, given_away, self._shapes)
+            note_donated(self._record, self.jaxpr, given_away, names_of_arguments(given.treedef))
         if long := unrolled(self.jaxpr, self._record):
             self._record.findings.update(dict.fromkeys(long, PlacementError))
             step.report(self._record, None)  # before what takes long
