@@ -153,6 +153,30 @@ def test_very_many_iterations_over_several_submeshes_are_told_of_before_they_are
     assert len(mm.jit(rollouts(other, 100), strict=True).lower(*args).program.fragments) <= 6  # one submesh, one loop
 
 
+def test_fewer_iterations_that_compute_much_outside_of_tasks_are_told_of_too():
+    """As those of an epoch, each with an update of all parameters."""
+    there = mm.task(lambda w, h: jnp.tanh(h @ w), "there", devices=[2])
+
+    def run(p, x, operations):
+        @jax.jit
+        def change(h):
+            for _ in range(operations):
+                h = jnp.sin(h)
+            return h
+
+        def body(h, _):
+            return change(there(p["other"], cell(p["cell"], h, 0.0))), None
+
+        return lax.scan(lambda h, _: lax.scan(body, h, None, 10), x, None, 20)[0]
+
+    args = params, jnp.ones((2, WIDTH))
+    with pytest.raises(mm.errors.PlacementError, match=r"unrolled: 200 iterations.* with 20400 operations"):
+        mm.jit(lambda p, x: run(p, x, 100), strict=True).lower(*args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mm.jit(lambda p, x: run(p, x, 1)).lower(*args)
+
+
 def test_microbatches_are_no_iterations():
     there = mm.task(lambda w, h: jnp.tanh(h @ w), "there", devices=[2])
     step = mm.microbatch(rollouts(there, 1), argnum=1, num_microbatches=32, reduce="concat")

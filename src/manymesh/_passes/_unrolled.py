@@ -8,10 +8,12 @@ from .. import _compat
 from .._compat import AbstractJaxpr, Eqn
 from .._findings import Finding
 from .._mark import Recording
+from .._program._calls import is_transparent
 from ._flatten import AcrossError, Flattener
 
 # More than layers and tokens are. That many take minutes to compile, and the time grows faster than their number.
 MANY = 1000
+MANY_EQUATIONS = 20_000  # these take some ten seconds
 
 
 def unrolled(closed: AbstractJaxpr, record: Recording) -> list[Finding]:
@@ -25,18 +27,20 @@ def unrolled(closed: AbstractJaxpr, record: Recording) -> list[Finding]:
     found = []
     try:
         for count, scan in counter.scans(_compat.open_jaxpr(closed).eqns, "", False):
-            if count > MANY:
+            equations = counter.equations(scan)
+            if count > MANY or equations > MANY_EQUATIONS:
                 line = _compat.source_line(scan)
-                found.append(Finding(_message(count, f" ({line})" if line else "")))
+                found.append(Finding(_message(count, equations, f" ({line})" if line else "")))
     except AcrossError:  # the host runs a loop in it, and what is around that
         return []
     return found
 
 
-def _message(count: int, at: str) -> str:
+def _message(count: int, equations: int, at: str) -> str:
     return (
         f"lax.scan{at} has tasks of several submeshes in it, so that it is unrolled: {count} iterations, with those of the "
-        "scans in it, are programs of their own one after the other, which takes long to compile; put all that an iteration "
+        f"scans in it, are programs of their own one after the other, with {equations} operations outside of tasks in all, which "
+        "takes long to compile; put all that an iteration "
         "computes on one submesh, where a scan stays a loop, or take this one out of the step, into a loop of Python around it"
     )
 
@@ -77,3 +81,11 @@ class _Counter:
                 yield _compat.scan_parts(eqn).length * max(1, sum(count for count, _ in inside)), eqn
             else:
                 yield from inside
+
+    def equations(self, eqn: Eqn) -> int:
+        """How many an equation becomes where all scans in it are unrolled; a task, and what is computed for it, is one."""
+        if _compat.is_jit(eqn) and str(eqn.params.get("name")) in self._tasks:
+            return 1
+        rounds = _compat.scan_parts(eqn).length if eqn.primitive.name == "scan" else 1
+        inside = [e for body in _compat.jaxprs_in(eqn) for e in _compat.open_jaxpr(body).eqns]
+        return rounds * sum(map(self.equations, inside)) if self._flattener.is_opened(eqn, "") or is_transparent(eqn) else 1
