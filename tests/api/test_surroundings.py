@@ -319,6 +319,21 @@ def test_nan_checks_name_the_task_and_the_line():
     assert mm.jit(steps["task 'logs', at"])(x).shape == x.shape
 
 
+def test_a_nan_whose_step_cannot_run_once_more_names_the_task():
+    """Also one that ran well before, which JAX itself knows as one of its jits."""
+
+    @mm.jit
+    def step(x):
+        assert isinstance(x, jax.core.Tracer)
+        return logs(front(jnp.eye(WIDTH), x))
+
+    logs = mm.task(jnp.log, "logs", devices=[1])
+    with jax.debug_nans(True):
+        step(jnp.ones((2, WIDTH)))
+        with pytest.raises(FloatingPointError, match="NaN in a result of task 'logs'; jax_debug_nans"):
+            step(-jnp.ones((2, WIDTH)))
+
+
 def test_a_nan_is_looked_for_where_jax_no_longer_does():
     """After a `jax.numpy.var`, say, JAX does not heed a setting of all threads in compiled functions of this one."""
     logs = mm.task(jnp.log, "logs", devices=[1])
@@ -340,10 +355,14 @@ def test_a_donated_state_that_is_not_returned_is_told():
     state = parameters()
     with pytest.warns(UserWarning, match=r"args\[0\]\['back'\], args\[0\]\['front'\]: donated.*no result is left"):
         step(state, rows())
-    with pytest.raises(RuntimeError, match="donated to an earlier call, which deletes it: pass what that call returned"):
+    with pytest.raises(
+        RuntimeError, match="donated to an earlier call, which deletes it: pass what that call returned"
+    ):
         step(state, rows())
     kept = mm.jit(lambda p, q, x: (jax.tree.map(lambda w: 2 * w, p), loss(p, x)), donate_argnums=(0, 1))
-    with pytest.warns(UserWarning, match=r"args\[1\]\['back'\], args\[1\]\['front'\]: donated"):  # the first take all there is
+    with pytest.warns(
+        UserWarning, match=r"args\[1\]\['back'\], args\[1\]\['front'\]: donated"
+    ):  # the first take all there is
         kept.lower(parameters(), parameters(), rows())
     mm.jit(lambda p, x: (p, loss(p, x)), donate_argnums=0).lower(parameters(), rows())
 

@@ -33,8 +33,7 @@ def explain_float(
     """
     fragment, kind = error.args[0].removeprefix("jit(").removesuffix(")"), error.args[1]
     what = {"nan": "NaN", "inf": "an infinity"}.get(kind, kind)
-    # An executable that has run before is one of a `jit` to JAX.
-    place, where = next((f.called() for f in program.fragments if f.name == fragment), "the step"), ""
+    place, where = next((f.called() for f in program.fragments if f.name == fragment), f"fragment {fragment!r}"), ""
     try:
         with ignore_transforms(), jax.disable_jit(), _compat.floats_looked_at():
             plain(*gathered(list(leaves)))

@@ -88,4 +88,8 @@ class _Counter:
             return 1
         rounds = _compat.scan_parts(eqn).length if eqn.primitive.name == "scan" else 1
         inside = [e for body in _compat.jaxprs_in(eqn) for e in _compat.open_jaxpr(body).eqns]
-        return rounds * sum(map(self.equations, inside)) if self._flattener.is_opened(eqn, "") or is_transparent(eqn) else 1
+        return (
+            rounds * sum(map(self.equations, inside))
+            if self._flattener.is_opened(eqn, "") or is_transparent(eqn)
+            else 1
+        )

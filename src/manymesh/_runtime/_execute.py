@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, Sharding
 
+from .. import _compat
 from .._errors import ManyMeshError
 from .._layout._transfers import plan_transfer
 from .._plan._instructions import Instruction, Receive, Run, Send
@@ -232,6 +233,8 @@ class Executor:
         microbatch = ins.microbatch if isinstance(ins, Run) else ins.tag.microbatch
         of = "" if microbatch is None else f", microbatch {microbatch},"
         if isinstance(ins, Run):
+            if isinstance(error, _compat.InternalFloatingPointError):  # whose name is `jit` for what has run before
+                error.args = (self._names[ins.fragment], *error.args[1:])
             where = f"while {self._names[ins.fragment]!r}{of} runs on submesh {ins.submesh}"
         else:
             ends = (ins.submesh, ins.target) if isinstance(ins, Send) else (ins.source, ins.submesh)
