@@ -53,6 +53,19 @@ def test_a_number_that_keeps_its_dimension_is_a_number():
     assert "concatenate" not in left(lines, "p, q")
 
 
+def test_a_piece_that_is_several_parts_is_no_more_whole():
+    lines = [
+        "u = lax.concatenate([a, b, a, b], 0)",
+        "w = u[512:2048]",
+        "s = jnp.max(w)",
+        "p = w[1024:1536]",
+        "q = u[1536:]",
+    ]
+    found = left(lines, "s, p")
+    assert "concatenate" not in found and found.count("reduce_max") == 2
+    assert "concatenate" in left(lines, "q")  # which is read as it is
+
+
 @pytest.mark.parametrize(
     ("lines", "results"),
     [

@@ -135,6 +135,47 @@ def test_noise_of_all_layers_at_once_is_told():
         mm.jit(step).lower(*arguments())
 
 
+def clipped(vector, back):
+    return back(vector * jnp.minimum(1.0, 1e-2 / jnp.linalg.norm(vector)))
+
+
+def standardised(vector, back):
+    return back((vector - jnp.mean(vector)) / (jnp.std(vector) + 1))
+
+
+def sharpened(vector, back):
+    return jax.tree.map(lambda g: g * jnp.max(jax.nn.softmax(vector)), back(vector))
+
+
+def of_pairs(step):
+    """A step on two stacks of different sizes, and where it is taken: the gradient of each stack as one vector."""
+
+    def apply(ws, x):
+        def loss_of(ws):
+            return jnp.mean(jax.lax.scan(lambda x, w: (x + layer(w["b"], layer(w["a"], x)), None), x, ws)[0] ** 2)
+
+        vector, back = ravel_pytree(jax.grad(loss_of)(ws))
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, step(vector, back))
+
+    w, x = arguments()
+    return apply, ({"a": w, "b": w + 0.1}, x)
+
+
+@pytest.mark.parametrize("change", [clipped, standardised, sharpened])
+def test_of_a_vector_of_stacks_numbers_cross(change):
+    """What is made of all layers of all stacks at once, and taken apart again: each submesh does it with its own."""
+    step, args = of_pairs(change)
+    report = mm.jit(step).lower(*args).report()
+    assert len(report.values) > 2 and all(v.nbytes <= max(4, args[1].nbytes) for v in report.values)
+    assert_agrees(step, *args, tolerance=1e-4)
+
+
+def test_a_vector_of_stacks_that_is_sorted_is_told():
+    step, args = of_pairs(lambda vector, back: back(vector * (vector > jnp.sort(vector)[-8])))
+    with pytest.warns(UserWarning, match=r"a vector float32\[2048\], at .*test_between_layers.*come together on one"):
+        assert_agrees(step, *args, tolerance=1e-4)
+
+
 def test_noise_for_a_vector_of_all_gradients_is_told():
     """There are no layers: what is said is of the arrays that the vector is made of, and of the user's line."""
     tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"dense_{k}", devices=[k]) for k in range(2)]

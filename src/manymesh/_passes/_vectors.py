@@ -14,11 +14,13 @@ from typing import Any
 from jax import lax
 
 from .. import _compat
-from .._compat import Atom, Var
+from .._compat import Atom, Eqn, Var
+from .._findings import Finding
 from .._program._flat import FlatProgram
 from .._program._nodes import Node, nbytes, nodes_where
 from .._program._rewrite import making, rename, trace_nodes, with_atoms
 from ._blocks._ties import COMBINE, ELEMENTWISE, REDUCTIONS
+from ._dead import remove_dead
 from ._hoist import SMALL
 
 Range = tuple[int, int]
@@ -30,29 +32,50 @@ def leave_apart(flat: FlatProgram) -> FlatProgram:
     """Computes sums and parts of vectors of the parts that these are put together of on several submeshes. Needs the placement."""
     worker = _Worker(flat)
     replaced = {n: found for n in flat.nodes if (found := worker.look_at(n)) is not None}
-    if not replaced:
+    if replaced:
+        flat = rename(replace(flat, nodes=nodes_where(flat.nodes, replaced), placement=None), worker.alias)
+    if not worker.of_blocks:
         return flat
-    return rename(replace(flat, nodes=nodes_where(flat.nodes, replaced), placement=None), worker.alias)
+    left = remove_dead(flat).index.producer
+    told = [
+        _put_together(left[v].eqn, nbytes(v.aval)) for v in worker.of_blocks if v in left and nbytes(v.aval) > SMALL
+    ]
+    return replace(flat, findings=(*flat.findings, *told))
+
+
+def _put_together(eqn: Eqn, count: int) -> Finding:
+    line = _compat.source_line(eqn)
+    return Finding(
+        f"a vector {eqn.outvars[0].aval.str_short()}{f', at {line},' if line else ''} of what lies in blocks on several submeshes, "
+        f"one for each part of the layers, is read as a whole: up to {count} bytes come together on one submesh in every step; "
+        "numbers about all of it (a sum, a norm, a variance, a maximum) and its parts need not"
+    )
 
 
 class _Worker:
     """Goes through the nodes outside of loops, in order.
 
     Attributes:
+      stacks: whether there are stacks in blocks.
       ranges: a vector that could be left in parts -> where each part begins and ends.
       uniform: vectors of one number -> the node that spreads it out.
+      pieces: vectors that are several parts of another one -> that one, and the number of the first.
       parts: (vector, which part, its length) -> that part.
       alias: what is a part of a vector -> that part.
+      of_blocks: vectors put together of what lies in blocks.
       made: nodes that make parts, to be put before the one that is looked at.
     """
 
     def __init__(self, flat: FlatProgram) -> None:
         assert flat.placement is not None, "parts on one submesh are put together there"
         self.home, self.producer = flat.placement.home, flat.index.producer
+        self.stacks = bool(flat.stacked_inputs or flat.stacked_outputs)
         self.ranges: dict[Var, tuple[Range, ...]] = {}
         self.uniform: dict[Var, Node] = {}
+        self.pieces: dict[Var, tuple[Var, int]] = {}
         self.parts: dict[tuple[Var, int, int], Atom] = {}
         self.alias: dict[Var, Atom] = {}
+        self.of_blocks: list[Var] = []
         self.made: list[Node] = []
 
     def look_at(self, n: Node) -> list[Node] | None:
@@ -86,6 +109,8 @@ class _Worker:
             self.parts[n.outputs[0], k, length] = v
             ranges.append((at, at := at + length))
         self.ranges[n.outputs[0]] = tuple(ranges)
+        if self.stacks and any(v in self.producer and self.producer[v].mesh is not None for v in n.inputs):
+            self.of_blocks.append(n.outputs[0])
 
     def _elementwise(self, n: Node) -> None:
         vectors = [v for v in n.eqn.invars if not _is_number(v)]
@@ -103,6 +128,9 @@ class _Worker:
         """The k-th part of a vector, made if it is not there; a number as it is."""
         if _is_number(v) or not _compat.is_var(v):
             return v
+        if v in self.pieces:
+            whole, first = self.pieces[v]
+            return self._part(whole, first + k, length)
         if (v, k, length) not in self.parts:
             n = self.producer[v]
             if v in self.uniform:
@@ -122,7 +150,10 @@ class _Worker:
     def _taken(self, n: Node, v: Var) -> list[Node] | None:
         """What takes a piece of one part, from that part. What takes several pieces was taken apart before."""
         (a,), (b,) = n.eqn.params["start_indices"], n.eqn.params["limit_indices"]
-        if n.eqn.params["strides"] not in (None, (1,)) or (k := _around(self.ranges[v], (a, b))) is None:
+        if n.eqn.params["strides"] not in (None, (1,)):
+            return None
+        if (k := _around(self.ranges[v], (a, b))) is None:
+            self._several(n, v, (a, b))
             return None
         self.made = []
         (out,), (start, end) = n.outputs, self.ranges[v][k]
@@ -134,6 +165,14 @@ class _Worker:
             nodes, _ = trace_nodes(cut, [part], backward=n.backward)
             self.made += [making(nodes[-1], [out])]
         return self.made
+
+    def _several(self, n: Node, v: Var, piece: Range) -> None:
+        """A piece that is several parts, each whole, could be left in these."""
+        inside = [k for k, (a, b) in enumerate(self.ranges[v]) if piece[0] <= a and b <= piece[1]]
+        ranges = [self.ranges[v][k] for k in inside]
+        if inside and (ranges[0][0], ranges[-1][1]) == piece:
+            self.pieces[n.outputs[0]] = v, inside[0]
+            self.ranges[n.outputs[0]] = tuple([(a - piece[0], b - piece[0]) for a, b in ranges])
 
     def _sum(self, n: Node, ranges: Sequence[Range]) -> list[Node] | None:
         """A sum over all of a vector, or a product of two, of those over its parts."""

@@ -174,6 +174,8 @@ class Rewriter:
                 tie = tie_at(n, k, split)
                 if tie is not None and tie.combined_by:
                     return self._combine(n, tie, split)
+                if n.primitive == "concatenate" and n.loop is None and len(_compat.shape(x)) == 1:
+                    return self._vector(n)
         self._emit(n, n.eqn.replace(invars=[self._atom(v, n, n.primitive) for v in n.eqn.invars]))
         return None
 
@@ -221,6 +223,11 @@ class Rewriter:
         nodes, _ = trace_nodes(total, partial, loop=n.loop, backward=n.backward)
         nodes[-1] = making(nodes[-1], n.eqn.outvars)
         self._nodes += nodes
+
+    def _vector(self, n: Node) -> None:
+        """A vector of blocks as they are: `leave_apart` puts it together only where it is read as a whole, and tells of it."""
+        blocks = [b for v in n.eqn.invars for b in (self.blocks[v] if _compat.is_var(v) and v in self.split else [v])]
+        self._emit(n, n.eqn.replace(invars=blocks))
 
     def _stack(self, n: Node, split: Split, of: tuple[int, ...]) -> None:
         """A stack of pieces as one stack on each submesh, each of the pieces that belong to its block."""
