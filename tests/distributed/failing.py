@@ -47,7 +47,7 @@ def main(case, limit, *address):
 
     def last(w, x):
         y = jnp.tanh(x @ w)
-        return jnp.log(y) if case == "catches" else y
+        return jnp.log(y) if case.startswith("catches") else y
 
     front = mm.task(lambda w, x: jnp.tanh(x @ w), "front", devices=[0])
     back = mm.task(last, "back", devices=[1])
@@ -61,6 +61,8 @@ def main(case, limit, *address):
     step = mm.jit(train)
     other = mm.jit(lambda w, x: back(w, front(w, x)))
     w, x = np.eye(4, dtype=np.float32), np.ones((6, 4), np.float32)  # which compile nothing
+    if case == "catches with state":  # which the others do not have
+        w = mm.jit(mm.task(lambda w: 1 * w, "made", devices=[1]))(w)
     if case == "leaves at once" and failing:
         sys.exit(3)
     for number in range(1, 5):
@@ -92,12 +94,13 @@ def main(case, limit, *address):
                 float(other(w, x).sum())
             elif case == "other shape":
                 x = np.ones((9, 4), np.float32)
-        if case == "catches":
+        if case.startswith("catches"):
             jax.config.update("jax_debug_nans", True)
             x = -x if number == 3 else x
         try:
             float(step(w, x))
-        except FloatingPointError:
+        except FloatingPointError as error:
+            print("caught", error, flush=True)
             sys.exit(3)  # as a script does that handles its own errors
     print("ended well", jax.process_index())
 

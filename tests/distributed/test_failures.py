@@ -36,6 +36,10 @@ CASES = {
         3,
         "process 1 (submesh 1) did not finish call 3 of train (program 1), which ended there with FloatingPointError",
     ),
+    "catches with state": (
+        3,
+        "caught mm.jit(train): NaN in a result of task 'back', at ",
+    ),
     "leaves early": (
         ENDED_WITH_OTHERS,
         "the script of process 1 (submesh 1) has ended, after 4 calls, compilations and fetches; the last thing that process 1 did is call 2 of train (program 1)",

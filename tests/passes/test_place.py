@@ -562,3 +562,29 @@ def test_a_penalty_on_a_weight_is_where_a_task_reads_its_cast(looped, dtype):
     ws, x = [jnp.ones((64, 64))] * 2, jnp.ones((4, 64))
     program = mm.jit(grad).lower(ws, x).program
     assert [program.input_submeshes[v] for v in program.invars[len(program.consts) :][:2]] == [(0,), (1,)]
+
+
+@pytest.mark.parametrize("logged", ["norm", "cosine"])
+def test_a_gradient_of_the_last_step_is_where_the_next_one_is_made(logged):
+    """Kept in the state for a number about all of them: each stays where its task is, and the number is added up."""
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"t{k}", devices=[k // 2]) for k in range(4)]
+
+    def loss(ws, x):
+        for task, w in zip(tasks, ws, strict=True):
+            x = task(w, x)
+        return jnp.mean(x**2)
+
+    def step(state, x):
+        ws, before = state
+        grads = jax.grad(loss)(ws, x)
+        number = optax.global_norm(before) if logged == "norm" else optax.tree.vdot(before, grads)
+        if logged == "cosine":
+            number /= 1 + optax.global_norm(before) * optax.global_norm(grads)
+        return ([w - 0.1 * g for w, g in zip(ws, grads, strict=True)], grads), number
+
+    ws, x = [jnp.eye(64)] * 4, jnp.ones((4, 64))
+    lowered = mm.jit(step).lower((ws, ws), x)
+    assert all(v.nbytes <= x.nbytes for v in lowered.report().values)
+    (_, before), _ = lowered.compile()((ws, ws), x)
+    assert [next(iter(g.devices())).id for g in before] == [0, 0, 1, 1]
+    assert_agrees(step, (ws, ws), x, tolerance=1e-5)

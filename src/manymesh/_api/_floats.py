@@ -10,9 +10,11 @@ import jax
 
 from .. import _compat
 from .._compat import AbstractJaxpr, Atom, Eqn, Var
+from .._distributed._world import world
 from .._mark import ignore_transforms
 from .._program import Program
 from .._program._calls import call_body
+from .._runtime._processes import committed_sharding
 from .._task import Task
 from ._arguments import gathered
 
@@ -22,21 +24,27 @@ def explain_float(
 ) -> FloatingPointError:
     """The public error for a fragment whose result is no number.
 
-    As `jax.jit` does, the step is run once more, in reference mode and operation by operation, to find the line.
+    As `jax.jit` does, the step is run once more, in reference mode and operation by operation, to find the line. Of a run of
+    several processes, of which the others know nothing of it, the fragment alone is, where it has all that it reads.
 
     Args:
       name: name of the step.
       plain: the step as a function of its leaves.
       program: that of the step, or of its part.
-      error: what the fragment's executable raised: its name, and ``nan`` or ``inf``.
+      error: what the fragment's executable raised: its name, ``nan`` or ``inf``, and what it has read.
       leaves: the arguments.
     """
-    fragment, kind = error.args[0].removeprefix("jit(").removesuffix(")"), error.args[1]
+    made_by, kind, *read = error.args
     what = {"nan": "NaN", "inf": "an infinity"}.get(kind, kind)
-    place, where = next((f.called() for f in program.fragments if f.name == fragment), f"fragment {fragment!r}"), ""
+    fragment = next((f for f in program.fragments if f.name == made_by), None)
+    place, where = fragment.called() if fragment is not None else f"fragment {made_by!r}", ""
+    alone = world() is not None and any(committed_sharding(x) is not None for x in leaves)
     try:
         with ignore_transforms(), jax.disable_jit(), _compat.floats_looked_at():
-            plain(*gathered(list(leaves)))
+            if not alone:
+                plain(*gathered(list(leaves)))
+            elif fragment is not None and read and all(x.is_fully_addressable for x in read[0]):
+                ByOperation(_compat.close(fragment.jaxpr), program.tasks)(*read[0])
     except FloatingPointError as found:
         notes = getattr(found, "__notes__", ())
         place = next((note.removeprefix("in ") for note in notes if note.startswith("in task ")), place)

@@ -226,7 +226,7 @@ class _Placer:
             and held.isdisjoint(n.outputs)
         ]
         before = {n: self.at.pop(n) for n in updates}  # which say nothing of what they read
-        together = Together(self.flat, self.at, free, self._place_of, self._readers, self._stages())
+        together = Together(self.flat, self.at, free, self._comes_from, self._readers, self._stages())
         moved = together.run()
         if not moved:
             self.at.update(before)
@@ -383,6 +383,11 @@ class _Placer:
             return self._place_of(self.index.comes_from[v], seen + 1)
         return self.pinned.get(v)
 
+    def _comes_from(self, v: Var) -> int | None:
+        """Where a variable is made; of a state that a task makes for the next call, where that is."""
+        at = self._place_of(v)
+        return self.fed_back.get(v) if at is None else at
+
     def _vote_made(self, n: Node) -> int | None:
         """Where most of what a node reads is made.
 
@@ -462,7 +467,7 @@ class _Placer:
     def _where_fed_back(self, n: Node) -> int | None:
         """Where a state is made that a node reads on the way there: the state need not come back, and no more crosses."""
         found = {self.fed_back[v] for v in n.inputs if v in self.fed_back}
-        if len(found) != 1 or self._all_readers(n) != found:
+        if len(found) != 1 or not self._all_readers(n) <= found:  # nobody, of a norm of it that is logged
             return None
         (at,) = found
         coming = sum(nbytes(v.aval) for v in n.inputs if self._place_of(v) not in (None, at))

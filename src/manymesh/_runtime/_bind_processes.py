@@ -208,8 +208,8 @@ class ProcessesExecutor(Executor):
         What is about processes comes of what is known to the others.
         """
         if self._launches.dispatching and not isinstance(error, ProcessError):
-            floats = isinstance(error, _compat.InternalFloatingPointError)  # whoever catches it says the task
-            why = "FloatingPointError: a NaN or an infinity, which is looked for" if floats else in_a_line(error)
+            floats = isinstance(error, _compat.InternalFloatingPointError)  # whoever catches it says the line
+            why = f"FloatingPointError: a NaN or an infinity in {error.args[0]!r}" if floats else in_a_line(error)
             self._world.fails(self._number, why)
         self._launches.dispatching = False
 

@@ -157,7 +157,7 @@ class Executor:
                         slots[run] = nothing
         except Exception as error:
             if not isinstance(error, ManyMeshError):
-                self._say_where(error, len(self._code) - length_hint(issues) - 1)
+                self._say_where(error, len(self._code) - length_hint(issues) - 1, slots)
             raise
         if self._results is not None:
             return list(self._results(slots))
@@ -224,8 +224,8 @@ class Executor:
         for at, sharding in due:
             slots[at] = self._relayouts.bring(slots[at], sharding)
 
-    def _say_where(self, error: Exception, at: int) -> None:
-        """Notes in an exception which issue it comes from."""
+    def _say_where(self, error: Exception, at: int, slots: Sequence[Any]) -> None:
+        """Notes in an exception which issue it comes from; in one about a NaN, which fragment, and what that has read."""
         told = self._issues[at].told
         if not told:
             return
@@ -234,7 +234,7 @@ class Executor:
         of = "" if microbatch is None else f", microbatch {microbatch},"
         if isinstance(ins, Run):
             if isinstance(error, _compat.InternalFloatingPointError):  # whose name is `jit` for what has run before
-                error.args = (self._names[ins.fragment], *error.args[1:])
+                error.args = (self._names[ins.fragment], error.args[1], self._issues[at].read(slots))
             where = f"while {self._names[ins.fragment]!r}{of} runs on submesh {ins.submesh}"
         else:
             ends = (ins.submesh, ins.target) if isinstance(ins, Send) else (ins.source, ins.submesh)

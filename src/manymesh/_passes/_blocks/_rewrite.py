@@ -295,12 +295,16 @@ class Rewriter:
         return self._cut[v, split]
 
     def _line(self, n: Node) -> str:
-        """The user's line of a draw; as functions of JAX's hide it, that of the first which computes with the numbers."""
+        """The user's line of a draw; where a function of JAX's hides it, that of the first which computes with the numbers."""
+        if line := _compat.source_line(n.eqn):
+            return f"at {line}"
         for _ in range(_STEPS_OF_A_DRAW):
             readers = self.flat.index.readers.get(n.outputs[0])
-            if (line := _compat.source_line(n.eqn)) or not readers:
-                return line
+            if not readers:
+                break
             n = readers[0]
+            if line := _compat.source_line(n.eqn):
+                return f"for {line}"
         return ""
 
     def _cut_of(self, v: Var, split: Split, follows: bool) -> list[Any]:

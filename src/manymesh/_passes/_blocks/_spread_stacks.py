@@ -183,7 +183,7 @@ def _about_drawn(drawn: Iterable[Whole]) -> list[Finding]:
     return [
         Finding(
             f"random numbers for all {'parts of a vector' if vector else 'layers of a stack'} ({w.var.aval.str_short()}"
-            f"{f', at {w.reader}' if w.reader else ''}) are drawn on one submesh, and {w.nbytes} bytes of them sent to the others "
+            f"{f', {w.reader}' if w.reader else ''}) are drawn on one submesh, and {w.nbytes} bytes of them sent to the others "
             f"in every step; draw with {'a key for each array' if vector else 'a Threefry key for each layer'}, and each "
             f"submesh draws its own: {_EACH_ARRAY if vector else _EACH_LAYER}"
         )
