@@ -577,9 +577,9 @@ def test_a_gradient_of_the_last_step_is_where_the_next_one_is_made(logged):
     def step(state, x):
         ws, before = state
         grads = jax.grad(loss)(ws, x)
-        number = optax.global_norm(before) if logged == "norm" else optax.tree.vdot(before, grads)
+        number = optax.tree.norm(before) if logged == "norm" else optax.tree.vdot(before, grads)
         if logged == "cosine":
-            number /= 1 + optax.global_norm(before) * optax.global_norm(grads)
+            number /= 1 + optax.tree.norm(before) * optax.tree.norm(grads)
         return ([w - 0.1 * g for w, g in zip(ws, grads, strict=True)], grads), number
 
     ws, x = [jnp.eye(64)] * 4, jnp.ones((4, 64))

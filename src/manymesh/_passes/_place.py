@@ -467,10 +467,13 @@ class _Placer:
     def _where_fed_back(self, n: Node) -> int | None:
         """Where a state is made that a node reads on the way there: the state need not come back, and no more crosses."""
         found = {self.fed_back[v] for v in n.inputs if v in self.fed_back}
-        if len(found) != 1 or not self._all_readers(n) <= found:  # nobody, of a norm of it that is logged
+        readers = self._all_readers(n)
+        if len(found) != 1 or not readers <= found:
             return None
         (at,) = found
         coming = sum(nbytes(v.aval) for v in n.inputs if self._place_of(v) not in (None, at))
+        if not readers:  # as of a norm of it that is logged
+            return at if coming < sum(nbytes(v.aval) for v in n.inputs if v in self.fed_back) else None
         return at if coming <= sum(nbytes(v.aval) for v in n.outputs) else None
 
     def _all_readers(self, n: Node) -> set[int]:
