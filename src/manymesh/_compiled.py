@@ -201,7 +201,11 @@ class Compiled(Stage):
         """Runs the step on the flat list of the leaves with which a user calls it."""
         if self._moved_again.calls > 0:
             self._moved_again.look(leaves)
-        return self.call_flat(leaves)
+        processes = world()
+        if processes is None:
+            return self.call_flat(leaves)
+        with processes.in_turn(self.name):
+            return self.call_flat(leaves)
 
     @functools.cached_property
     def _moved_again(self) -> MovedAgain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -214,3 +215,19 @@ def test_what_another_process_wrote_before_it_went_on_is_read(monkeypatch: pytes
 
     with pytest.raises(ProcessError, match="call 8"):
         world.read("agree/7/1", check=elsewhere)
+
+
+def test_threads_do_not_call_side_by_side():
+    """They keep no order between processes; a call within a call of the same thread is part of it."""
+
+    def calls():
+        with world.in_turn("eval"):
+            return "done"
+
+    world = World(0, 2, _Wires(), "localhost", 1.0, 1.0)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as pool:
+        with world.in_turn("train"), world.in_turn("fetch"):
+            world.begin("call 3 of train")
+            with pytest.raises(ProcessError, match="eval is called by a thread while another .* in call 3 of train"):
+                pool.submit(calls).result()
+        assert pool.submit(calls).result() == "done"

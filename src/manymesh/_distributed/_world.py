@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .. import _compat
+from .._errors import ProcessError
 from ._wires import Message, Wires
 
 # Batches that may be on their way to one process before one of them was asked for. More lets a fast sender fill its
@@ -95,6 +97,7 @@ class World:
     carriers: dict[str, Any] = field(default_factory=dict)
     agreed: dict[Any, int] = field(default_factory=dict)
     number: int = field(default_factory=os.getpid)
+    _turn: Any = field(default_factory=threading.RLock)
     _sent: dict[int, int] = field(default_factory=dict)
     _received: dict[int, int] = field(default_factory=dict)
     _acknowledged: dict[int, int] = field(default_factory=dict)
@@ -118,6 +121,23 @@ class World:
         """Counts something that all processes do together; gives its number, from 1."""
         self.doing = self.doing._replace(calls=self.doing.calls + 1, label=label, busy=busy, unlike=unlike, given=given)
         return self.doing.calls
+
+    @contextlib.contextmanager
+    def in_turn(self, what: str) -> Iterator[None]:
+        """Around a call that all processes make together: of one thread at a time, for these keep no order between processes.
+
+        Raises:
+          ProcessError: another thread is in such a call.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise ProcessError(
+                f"{what} is called by a thread while another one of {self.name(self.process)} is in {self.doing.label}; all processes "
+                "make their calls and fetches in one order, which threads do not keep: make them one after the other, from one thread"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def fails(self, number: int, why: str) -> None:
         """Notes that an exception ended something that all do together. Who waits for what was still to come is told."""

@@ -224,7 +224,7 @@ class Executor:
         for at, sharding in due:
             slots[at] = self._relayouts.bring(slots[at], sharding)
 
-    def _say_where(self, error: Exception, at: int, slots: Sequence[Any]) -> None:
+    def _say_where(self, error: Exception, at: int, slots: list[Any]) -> None:
         """Notes in an exception which issue it comes from; in one about a NaN, which fragment, and what that has read."""
         told = self._issues[at].told
         if not told:

@@ -55,7 +55,13 @@ def fetch(tree: PyTree, process: int | None = None) -> PyTree:
         if any(not (x.is_fully_addressable or x.is_fully_replicated) for x in leaves if isinstance(x, jax.Array)):
             raise ProcessError(f"fetch: an array is on devices of other processes; {not_joined()}")
         return structure.unflatten([np.asarray(_compat.key_words(x)) for x in leaves])
-    takers = range(count) if process is None else (process,)
+    with processes.in_turn("fetch"):
+        return structure.unflatten(_fetched(processes, leaves, process))
+
+
+def _fetched(processes: World, leaves: list[Any], process: int | None) -> list[Any]:
+    """The values of leaves, in all processes or in one of them; None in the others."""
+    takers = range(processes.count) if process is None else (process,)
     shardings = [committed_sharding(x) for x in leaves]
     label = f"manymesh.fetch (tree {_agree(processes, leaves, shardings, process)})"
     number = processes.begin(label)
@@ -75,7 +81,7 @@ def fetch(tree: PyTree, process: int | None = None) -> PyTree:
         raise
     finally:
         finished.append(True)
-    return structure.unflatten(values)
+    return values
 
 
 def _agree(processes: World, leaves: list[Any], shardings: list[Sharding | None], taker: int | None) -> int:
