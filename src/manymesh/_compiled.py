@@ -232,7 +232,7 @@ class Compiled(Stage):
                 results = self._executor(given, observer)
         except _compat.InternalFloatingPointError as error:
             raise (
-                self.explain(error, leaves) if self.explain is not None else FloatingPointError(*error.args)
+                self.explain(error, leaves) if self.explain is not None else FloatingPointError(*error.args[:2])
             ) from None
         for o in self._handover.copied:
             if not hasattr(results[o], "sharding"):

@@ -20,6 +20,12 @@ class Finding(NamedTuple):
     task: str | None = None
 
 
+def listed(names: Iterable[str]) -> str:
+    """The first three of some names, each once, and how many more there are."""
+    shown = list(dict.fromkeys(names))
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+
+
 def sentences(findings: Iterable[Finding]) -> list[str]:
     """A sentence for each finding, one for all tasks of which the same was found: a name is misspelt in sixty layers."""
     tasks: dict[str, list[str]] = {}

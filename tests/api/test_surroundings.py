@@ -360,9 +360,8 @@ def test_a_donated_state_that_is_not_returned_is_told():
     ):
         step(state, rows())
     kept = mm.jit(lambda p, q, x: (jax.tree.map(lambda w: 2 * w, p), loss(p, x)), donate_argnums=(0, 1))
-    with pytest.warns(
-        UserWarning, match=r"args\[1\]\['back'\], args\[1\]\['front'\]: donated"
-    ):  # the first take all there is
+    # The first take all there is.
+    with pytest.warns(UserWarning, match=r"args\[1\]\['back'\], args\[1\]\['front'\]: donated"):
         kept.lower(parameters(), parameters(), rows())
     mm.jit(lambda p, x: (p, loss(p, x)), donate_argnums=0).lower(parameters(), rows())
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .. import _compat
 from .._compat import Var
 from .._errors import ArgumentError, PlacementError, ScheduleError
-from .._findings import Finding
+from .._findings import Finding, listed
 from .._mark import MARK, Recording
 from .._program import Program, nbytes
 from ..schedules._placements import described
@@ -167,14 +167,12 @@ def note_donated(record: Recording, jaxpr: Any, donated: Iterable[int], names: S
         left[kind] -= 1
         if left[kind] < 0:
             lost.append(i)
-    if not lost:
-        return
-    shown = ", ".join(names[i] for i in lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-    text = (
-        f"{shown}: donated, so that the call deletes the array, and no result is left of that shape and dtype to replace it; "
-        "return its next value, or do not donate it"
-    )
-    record.findings[Finding(text)] = ArgumentError
+    if lost:
+        text = (
+            f"{listed(names[i] for i in lost)}: donated, so that the call deletes the array, and no result is left of that shape "
+            "and dtype to replace it; return its next value, or do not donate it"
+        )
+        record.findings[Finding(text)] = ArgumentError
 
 
 def note_opened(record: Recording, opened: Mapping[str, str]) -> None:

@@ -274,16 +274,18 @@ class Lowered(Stage):
         said: dict[str, Any] = {
             "arguments": self._committed, "sharding": layout.sharding, "donation": layout.donation
         }  # fmt: skip
-        number = processes.begin(f"the compilation of {self._step.name}", busy="compiling", unlike=self._unlike())
-        sections = digest(self.program, self.plan, **said)
-        sections["values"] = hashlib.sha256("\n".join(self._values).encode()).hexdigest()
 
         def text(section: str) -> Iterable[str]:
             if section == "values":
                 return self._values
             return self._named(section, lines(section, self.program, self.plan, **said))
 
-        agree(processes, f"mm.jit({self._step.name})", number, sections, text, self._settings)
+        label = f"the compilation of {self._step.name}"
+        with processes.in_turn(label):
+            number = processes.begin(label, busy="compiling", unlike=self._unlike())
+            sections = digest(self.program, self.plan, **said)
+            sections["values"] = hashlib.sha256("\n".join(self._values).encode()).hexdigest()
+            agree(processes, f"mm.jit({self._step.name})", number, sections, text, self._settings)
 
     def _unlike(self) -> str:
         """How the arguments differ from those for which the step was compiled before, if it was."""

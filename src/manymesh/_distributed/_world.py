@@ -132,7 +132,7 @@ class World:
         if not self._turn.acquire(blocking=False):
             raise ProcessError(
                 f"{what} is called by a thread while another one of {self.name(self.process)} is in {self.doing.label}; all processes "
-                "make their calls and fetches in one order, which threads do not keep: make them one after the other, from one thread"
+                "call, compile and fetch in one order, which threads do not keep: make them one after the other, from one thread"
             )
         try:
             yield

@@ -83,13 +83,10 @@ class _Counter:
                 yield from inside
 
     def equations(self, eqn: Eqn) -> int:
-        """How many an equation becomes where all scans in it are unrolled; a task, and what is computed for it, is one."""
+        """How many outside of tasks an equation becomes where all scans in it are unrolled."""
         if _compat.is_jit(eqn) and str(eqn.params.get("name")) in self._tasks:
+            return 0
+        if not (self._flattener.is_opened(eqn, "") or is_transparent(eqn)):
             return 1
         rounds = _compat.scan_parts(eqn).length if eqn.primitive.name == "scan" else 1
-        inside = [e for body in _compat.jaxprs_in(eqn) for e in _compat.open_jaxpr(body).eqns]
-        return (
-            rounds * sum(map(self.equations, inside))
-            if self._flattener.is_opened(eqn, "") or is_transparent(eqn)
-            else 1
-        )
+        return rounds * sum(self.equations(e) for body in _compat.jaxprs_in(eqn) for e in _compat.open_jaxpr(body).eqns)

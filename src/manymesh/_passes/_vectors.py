@@ -37,13 +37,11 @@ def leave_apart(flat: FlatProgram) -> FlatProgram:
     if not worker.of_blocks:
         return flat
     left = remove_dead(flat).index.producer
-    told = [
-        _put_together(left[v].eqn, nbytes(v.aval)) for v in worker.of_blocks if v in left and nbytes(v.aval) > SMALL
-    ]
+    told = [_read_whole(left[v].eqn, nbytes(v.aval)) for v in worker.of_blocks if v in left and nbytes(v.aval) > SMALL]
     return replace(flat, findings=(*flat.findings, *told))
 
 
-def _put_together(eqn: Eqn, count: int) -> Finding:
+def _read_whole(eqn: Eqn, count: int) -> Finding:
     line = _compat.source_line(eqn)
     return Finding(
         f"a vector {eqn.outvars[0].aval.str_short()}{f', at {line},' if line else ''} of what lies in blocks on several submeshes, "

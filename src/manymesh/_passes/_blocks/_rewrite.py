@@ -28,7 +28,7 @@ class Whole:
 
     Attributes:
       var: the value.
-      reader: the primitive that reads it.
+      reader: the primitive that reads it; of random numbers the user's line that draws them, or that they are drawn for.
       nbytes: bytes that come together in one step.
     """
 
@@ -174,7 +174,7 @@ class Rewriter:
                 tie = tie_at(n, k, split)
                 if tie is not None and tie.combined_by:
                     return self._combine(n, tie, split)
-                if n.primitive == "concatenate" and n.loop is None and len(_compat.shape(x)) == 1:
+                if n.primitive == "concatenate" and len(_compat.shape(x)) == 1 and n.loop is None and not n.guard:
                     return self._vector(n)
         self._emit(n, n.eqn.replace(invars=[self._atom(v, n, n.primitive) for v in n.eqn.invars]))
         return None

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ... import _compat
 from ..._compat import Var
-from ..._findings import Finding
+from ..._findings import Finding, listed
 from ..._program._flat import FlatProgram, Pins
 from ..._program._stacked import Stacked, positions, spec_of_blocks
 from .._dead import remove_dead
@@ -118,7 +118,7 @@ def _about_uneven(uneven: Sequence[Uneven], called: Mapping[Var, str]) -> list[F
         kind = "layers" if len(_compat.shape(u.var)) > 1 else "elements"
         alike.setdefault((kind, u.layers, u.submeshes), []).append(u)
     texts = [
-        f"the {layers} {kind} of {_listed([called.get(u.var, 'an argument') for u in those])} are not used in equal "
+        f"the {layers} {kind} of {listed([called.get(u.var, 'an argument') for u in those])} are not used in equal "
         f"blocks by {len(submeshes)} submeshes of one shape, so they lie together on one submesh between steps: "
         f"{sum(u.away for u in those)} bytes go out to the others in every step, and where they are trained or "
         f"changed as many come back; {_even(kind, layers, len(submeshes), min(u.rounds for u in those))}"
@@ -170,7 +170,7 @@ def _about_wholes(wholes: Iterable[Whole], called: Mapping[Var, str]) -> list[Fi
             read.setdefault(w.reader, []).append(w)
     return [
         Finding(
-            f"{_listed([called.get(w.var) or _kind(w.var) for w in those])}: in blocks on several submeshes, one for each part "
+            f"{listed([called.get(w.var) or _kind(w.var) for w in those])}: in blocks on several submeshes, one for each part "
             f"of the layers, but {reader!r} reads the whole: {sum(w.nbytes for w in those)} bytes come together on one submesh "
             "in every step"
         )
@@ -199,8 +199,3 @@ _EACH_ARRAY = "optax.tree.random_like(key, grads, jax.random.normal), say, befor
 
 def _kind(v: Var) -> str:
     return f"a stacked value {v.aval.str_short()}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = list(dict.fromkeys(names))
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
