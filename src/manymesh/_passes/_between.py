@@ -8,7 +8,7 @@ pass has it of what the first one keeps.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -163,8 +163,10 @@ def _find_end(jaxpr: AbstractJaxpr, which: Sequence[bool], there: Sequence[bool]
     parts = _compat.open_jaxpr(jaxpr)
     eqns, outs = inlined_jaxpr(parts)
     known = {*parts.invars, *(v for v, is_there in zip(outs, there, strict=True) if is_there and _compat.is_var(v))}
+    producer = {v: e for e in eqns for v in e.outvars if _compat.is_var(v)}
+    times = Counter(filter(_compat.is_var, outs))
     needed: dict[Eqn, None] = {}
     for v, is_read in zip(outs, which, strict=True):
-        if is_read and _compat.is_var(v) and v not in parts.invars and outs.count(v) == 1 and not parts.consts:
-            needed.update(dict.fromkeys(cheap_way(v, known, eqns, cheap)))
+        if is_read and times[v] == 1 and v in producer and not parts.consts:
+            needed.update(dict.fromkeys(cheap_way(v, known, producer, cheap)))
     return End(jaxpr, parts.invars, outs, [e for e in eqns if e in needed])

@@ -264,12 +264,11 @@ def _computed_again(
     return found, picks
 
 
-def cheap_way(v: Var, known: Collection[Var], eqns: Sequence[Eqn], names: frozenset[str]) -> list[Eqn]:
+def cheap_way(v: Var, known: Collection[Var], producer: Mapping[Var, Eqn], names: frozenset[str]) -> list[Eqn]:
     """The cheap equations that make a value of others that are known; none if some other one is needed.
 
     None either if one of them looks for an element, or says names that only its task knows.
     """
-    producer = {v: e for e in eqns for v in e.outvars if _compat.is_var(v)}
     cheap = _Cheap(names)
     found: dict[Eqn, None] = {}
     stack = [v]

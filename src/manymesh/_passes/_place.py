@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -52,14 +52,20 @@ def place(flat: FlatProgram) -> FlatProgram:
         changed = {n: replace(n, layout_follows_loop=True) for n in starts}
         flat = replace(flat, nodes=tuple(changed.get(n, n) for n in flat.nodes))
         small = {changed.get(n, n) for n in small}
-    placement = _Placer(flat, small).run()
+    sums, after = summed_up(flat), latest_tasks(flat)
+    placer = _Placer(flat, small, sums, after)
+    placement = placer.run()
     states, results = beside(flat, placement)
     late: dict[Var, int] = {}
     found = {**_states_apart(flat, placement), **states}
     rounds = ROUNDS if found or results else 0
     while rounds:  # what moves may draw the home of another state after it, or what reads it elsewhere
         late |= found
-        placement = _Placer(flat, small).run(late, results)
+        if results or not placer.move_alone(found):
+            placer = _Placer(flat, small, sums, after)
+            placement = placer.run(late, results)
+        else:
+            placement = placer.with_homes(found)
         found = {v: at for v, at in _states_apart(flat, placement).items() if late.get(v) != at}
         rounds = rounds - 1 if found else 0
     return replace(flat, placement=placement)
@@ -89,9 +95,9 @@ def _states_apart(flat: FlatProgram, placement: Placement) -> dict[Var, int]:
 
 
 class _Placer:
-    def __init__(self, flat: FlatProgram, small: set[Node]) -> None:
-        self.flat, self.small, self.index = flat, small, flat.index
-        self.sums, self.after = summed_up(flat), latest_tasks(flat)
+    def __init__(self, flat: FlatProgram, small: set[Node], sums: set[Node], after: dict[Node, int]) -> None:
+        self.flat, self.small, self.index, self.sums, self.after = flat, small, flat.index, sums, after
+        self.home: dict[Var, int] = {}
         self.submeshes: list[Mesh] = []
         self.number: dict[Mesh, int] = {}
         self.at: dict[Node, int] = {}
@@ -111,7 +117,7 @@ class _Placer:
         self.trained = {self.at[n] for n in flat.nodes if n.backward and n in self.at}
         self.updates: dict[Node, int] = {}  # of states -> where the state is
         self.pinned = {v: self._submesh(m) for v, m in flat.pins.inputs.items()}
-        self.wanted: dict[Var, int] = {}
+        self.asked: dict[Var, int] = {}  # by who calls the step
         # A state stays where it is, though it is wanted elsewhere as another result, too: there it is sent.
         states = {
             flat.outvars[o]
@@ -121,7 +127,8 @@ class _Placer:
         for i, mesh in flat.pins.outputs.items():
             wanted, result = self._submesh(mesh), flat.outvars[i]
             if _compat.is_var(result) and result not in states:
-                self.wanted[result] = wanted
+                self.asked[result] = wanted
+        self.wanted = dict(self.asked)
         self.fed_back = self._find_fed_back()
         _check_submeshes(self.submeshes)
 
@@ -155,14 +162,13 @@ class _Placer:
 
     def run(self, late: Mapping[Var, int] | None = None, results: Mapping[Var, int] | None = None) -> Placement:
         """Places everything; ``late`` and ``results`` are homes that the program itself says nothing about."""
-        home = {**(late or {}), **self._input_homes()}
-        self.wanted = {**(results or {}), **self.wanted}
+        home = self.home = {**(late or {}), **self._input_homes()}
+        self.asked = {**(results or {}), **self.asked}
+        self._want_at_home()
         for v, o in self.flat.pins.states:
-            if v not in home:
-                continue
-            for out in self._leads_to(self.flat.outvars[o]):
-                self.wanted.setdefault(out, home[v])
-            self.updates.update({n: home[v] for n in self._update_of(v, self.flat.outvars[o]) if not self._repeats(n)})
+            if v in home:
+                made = self._update_of(v, self.flat.outvars[o])
+                self.updates.update({n: home[v] for n in made if not self._repeats(n)})
         open_nodes = [
             n for n in self.flat.nodes if n not in self.at and n not in self.small and not n.layout_follows_loop
         ]
@@ -174,6 +180,31 @@ class _Placer:
         if self._turn_back():
             self._vote_again([n for n in open_nodes if not n.backward], home)
         return self._finish(home)
+
+    def move_alone(self, states: Iterable[Var]) -> bool:
+        """Whether only what runs wherever it is read is about these states, such as a count: their homes decide nothing else."""
+        following = {v: self.flat.outvars[o] for v, o in self.flat.pins.states}
+        return all(
+            self.small.issuperset(self.consumers.get(v, ()))
+            and _compat.is_var(following[v])
+            and self.producer.get(following[v]) in self.small
+            and v not in self.index.continues_as
+            for v in states
+        )
+
+    def with_homes(self, states: Mapping[Var, int]) -> Placement:
+        """Where everything is once these states are elsewhere, which move alone."""
+        self.home.update(states)
+        self._want_at_home()
+        return self._finish(self.home)
+
+    def _want_at_home(self) -> None:
+        """The next value of a state that has a home is wanted there, unless somebody asked for it elsewhere."""
+        self.wanted = dict(self.asked)
+        for v, o in self.flat.pins.states:
+            if v in self.home:
+                for out in self._leads_to(self.flat.outvars[o]):
+                    self.wanted.setdefault(out, self.home[v])
 
     def _forward(self) -> set[Node]:
         """What loops compute without gradients. An accumulator adds them up."""
@@ -467,8 +498,7 @@ class _Placer:
     def _where_fed_back(self, n: Node) -> int | None:
         """Where a state is made that a node reads on the way there: the state need not come back, and no more crosses."""
         found = {self.fed_back[v] for v in n.inputs if v in self.fed_back}
-        readers = self._all_readers(n)
-        if len(found) != 1 or not readers <= found:
+        if len(found) != 1 or not (readers := self._all_readers(n)) <= found:
             return None
         (at,) = found
         coming = sum(nbytes(v.aval) for v in n.inputs if self._place_of(v) not in (None, at))

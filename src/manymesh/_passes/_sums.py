@@ -239,11 +239,12 @@ def _regroup_chains(flat: FlatProgram, placement: Placement) -> FlatProgram:
         (result,) = root.outputs
         terms, nodes = terms_of_sum(result, producer, uses, root.loop)
         done.update(nodes)
+        if len(nodes) < 2:
+            continue
         homes.note_padded(terms, uses)
         groups = _by_submesh(terms, homes)
         if (
-            len(nodes) < 2
-            or len(groups) < 2
+            len(groups) < 2
             or max(map(len, groups.values())) == 1
             or _is_grouped(nodes, homes, readers.get(result, ()))
         ):
