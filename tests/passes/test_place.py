@@ -12,7 +12,7 @@ from flat import node, placed, program, run
 from manymesh._passes import _together
 from manymesh._passes._beside import _Names
 from manymesh._passes._cut import least_cut
-from manymesh._passes._place import NothingPlacedError
+from manymesh._passes._place import NothingPlacedError, _Placer
 from stages import assert_agrees
 
 
@@ -510,6 +510,34 @@ def test_a_state_stays_where_the_home_of_another_draws_it():
     compiled = mm.jit(step).lower(*args).compile()
     assert compiled.input_shardings[0][:3] == compiled.output_shardings
     assert_agrees(step, *args)
+
+
+def test_the_home_of_a_count_is_found_without_placing_all_again(monkeypatch):
+    """Only what runs wherever it is read is about it, so that its home decides nothing else: the plan of a large model halves."""
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"t{i}", devices=[i]) for i in range(2)]
+    optimizer = optax.adamw(0.1)
+
+    def step(params, state, x):
+        grads = jax.grad(lambda params, x: jnp.sum(tasks[1](params[1], tasks[0](params[0], x))))(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = [jnp.ones((4, 4)) / 4] * 2
+    args = params, optimizer.init(params), jnp.ones((2, 4))
+    runs, run_all = [], _Placer.run
+    monkeypatch.setattr(_Placer, "run", lambda self, *late: runs.append(late) or run_all(self, *late))
+
+    def planned():
+        runs.clear()
+        jax.clear_caches()
+        lowered = mm.jit(step).lower(*args)
+        return len(runs), str(lowered.program), str(lowered.layout)
+
+    few, *found = planned()
+    monkeypatch.setattr(_Placer, "move_alone", lambda self, states: False)
+    many, *wanted = planned()
+    assert found == wanted
+    assert few < many
 
 
 @pytest.mark.parametrize("unmarked", [True, False], ids=["looked up outside", "looked up in a task"])
