@@ -430,6 +430,52 @@ def test_noise_is_made_in_the_iteration_that_reads_it():
     ]  # fmt: skip
 
 
+def test_what_picks_the_rows_of_an_update_is_made_with_the_update_before():
+    """Also where tasks alone read it, forward and backward, and what it is made of is a piece of something."""
+    source = """
+        tasks: one 0, two 1
+        inputs: x f32[512], k f32[2,512]
+        k1 = k[0:1]
+        k2 = k[1:2]
+        s1 = lax.sin(k1)
+        s2 = lax.sin(k2)
+        a = one: x + s1
+        b = two: a + 1.0
+        c = one: b * s1
+        u = c + a
+        d = one: u + s2
+        e = two: d + 1.0
+        f = one: e * s2 + u
+        results: f, u
+    """
+    assert clusters(source) == [
+        ["slice", "sin", "one"], ["two"], ["slice", "sin", "one", "add"], ["one"], ["two"], ["one"]
+    ]  # fmt: skip
+
+
+def test_a_scan_of_updates_compiles_no_more_where_it_is_longer():
+    """Each draws the rows of its batch, as in PPO: once the second update made the permutations of all of them."""
+    front = mm.task(lambda w, x: jnp.tanh(x @ w), "front", devices=[0])
+    back = mm.task(lambda w, h: jnp.mean((h @ w) ** 2), "back", devices=[1])
+    loss = jax.value_and_grad(lambda p, x: back(p["back"], front(p["front"], x)))
+
+    def step(params, x, key, length):
+        def update(params, key):
+            value, grads = loss(params, x[jax.random.permutation(key, 16)[:4]])
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+        return jax.lax.scan(update, params, jax.random.split(key, length))
+
+    args = {"front": jnp.eye(8), "back": jnp.eye(8)}, jnp.sin(jnp.arange(128.0)).reshape(16, 8), jax.random.key(0)
+
+    def largest(length):
+        fragments = mm.jit(lambda *args: step(*args, length)).lower(*args).program.fragments
+        return max(len(f.jaxpr.jaxpr.eqns) for f in fragments if f.tasks)
+
+    assert largest(12) == largest(6)
+    assert_agrees(lambda *args: step(*args, 6), *args)
+
+
 def test_what_shrinks_a_value_does_not_wait_for_a_late_reader():
     """It would hold what it is made of over the tasks between, which nothing else does; what a later equation reads is there anyway."""
     source = """

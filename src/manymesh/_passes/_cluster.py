@@ -360,23 +360,29 @@ class _Clusterer:
                     self._merge(part[0], c)
 
     def _make_late(self, order: Sequence[Cluster], level: dict[Cluster, int]) -> None:
-        """What depends on no task is made with the first that reads it, if that is unmarked too and comes after a task.
+        """What depends on no task is made with the first that reads it, or that this one waits for, if that is unmarked too.
 
-        A scan over tasks that draws noise in each iteration would else draw that of all iterations first, in one program.
-        What has to do with nothing, such as a count, goes with it.
+        A scan over tasks that draws noise in each iteration would else draw that of all iterations first, in one program; one
+        of updates the rows of all their batches, where each can be drawn with the update before. It comes after a task. What
+        has to do with nothing, such as a count, goes with it.
         """
         first: dict[int | None, int] = {}
         for t in order:
             if t.task is not None:
                 first[t.submesh] = min(level[t], first.get(t.submesh, level[t]))
+        early: set[Cluster] = set()  # what depends on no task and no loop
+        for c in order:
+            if c.task is None and c.loop is None and early.issuperset(self.preds[c]):
+                early.add(c)
         late: dict[tuple[int | None, int], int] = {}
         for c in reversed(order):
             readers = [q for q in self.succs[c] if level[q] or self.succs[q] or not _alike(c, q)]  # the others follow
-            if level[c] or not readers or c.submesh not in first or any(n.eqn.effects for n in c.nodes):
+            if c not in early or not readers or c.submesh not in first or any(n.eqn.effects for n in c.nodes):
                 continue
             due = min(level[q] - (0 if _alike(c, q) else 1) for q in readers)
             here = all(q.submesh == c.submesh for q in readers)
-            if due > first[c.submesh] and here and any(_alike(c, q) and level[q] == due for q in readers):
+            with_others = (p for q in readers for p in (q, *self.preds[q]) if _alike(c, p) and level[p] == due)
+            if due > first[c.submesh] and here and next(with_others, None) is not None:
                 level[c] = due
                 for q in self.succs[c]:
                     level[q] = max(level[q], due)
