@@ -168,3 +168,50 @@ def test_arguments_that_lie_on_explicit_meshes():
         for w, m in zip(weights(), MESHES, strict=True)
     ]
     assert_same(mm.jit(jax.grad(loss))(p, batch()), in_jax(jax.grad(loss), weights(), batch()))
+
+
+def placed(p):
+    return [
+        jax.tree.map(lambda x, s, m=m: jax.device_put(x, NamedSharding(m, s)), w, SPECS)
+        for w, m in zip(p, MESHES, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["given", "asked for"])
+def test_what_comes_back_joins_what_was_given(asked):
+    """Plain JAX refuses arrays on meshes of different types in one operation."""
+    optimizer = optax.adam(1e-2)
+
+    def train(p, state, x):
+        updates, state = optimizer.update(jax.grad(loss)(p, x), state, p)
+        return optax.apply_updates(p, updates), state
+
+    p = placed(weights())
+    at = jax.tree.map(lambda x: x.sharding, p)
+    step = mm.jit(train, out_shardings=(at, None) if asked else None)
+    state = optimizer.init(p)
+    new, state = step(p, state, batch())
+    types = jax.tree.map(jax.typeof, p)  # with their shardings
+    assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state[0].mu) == types
+    assert all(jax.tree.leaves(jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), new, at)))
+    assert jax.tree.map(lambda a, b: jax.typeof(0.9 * a + 0.1 * b), p, new) == types
+    with counted_compilations() as made:
+        again, state = step(new, state, batch())
+    assert not made
+    lowered = step.lower(new, state, batch())
+    described = jax.tree.map(lambda x: x.sharding, new)
+    assert jax.tree.map(lambda x: x.sharding, lowered.out_info[0]) == described == lowered.compile().output_shardings[0]
+    start = weights()
+    expected = in_jax(lambda p, s, x: train(*train(p, s, x), x), start, optimizer.init(start), batch())
+    assert_same((again, state), expected, 1e-4)
+
+
+def test_a_result_that_is_asked_for_on_a_mesh_of_another_type():
+    """It is on that one, whatever was given."""
+    (first, _), p = MESHES, placed(weights())
+    auto = NamedSharding(Mesh(first.devices, AXES, axis_types=(AxisType.Auto,) * 2), P(None, "model"))
+    step = mm.jit(lambda p, x: (TASKS[0](p[0], x), p[0]["up"] * 2.0), out_shardings=(None, auto))
+    hidden, twice = step(p, batch())
+    assert hidden.sharding.mesh == first
+    assert twice.sharding == auto
+    assert_same(twice, weights()[0]["up"] * 2.0)

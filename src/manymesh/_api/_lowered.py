@@ -156,7 +156,21 @@ class Lowered(Stage):
                 constant=self._constant, names=names_of_values(program, self._in_tree, self._out_tree),
                 look=None if self._is_planned() else functools.partial(compile_and_look, program),
             )  # fmt: skip
-            return replace(layout, donation=donation_pairs(program, layout, self.plan.donatable))
+            donation = donation_pairs(program, layout, self.plan.donatable)
+            return replace(layout, submeshes=self._meshes_of_caller, donation=donation)
+
+    @functools.cached_property
+    def _meshes_of_caller(self) -> tuple[Mesh, ...]:
+        """The submeshes as the caller has them: with axes of type Explicit where a sharding that is asked for, or given, says so.
+
+        Inside of tasks all axes are Auto. What comes back is for code around the step, which may not join arrays of both types.
+        """
+        found = list(self.program.submeshes)
+        for sharding in (*self._arriving.values(), *self._asked.values(), *self._wanted.values()):  # the last has its way
+            if isinstance(sharding.mesh, Mesh) and (own := auto_mesh(sharding.mesh)) in self.program.submeshes:
+                if own != sharding.mesh:
+                    found[self.program.submeshes.index(own)] = sharding.mesh
+        return tuple(found)
 
     @functools.cached_property
     def arguments(self) -> PyTree:
@@ -317,7 +331,7 @@ class Lowered(Stage):
         for o, sharding in self._wanted.items():
             v, s = self.program.outputs[o]
             mesh = sharding.mesh
-            if _compat.is_var(v) and isinstance(mesh, Mesh) and auto_mesh(mesh) == self.program.submeshes[s]:
+            if _compat.is_var(v) and mesh == self._meshes_of_caller[s]:
                 first = made.setdefault((v, s), o)
                 if self._wanted[first].spec == sharding.spec:
                     direct[o] = sharding

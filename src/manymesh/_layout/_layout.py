@@ -34,7 +34,7 @@ class Layout(Shown):
     """Where the pieces of every value are.
 
     Attributes:
-      submeshes: the submeshes of the program.
+      submeshes: the submeshes of the program, with axes of the types that the caller's arrays have.
       decisions: (value, submesh) -> its spec and the rule that decided it.
       donation: fragment -> pairs (position of an input, position of the result that takes over its buffer).
       names: what users call a value: the path of an argument or result, or the task that makes it.

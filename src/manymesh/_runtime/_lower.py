@@ -111,7 +111,7 @@ class _Lowerer:
         ins, outs = (tuple(self.layout.spec(v, f.submesh) for v in variables) for variables in (f.invars, f.outvars))
         donated = tuple(sorted(k for k, _ in self.layout.donation.get(f.index, ())))
         key = (self.keys(f.jaxpr), ins, outs, donated, tuple(sorted((self.options or {}).items())))
-        mesh = self.program.submeshes[f.submesh]
+        mesh = self.layout.submeshes[f.submesh]
         cuts = Cuts.of(f, lambda v: self.layout.spec(v, f.submesh))
         if cuts.starts:
             self.starts[f.index] = cuts.starts
@@ -121,7 +121,7 @@ class _Lowerer:
         """Lowers a fragment; what is returned compiles it."""
         ins, outs = ([self.layout.sharding(v, f.submesh) for v in each] for each in (f.invars, f.outvars))
         jaxpr = cuts.jaxpr(f)
-        mesh = self.program.submeshes[f.submesh]
+        mesh = self.layout.submeshes[f.submesh]
         ins += [NamedSharding(mesh, PartitionSpec())] * len(cuts.starts)
         if mesh.size == 1 and mesh_devices(mesh)[0].platform == "cpu":
             jaxpr = self.products.joined(jaxpr)
