@@ -108,6 +108,27 @@ def test_who_compiles_for_other_arguments_is_told_of_with_them() -> None:
     )
 
 
+def test_arguments_that_came_otherwise_are_found_also_where_nobody_waits_for_them() -> None:
+    """Of a step whose arguments each process brings where they belong by itself, in this call or one before."""
+    for ways, wrong in (((1, 0, 0, 0), False), ((1, 0, 1, 0), True)):
+        watch, ends = watch_of_the_first()
+        other = World(1, 2, _Wires(), "localhost", 1.0, 1.0)  # type: ignore[arg-type]
+        for given in ways:
+            other.begin("a call of step", given=given)
+        message = {"kind": "progress", "origin": 1, **other.doing._asdict()}
+        for given in (1, 0, 0):
+            watch.world.begin("a call of step", given=given)
+        watch._hear(1, message)
+        watch._look(0.01)
+        assert not ends  # this process has not come so far
+        watch.world.begin("a call of step")
+        watch._look(0.01)
+        assert bool(ends) is wrong
+    assert ends[0].startswith(
+        "process 1 called a step with arguments that were put elsewhere than here, in a call of step or before; every process has"
+    )
+
+
 def test_who_is_late_may_only_be_slow() -> None:
     watch, ends = watch_of_the_first()
     watch._hear(1, told(2, "call 2 of step"))

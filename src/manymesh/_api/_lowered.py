@@ -75,6 +75,7 @@ class Lowered(Stage):
     _values: tuple[str, ...]  # of each host value what it is called, and in short what it is
     _memory_in: dict[int, str]  # argument -> the kind of memory in which it lies between steps, if that is the host's
     _memory_out: dict[int, str]  # the same of results
+    _statics: dict[str, str]  # what a static argument is called -> what it is, in short
     _weak: tuple[bool, ...]  # of each result whether it is weakly typed, where it was traced
     findings: tuple[str, ...] = ()
 
@@ -302,10 +303,12 @@ class Lowered(Stage):
             agree(processes, f"mm.jit({self._step.name})", number, sections, text, self._settings)
 
     def _unlike(self) -> str:
-        """How the arguments differ from those for which the step was compiled before, if it was."""
+        """How the arguments, static ones too, and JAX's settings differ from those for which it was compiled before, if it was."""
         arguments = self.program.invars[len(self.program.consts) :]
         named = zip(names_of_inputs(self.program, self._in_tree), arguments, strict=True)
-        types = {name: v.aval.str_short() for name, v in named}
+        weak = {True: " (weakly typed)", False: ""}
+        types = {name: v.aval.str_short() + weak[_compat.abstract(v.aval).weak_type] for name, v in named}
+        types |= self._statics | _compat.named_settings()
         known = self._step.compiled_for.setdefault(self._step.name, [])
         found = differences(types, known)
         known.append(types)

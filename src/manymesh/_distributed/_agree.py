@@ -88,7 +88,7 @@ def _read(world: World, what: str, number: int, p: int, key: str) -> str:
             raise ProcessError(
                 f"{what}: {world.name(p)} is in {other.label} instead, as number {other.calls} of what all processes do "
                 f"together; here it is number {number}{own}. Every process has to call the same steps in the same order, with "
-                "arguments of the same shapes"
+                "arguments of the same shapes and dtypes, with equal static ones, under the same settings of JAX"
             )
         if other.left:
             passed += 0.5

@@ -23,9 +23,10 @@ PERIOD = 0.25  # seconds between two signs of life
 # The exit code of a process that ends because another one did: what went wrong is to be looked for there.
 ENDED_WITH_OTHERS = 75
 
+PUT_ALIKE = "every process has to call a step with arguments that are put on the same devices, or nowhere"
 SAME_SHAPES = (
-    "Every process has to call a step with arguments of the same shapes and dtypes: drop the last batch where it is smaller, "
-    "or pad it"
+    "Every process has to call a step with arguments of the same shapes and dtypes, with equal static ones, under the same settings of "
+    "JAX; where the last batch is smaller, drop it or pad it"
 )
 
 
@@ -86,8 +87,17 @@ class Watch(threading.Thread):
         if doing != known:
             world.wires.flood(message, besides=peer)
             world.progress[message["origin"]] = doing
+            self._compare_ways(message["origin"], doing)
         with world.changed:
             world.changed.notify_all()
+
+    def _compare_ways(self, p: int, known: Doing) -> None:
+        """A step that needs no other process to bring arguments where they belong would go on with what differs."""
+        if known.ways != self.world.ways.get(known.calls, known.ways):
+            self.end(
+                f"{self.world.name(p)} called a step with arguments that were put elsewhere than here, in {known.label} or before; "
+                f"{PUT_ALIKE}"
+            )
 
     def _look(self, elapsed: float) -> None:
         world = self.world
@@ -101,6 +111,8 @@ class Watch(threading.Thread):
         if now != self._told:
             self._told = now
             world.wires.flood(flood_of("progress", world, **now._asdict()))
+        for p, known in world.progress.items():
+            self._compare_ways(p, known)
         waiting = world.waiting
         interrupted = waiting is not None and dict(now.failed).get(waiting.number) == INTERRUPTED
         if waiting is None or waiting.finished() or interrupted:
@@ -121,8 +133,7 @@ class Watch(threading.Thread):
                     self.end(f"{world.name(p)} is in {known.label}, while this one is in {waiting.label}")
                 if known.calls == waiting.number and known.label and known.given != waiting.given:
                     self.end(
-                        f"{world.name(p)} is in {known.label} with arguments that were put elsewhere than here; every process has "
-                        "to call a step with arguments that are put on the same devices, or nowhere"
+                        f"{world.name(p)} is in {known.label} with arguments that were put elsewhere than here; {PUT_ALIKE}"
                     )
                 self._behind[p] = self._gone[p] = 0.0
             elif known.left:

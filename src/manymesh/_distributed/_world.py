@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from ._wires import Message, Wires
 # memory; fewer makes it wait for the receiver.
 WINDOW = 16
 ACKNOWLEDGED_EVERY = 8
+REMEMBERED = 4096  # the things that all do together of which it is known how arguments came
 FAILURES = 16  # the most that a process tells of; whoever is in the first of them ends
 
 
@@ -32,6 +34,7 @@ class Doing(NamedTuple):
         a line.
       unlike: how the arguments that it compiles for differ from those that it has compiled for before, if it has.
       given: which of the ways, on which all have agreed, the arguments come in; 0 where that is said by the label.
+      ways: a digest of all that were ``given`` so far.
     """
 
     calls: int = 0
@@ -41,6 +44,7 @@ class Doing(NamedTuple):
     failed: tuple[tuple[int, str], ...] = ()
     unlike: str = ""
     given: int = 0
+    ways: int = 0
 
 
 @dataclass(eq=False)
@@ -78,6 +82,7 @@ class World:
       carriers: name of a transport -> what carries arrays by it, once it was needed.
       over: whether the script of this process has ended before those of others, which do not go on.
       agreed: what all processes have agreed to mean, so that they need not ask again -> its number, from 1.
+      ways: number of a thing that all do together -> `Doing.ways` of it; of the last ones.
       number: that of this process for the system.
     """
 
@@ -96,6 +101,7 @@ class World:
     changed: threading.Condition = field(default_factory=threading.Condition)
     carriers: dict[str, Any] = field(default_factory=dict)
     agreed: dict[Any, int] = field(default_factory=dict)
+    ways: dict[int, int] = field(default_factory=dict)
     number: int = field(default_factory=os.getpid)
     _turn: Any = field(default_factory=threading.RLock)
     _sent: dict[int, int] = field(default_factory=dict)
@@ -119,8 +125,11 @@ class World:
 
     def begin(self, label: str, busy: str = "", unlike: str = "", given: int = 0) -> int:
         """Counts something that all processes do together; gives its number, from 1."""
-        self.doing = self.doing._replace(calls=self.doing.calls + 1, label=label, busy=busy, unlike=unlike, given=given)
-        return self.doing.calls
+        calls, ways = self.doing.calls + 1, zlib.crc32(b"%d,%d" % (self.doing.ways, given))
+        self.ways[calls] = ways
+        self.ways.pop(calls - REMEMBERED, None)
+        self.doing = self.doing._replace(calls=calls, label=label, busy=busy, unlike=unlike, given=given, ways=ways)
+        return calls
 
     @contextlib.contextmanager
     def in_turn(self, what: str) -> Iterator[None]:
