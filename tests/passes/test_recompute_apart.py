@@ -167,6 +167,42 @@ def test_what_goes_to_a_later_stage_of_its_submesh_is_kept(schedule, places):
     assert_agrees(whole.fun, ws, batch())
 
 
+def test_tasks_that_print_are_a_pipeline_too():
+    """What is printed again is nothing that others read."""
+
+    def printing(w, x):
+        jax.debug.callback(lambda _: None, x[0, 0])
+        return jnp.tanh(x @ w)
+
+    tasks = [mm.task(printing, f"t{i}", devices=[i]) for i in range(2)]
+
+    def loss(ws, x):
+        return jnp.mean(tasks[1](ws[1], tasks[0](ws[0], x)) ** 2)
+
+    ws = [w[0] for w in parameters()[:2]]
+    whole = step(jax.checkpoint(loss))
+    lowered = whole.lower(ws, batch())
+    assert lowered.program.loops[0].in_order
+    assert crossing(lowered) == crossing(step(loss).lower(ws, batch()))
+    assert_agrees(whole.fun, ws, batch())
+
+
+def test_a_task_in_a_branch_that_is_computed_again_is_told_of():
+    """It is no pipeline, and the error says what makes one."""
+    tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"t{i}", devices=[i]) for i in range(2)]
+
+    def loss(wrap, ws, x):
+        h = jax.lax.cond(x[0, 0] > 0, lambda x: wrap(tasks[0])(ws[0], x), lambda x: 2 * x, x)
+        return jnp.mean(wrap(tasks[1])(ws[1], h) ** 2)
+
+    ws = [w[0] for w in parameters()[:2]]
+    with pytest.raises(mm.errors.PlacementError, match=r"jax.checkpoint around both .* put it around each task instead"):
+        step(jax.checkpoint(lambda ws, x: loss(lambda task: task, ws, x))).lower(ws, batch())
+    each = step(lambda ws, x: loss(jax.checkpoint, ws, x))
+    assert each.lower(ws, batch()).program.loops[0].in_order
+    assert_agrees(each.fun, ws, batch())
+
+
 def test_without_the_pass_it_is_none(monkeypatch):
     switch_off(monkeypatch, "recompute_apart")
     with pytest.raises(mm.errors.PlacementError, match="one after the other"):

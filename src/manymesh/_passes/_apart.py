@@ -97,7 +97,7 @@ class _Worker:
         forward: dict[object, list[tuple[Var, Node]]] = defaultdict(list)  # what a value is -> such values
         for n in self._flat.nodes:
             again = is_rematerialised(n.stack)
-            if n.eqn.effects or (n.backward and not again):
+            if (n.eqn.effects and n.task is None) or (n.backward and not again):
                 continue
             for v, what in self._described(n):
                 if not again:

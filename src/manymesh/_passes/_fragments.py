@@ -15,6 +15,7 @@ from ._beside import of_literals
 from ._cluster import Cluster, cluster
 from ._guard import guarded
 from ._schedule import ENDINGS, Called, fit_schedule
+from ._scopes import is_rematerialised
 
 _KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
@@ -147,7 +148,9 @@ class _Builder:
             value, when = next((pair for pair in made if pair[0] in kept), made[-1]), " in the next microbatch"
         line = _compat.source_line(value[1].eqn)
         at = f" ({line})" if line else ""
-        return f"{self._called(maker)} makes {short(value[0])}{at}, which {self._called(reader)} reads{when}"
+        again = all(is_rematerialised(n.stack) for n in maker.nodes)
+        why = " (jax.checkpoint around both computes it again: put it around each task instead)" if again else ""
+        return f"{self._called(maker)} makes {short(value[0])}{at}, which {self._called(reader)} reads{when}{why}"
 
     def _called(self, c: Cluster) -> str:
         names = dict.fromkeys(self.flat.tasks[n.task].name or "task" for n in c.nodes if n.task is not None)
