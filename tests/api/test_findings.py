@@ -402,3 +402,39 @@ def test_an_update_by_a_library():
 
     with pytest.warns(UserWarning, match=r"adds up 2 values of result\['back'\]"):
         mm.jit(mm.microbatch(fun, argnum=1, num_microbatches=2, reduce="sum")).lower(parameters(), rows())
+
+
+def test_many_findings_are_counted():
+    """Each layer has unknown names of its own: the warning says some of them, and what it lowers to has all."""
+    tasks = [
+        mm.task(
+            lambda w, x, k=k: mm.with_sharding_constraint(x @ w, (f"rows_{k}", None)),
+            f"t{k}",
+            devices=[k % 2],
+            device_axes=("x",),
+            logical_axes=(),
+        )
+        for k in range(20)
+    ]
+
+    def fun(w, x):
+        for task in tasks:
+            x = task(w, x)
+        return x
+
+    args = jnp.eye(4), jnp.ones((4, 4))
+    with pytest.warns(UserWarning, match=r"'t0'.*; and 8 more, which lower\(\.\.\.\)\.findings") as caught:
+        lowered = mm.jit(fun).lower(*args)
+    assert len(lowered.findings) == 20
+    assert "t12" not in str(caught[0].message)
+    with pytest.raises(errors.AxisError, match="and 8 more"):
+        mm.jit(fun, strict=True).lower(*args)
+
+
+def test_a_structure_that_does_not_fit_is_told_in_short():
+    """Not with all of its hundreds of keys, twice."""
+    args = {f"key_{k}": jnp.ones(2) for k in range(400)}
+    there = jax.sharding.NamedSharding(mm.Task(devices=[0]).mesh, jax.sharding.PartitionSpec())
+    with pytest.raises(errors.ArgumentError, match="in_shardings: its structure is no prefix") as caught:
+        mm.jit(lambda p: p, in_shardings=({**dict.fromkeys(args, there), "more": there},)).lower(args)
+    assert len(str(caught.value)) < 1200

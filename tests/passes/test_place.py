@@ -518,12 +518,17 @@ def test_the_home_of_a_count_is_found_without_placing_all_again(monkeypatch):
     optimizer = optax.adamw(0.1)
 
     def step(params, state, x):
-        grads = jax.grad(lambda params, x: jnp.sum(tasks[1](params[1], tasks[0](params[0], x))))(params, x)
-        updates, state = optimizer.update(grads, state, params)
+        def loss(params, x):
+            h = tasks[0](params[0], x @ params[1])
+            return jnp.mean(tasks[1](params[2] @ params[3] @ params[4], h))
+
+        updates, state = optimizer.update(jax.grad(loss)(params, x), state, params)
         return optax.apply_updates(params, updates), state
 
-    params = [jnp.ones((4, 4)) / 4] * 2
-    args = params, optimizer.init(params), jnp.ones((2, 4))
+    params = [
+        jnp.ones((64, 64)) / 64
+    ] * 5  # most of what reads the count is on the second submesh, and it is made on the first
+    args = params, optimizer.init(params), jnp.ones((2, 64))
     runs, run_all = [], _Placer.run
     monkeypatch.setattr(_Placer, "run", lambda self, *late: runs.append(late) or run_all(self, *late))
 

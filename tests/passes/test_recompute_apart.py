@@ -196,7 +196,9 @@ def test_a_task_in_a_branch_that_is_computed_again_is_told_of():
         return jnp.mean(wrap(tasks[1])(ws[1], h) ** 2)
 
     ws = [w[0] for w in parameters()[:2]]
-    with pytest.raises(mm.errors.PlacementError, match=r"jax.checkpoint around both .* put it around each task instead"):
+    with pytest.raises(
+        mm.errors.PlacementError, match=r"jax.checkpoint around both .* put it around each task instead"
+    ):
         step(jax.checkpoint(lambda ws, x: loss(lambda task: task, ws, x))).lower(ws, batch())
     each = step(lambda ws, x: loss(jax.checkpoint, ws, x))
     assert each.lower(ws, batch()).program.loops[0].in_order

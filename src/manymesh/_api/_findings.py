@@ -78,16 +78,20 @@ def note_accumulation(record: Recording, program: Program) -> None:
     """
     if program.loops or len({f.submesh for f in program.fragments if f.tasks}) < 2:
         return
+    if max(_often(program).values(), default=0) < 3:
+        return  # as most steps are; what depends on what would be a large table
     calls, added = _calls(program)
-    passes: dict[str, tuple[set[int], set[int]]] = {}  # task -> its calls in forward passes, and in backward passes
+    passes: dict[str, list[int]] = {}  # task -> its calls in forward passes, and in backward passes
     for i, call in enumerate(calls):
-        passes.setdefault(call.task, (set(), set()))[not call.is_forward].add(i)
+        passes.setdefault(call.task, [0, 0])[not call.is_forward] |= 1 << i
     passes = {task: both for task, both in passes.items() if both[1]}
-    counts = {len(forward) for forward, _ in passes.values()}
+    counts = {forward.bit_count() for forward, _ in passes.values()}
     if len(counts) != 1 or (count := max(counts)) < 3:
         return
-    for forward, backward in passes.values():
-        of_one = any(len(calls[i].before & forward) == 1 for i in backward)
+    for task, (forward, backward) in passes.items():
+        of_one = any(
+            (call.before & forward).bit_count() == 1 for call in calls if call.task == task and not call.is_forward
+        )
         if not (of_one and any(one & backward and other & backward for one, other in added)):
             return
     text = (
@@ -101,35 +105,55 @@ def note_accumulation(record: Recording, program: Program) -> None:
 
 
 class _Call(NamedTuple):
-    """A call of a task: its name, whether it belongs to a forward pass, and the calls that it depends on."""
+    """A call of a task: its name, whether it belongs to a forward pass, and the calls that it depends on, a bit for each."""
 
     task: str
     is_forward: bool
-    before: frozenset[int]
+    before: int
 
 
-def _calls(program: Program) -> tuple[list[_Call], list[tuple[frozenset[int], frozenset[int]]]]:
+def _often(program: Program) -> Counter[str]:
+    """How often each task is called in forward passes."""
+    eqns = (e for f in program.fragments if f.kind == "F" and f.tasks for e in _compat.open_jaxpr(f.jaxpr).eqns)
+    return Counter(_task_of(program, e) for e in eqns if _is_call(e))
+
+
+def _is_call(eqn: Any) -> bool:
+    return _compat.is_jit(eqn) and MARK in eqn.params["name"]
+
+
+def _task_of(program: Program, eqn: Any) -> str:
+    task = program.tasks.get(eqn.params["name"])
+    name: str = (task and task.name) or eqn.params["name"].split(MARK)[0]
+    return name
+
+
+def _calls(program: Program) -> tuple[list[_Call], list[tuple[int, int]]]:
     """The calls of tasks outside of loops, and those that both terms of each sum of two arrays depend on, but for common ones.
 
     Nothing where a forward pass of a task depends on another call of it.
     """
     calls: list[_Call] = []
+    of_task: dict[str, int] = {}
     added = []
-    behind: dict[Var, frozenset[int]] = {}
+    behind: dict[Var, int] = {}
     for f in program.fragments:
         for eqn in _compat.open_jaxpr(f.jaxpr).eqns:
-            each = [behind.get(v, frozenset()) for v in eqn.invars if _compat.is_var(v)]
-            before = frozenset[int]().union(*each)
+            each = [behind.get(v, 0) for v in eqn.invars if _compat.is_var(v)]
+            before = 0
+            for calls_before in each:
+                before |= calls_before
             if eqn.primitive.name in ("add", "add_any") and len(each) == 2 and _compat.shape(eqn.outvars[0]):
-                added.append((each[0] - each[1], each[1] - each[0]))
-            if _compat.is_jit(eqn) and MARK in eqn.params["name"]:
-                task = program.tasks.get(eqn.params["name"])
-                name = (task and task.name) or eqn.params["name"].split(MARK)[0]
-                if f.kind == "F" and any(calls[i].task == name for i in before):
+                added.append((each[0] & ~each[1], each[1] & ~each[0]))
+            if _is_call(eqn):
+                name, bit = _task_of(program, eqn), 1 << len(calls)
+                if f.kind == "F" and before & of_task.get(name, 0):
                     return [], []  # one after the other, as updates are: of these there may be many
                 calls.append(_Call(name, f.kind == "F", before))
-                before |= {len(calls) - 1}
-            behind.update(dict.fromkeys(eqn.outvars, before))
+                of_task[name] = of_task.get(name, 0) | bit
+                before |= bit
+            if before:
+                behind.update(dict.fromkeys(eqn.outvars, before))
     return calls, added
 
 
@@ -162,8 +186,9 @@ def note_donated(record: Recording, jaxpr: Any, donated: Iterable[int], names: S
     """
     left = Counter((x.shape, x.dtype) for x in jaxpr.out_avals)
     lost: list[int] = []
+    given = jaxpr.in_avals  # JAX lists them anew each time it is asked
     for i in sorted(donated):
-        kind = jaxpr.in_avals[i].shape, jaxpr.in_avals[i].dtype
+        kind = given[i].shape, given[i].dtype
         left[kind] -= 1
         if left[kind] < 0:
             lost.append(i)

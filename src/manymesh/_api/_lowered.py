@@ -166,12 +166,9 @@ class Lowered(Stage):
 
         Inside of tasks all axes are Auto. What comes back is for code around the step, which may not join arrays of both types.
         """
-        found = list(self.program.submeshes)
-        for sharding in (*self._arriving.values(), *self._asked.values(), *self._wanted.values()):  # the last has its way
-            if isinstance(sharding.mesh, Mesh) and (own := auto_mesh(sharding.mesh)) in self.program.submeshes:
-                if own != sharding.mesh:
-                    found[self.program.submeshes.index(own)] = sharding.mesh
-        return tuple(found)
+        said = (*self._arriving.values(), *self._asked.values(), *self._wanted.values())  # the last has its way
+        explicit = {auto_mesh(s.mesh): s.mesh for s in said if isinstance(s.mesh, Mesh) and auto_mesh(s.mesh) != s.mesh}
+        return tuple(explicit.get(mesh, mesh) for mesh in self.program.submeshes)
 
     @functools.cached_property
     def arguments(self) -> PyTree:

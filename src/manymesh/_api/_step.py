@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from .._findings import Finding, sentences
 from .._mark import Recording
 from .._passes._scopes import scope_names
 from .._runtime._compile import Executables
+
+MOST_TOLD = 12  # sentences of one warning
 
 
 @dataclass(eq=False)
@@ -58,12 +60,20 @@ class Step:
         """
         if self.strict and record.findings:
             error = next(iter(record.findings.values())) or AxisError
-            raise error(f"mm.jit({self.name}, strict=True): {'; '.join(sentences(record.findings))}")
+            raise error(f"mm.jit({self.name}, strict=True): {_told(sentences(record.findings))}")
         found = [f for f in record.findings if f not in self.warned]
         new, unmatched = sentences(found), {}
         if closed is not None and record.implicit:
             unmatched = record.implicit.unmatched(scope_names(closed, record.implicit.depth))
             new += [text for pattern, text in unmatched.items() if pattern not in self.warned]
         if new:
-            warnings.warn(f"mm.jit({self.name}): {'; '.join(new)}", stacklevel=_compat.users_level())
+            warnings.warn(f"mm.jit({self.name}): {_told(new)}", stacklevel=_compat.users_level())
         self.warned.update(found, unmatched)  # but not where warnings are errors
+
+
+def _told(texts: Sequence[str]) -> str:
+    """The first of some sentences, and how many more there are: each layer may have its own."""
+    more = len(texts) - MOST_TOLD
+    return "; ".join(texts[:MOST_TOLD]) + (
+        f"; and {more} more, which lower(...).findings of a step that is not strict lists" if more > 0 else ""
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from .. import _compat
@@ -95,7 +96,7 @@ class _Counter:
     def count(self) -> Traffic:
         """Bytes read, bytes written, and most bytes at once besides arguments and results."""
         kept = self._kept()
-        roots = self._roots(kept)
+        roots = _Roots(self.found, kept)
         outputs = self._outputs({k: op for op in self.found.operations for k in op.makes})
         read = written = 0.0
         writes: list[_Write] = []
@@ -141,7 +142,7 @@ class _Counter:
         self,
         op: Operation,
         reads: set[int],
-        roots: Sequence[frozenset[int]],
+        roots: _Roots,
         copies: dict[tuple[int, int], int],
         writes: list[_Write],
     ) -> set[int]:
@@ -156,7 +157,7 @@ class _Counter:
             rank = len(self.found.shapes[k])
             others = [d for d in range(rank) if d not in summed and d not in batch]
             order = [*batch, *(others if side == 0 else summed), *(summed if side == 0 else others)]
-            (base,) = roots[k] if len(roots[k]) == 1 else (k,)
+            (base,) = of if len(of := roots[k]) == 1 else (k,)
             given = base in self.found.inputs or base in self.heavy
             plain = len(others) == len(summed) == 1 and sorted(batch) == list(range(len(batch)))  # read either way
             if order == sorted(order) or plain or not given:
@@ -193,8 +194,8 @@ class _Counter:
                 kept.add(op.makes[0])
             into = {k for k in op.makes if k in kept}.union(*(readers[k] for k in op.makes if k not in kept))
             for k in op.reads:
-                if k != NOTHING:
-                    readers[k] |= into
+                if k != NOTHING and len(readers[k]) < 2:  # whether there are several is all that counts
+                    readers[k].update(islice(into, 2))
         return kept
 
     def _outputs(self, maker: Mapping[int, Operation]) -> set[int]:
@@ -229,14 +230,56 @@ class _Counter:
         same = op.name == "broadcast_in_dim" and op.reads[0] != NOTHING
         return op.name in _VIEWS or (same and self.found.sizes[op.reads[0]] == self.found.sizes[op.makes[0]])
 
-    def _roots(self, kept: set[int]) -> list[frozenset[int]]:
-        """For each value the values in memory from which it is computed when it is read."""
-        roots = [frozenset({k}) for k in range(len(self.found.shapes))]
-        for op in self.found.operations:
-            for k in op.makes:
-                if k not in kept:
-                    roots[k] = frozenset().union(*(roots[r] for r in op.reads if r != NOTHING))
-        return roots
+
+class _Roots:
+    """For each value the values in memory from which it is computed when it is read.
+
+    Found when they are asked for, and kept where several read a value: a sum of many has as many roots as terms, and so
+    would have each sum on the way to it, which only the next one reads.
+    """
+
+    def __init__(self, found: Operations, kept: set[int]) -> None:
+        self._kept = kept
+        self._reads = {k: op.reads for op in found.operations for k in op.makes}
+        self._uses = Counter(k for op in found.operations for k in {*op.reads})
+        self._known: dict[int, frozenset[int]] = {}
+
+    def __getitem__(self, k: int) -> frozenset[int]:
+        if k in self._kept or k not in self._reads:
+            return frozenset({k})
+        todo = [k]
+        while todo:  # no recursion: a chain may be as long as the program
+            top = todo[-1]
+            found, todo_first = self._open(top)
+            if todo_first:
+                todo += todo_first
+                continue
+            self._known[top] = frozenset(found)
+            todo.pop()
+        result = self._known[k]
+        if self._uses[k] < 2:
+            del self._known[k]
+        return result
+
+    def _open(self, k: int) -> tuple[set[int], list[int]]:
+        """The roots of a value, and values that several read on the way whose own are not known yet."""
+        found: set[int] = set()
+        missing: list[int] = []
+        seen, stack = {k}, [k]
+        while stack:
+            for r in self._reads[stack.pop()]:
+                if r == NOTHING or r in seen:
+                    continue
+                seen.add(r)
+                if r in self._kept or r not in self._reads:
+                    found.add(r)
+                elif r in self._known:
+                    found |= self._known[r]
+                elif self._uses[r] > 1:
+                    missing.append(r)
+                else:
+                    stack.append(r)
+        return found, missing
 
 
 @dataclass(slots=True)

@@ -167,6 +167,6 @@ def _find_end(jaxpr: AbstractJaxpr, which: Sequence[bool], there: Sequence[bool]
     times = Counter(filter(_compat.is_var, outs))
     needed: dict[Eqn, None] = {}
     for v, is_read in zip(outs, which, strict=True):
-        if is_read and times[v] == 1 and v in producer and not parts.consts:
+        if is_read and _compat.is_var(v) and times[v] == 1 and v in producer and not parts.consts:
             needed.update(dict.fromkeys(cheap_way(v, known, producer, cheap)))
     return End(jaxpr, parts.invars, outs, [e for e in eqns if e in needed])

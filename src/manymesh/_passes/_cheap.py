@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -213,24 +214,30 @@ def _torn(wanted: Iterable[Var], saved: set[Var], producer: Mapping[Var, Eqn], c
 
 
 def _far(wanted: Iterable[Var], saved: set[Var], producer: Mapping[Var, Eqn], most: float) -> set[Var]:
-    """The first value that would be computed again of too many others; what comes after it is computed of it."""
+    """Values that would be computed again of too many others; what comes after one of them is computed of it."""
     if most == _BEYOND:
         return set()
-    of = {v: len(_made_of(v, saved, producer)) for v in wanted if v not in saved}
-    return set(sorted((v for v in of if of[v] > most), key=of.__getitem__)[:1])
-
-
-def _made_of(v: Var, saved: set[Var], producer: Mapping[Var, Eqn]) -> set[Var]:
-    """What is kept or there, of which a value is computed again."""
-    found, seen, todo = set[Var](), {v}, [v]
+    lost = {v for v in wanted if v not in saved}
+    needed, todo = set(lost), list(lost)
     while todo:
-        w = todo.pop()
-        if w in saved or w not in producer:
-            found.add(w)
+        made = producer.get(todo.pop())
+        for o in made.invars if made is not None else ():
+            if _compat.is_var(o) and o not in saved and o not in needed:
+                needed.add(o)
+                todo.append(o)
+    found: set[Var] = set()
+    made_of: dict[Var, set[Var]] = {}  # what is kept or there, of which a value is computed again: as many as count
+    for v, e in producer.items():
+        if v not in needed or v in saved:
             continue
-        new = {o for o in producer[w].invars if _compat.is_var(o)} - seen
-        seen |= new
-        todo += new
+        of: set[Var] = set()
+        for o in e.invars:
+            if _compat.is_var(o):
+                of |= made_of.get(o, {o})
+        if len(of) > most and v in lost:
+            found.add(v)
+        else:
+            made_of[v] = of if len(of) <= most else set(islice(of, int(most) + 1))
     return found
 
 

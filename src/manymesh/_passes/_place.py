@@ -184,10 +184,11 @@ class _Placer:
     def move_alone(self, states: Iterable[Var]) -> bool:
         """Whether only what runs wherever it is read is about these states, such as a count: their homes decide nothing else."""
         following = {v: self.flat.outvars[o] for v, o in self.flat.pins.states}
+        made = {v for n in self.small for v in n.outputs}
         return all(
             self.small.issuperset(self.consumers.get(v, ()))
             and _compat.is_var(following[v])
-            and self.producer.get(following[v]) in self.small
+            and following[v] in made
             and v not in self.index.continues_as
             for v in states
         )
@@ -498,21 +499,29 @@ class _Placer:
     def _where_fed_back(self, n: Node) -> int | None:
         """Where a state is made that a node reads on the way there: the state need not come back, and no more crosses."""
         found = {self.fed_back[v] for v in n.inputs if v in self.fed_back}
-        if len(found) != 1 or not (readers := self._all_readers(n)) <= found:
+        if len(found) != 1:
             return None
         (at,) = found
+        if (readers := self._all_readers(n, at)) is None:
+            return None
         coming = sum(nbytes(v.aval) for v in n.inputs if self._place_of(v) not in (None, at))
         if not readers:  # as of a norm of it that is logged
             return at if coming < sum(nbytes(v.aval) for v in n.inputs if v in self.fed_back) else None
         return at if coming <= sum(nbytes(v.aval) for v in n.outputs) else None
 
-    def _all_readers(self, n: Node) -> set[int]:
-        """Where the tasks are that read what a node makes, also by way of nodes that are placed nowhere yet."""
+    def _all_readers(self, n: Node, at: int) -> set[int] | None:
+        """Where the tasks are that read what a node makes, also by way of nodes that are placed nowhere yet.
+
+        None as soon as one of them is elsewhere than ``at``.
+        """
         found: set[int] = set()
         seen, todo = {n}, [n]
         while todo:
             for v in todo.pop().outputs:
-                found.update(self._readers(v))
+                for k in self._readers(v):
+                    if k != at:
+                        return None
+                    found.add(k)
                 more = [c for c in self.consumers.get(v, ()) if c not in self.at and c not in seen]
                 seen.update(more)
                 todo += more

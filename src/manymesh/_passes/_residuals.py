@@ -119,7 +119,8 @@ class Minimiser:
         # What the consumers hold anyway, and what outlives the microbatch anyway, costs nothing.
         lasting_in = tuple(not _compat.is_var(v) or not self._is_in_scope(v, n) for v in eqn.invars)
         free_in = tuple(lasts or v in read for v, lasts in zip(eqn.invars, lasting_in, strict=True))
-        free_out = tuple(k not in kept and _compat.is_var(v) and v in read for k, v in enumerate(outs))
+        residual = set(kept)
+        free_out = tuple(k not in residual and _compat.is_var(v) and v in read for k, v in enumerate(outs))
         wiring = tuple(tuple(_positions(e.invars, outs, eqn.invars)) for e in eqns)
         jaxprs = (eqn.params["jaxpr"], *(e.params["jaxpr"] for e in eqns))
         dropped = tuple(not _compat.is_var(v) for v in outs)
@@ -217,7 +218,8 @@ class _Assembly:
         self.input = {v: k for k, v in enumerate(parts.invars)}
 
     def result(self) -> Rewrite:
-        stay = [k for k, v in enumerate(self.task.outvars) if _compat.is_var(v) and k not in self.kept]
+        kept = set(self.kept)
+        stay = [k for k, v in enumerate(self.task.outvars) if _compat.is_var(v) and k not in kept]
         named = [(v, k) for k, v in enumerate(self.outs) if _compat.is_var(self.task.outvars[k]) and _compat.is_var(v)]
         first = dict(reversed(named))
         # What a consumer reads and cannot compute, for it is handed through, stays as it is. A number it has itself.
@@ -225,18 +227,19 @@ class _Assembly:
         values = [v for v in dict.fromkeys(v for e in self.eqns for v in e.outvars) if v in self.saved]
         results: list[int | None] = list(stay)
         place: dict[Var, int] = {}  # saved value -> its position among the new results
+        staying = {k: i for i, k in reversed(list(enumerate(stay)))}
         new: list[AbstractValue] = []
         for v in values:
             known = first.get(v)
-            if known in stay:
-                place[v] = results.index(known)
+            if known is not None and known in staying:
+                place[v] = staying[known]
                 continue
             place[v] = len(results)
             results.append(known)
             if known is None:
                 new.append(v.aval)
         atoms = [self.outs[k] for k in stay]
-        atoms += [v for v in values if first.get(v) not in stay]
+        atoms += [v for v in values if first.get(v) not in staying]
         trimmed, used = _compat.dce(_compat.new_jaxpr(self.parts.invars, atoms, self.eqns), [True] * len(atoms))
         changes = [self._consumer(c, results, place) for c in self.consumers]
         return Rewrite(_compat.close(trimmed), [k for k, u in enumerate(used) if u], results, new, changes, self.jaxprs)
@@ -249,6 +252,7 @@ class _Assembly:
         env: dict[Var, Atom] = {}  # variable of the producer -> variable here
         again: list[Eqn] = []  # equations computed again
         alias: dict[Var, Atom] = {}
+        gone = set(self.kept).difference(k for k in results if k is not None)
 
         def take(kind: str, k: int, aval: AbstractValue) -> Var:
             invars.append(_compat.new_var(aval))
@@ -268,7 +272,7 @@ class _Assembly:
 
         for k, (outer, v) in enumerate(zip(c.invars, inner.invars, strict=True)):
             position = at.get(outer) if _compat.is_var(outer) else None
-            if position is None or position not in self.kept or position in results:
+            if position is None or position not in gone:
                 invars.append(v)
                 operands.append(("own", k))
             else:

@@ -243,11 +243,7 @@ def _regroup_chains(flat: FlatProgram, placement: Placement) -> FlatProgram:
             continue
         homes.note_padded(terms, uses)
         groups = _by_submesh(terms, homes)
-        if (
-            len(groups) < 2
-            or max(map(len, groups.values())) == 1
-            or _is_grouped(nodes, homes, readers.get(result, ()))
-        ):
+        if len(groups) < 2 or max(map(len, groups.values())) == 1 or _is_grouped(nodes, homes, readers.get(result, ())):
             continue
         made: list[Node] = []
         subtotals = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from ._instructions import Plan, Receive, Run, Send, Tag, Value
@@ -68,10 +69,12 @@ class _Checker:
         assert home == ins.submesh, f"{context}: fragment {ins.fragment} ran on submesh {home} before"
         self._read(context, ins.submesh, ins.inputs, [self.plan.variables[v] for v in ports.reads])
         self._fill(context, ins.submesh, ins.outputs, [self.plan.variables[v] for v in ports.makes])
-        for position in self.plan.donatable.get(ins.fragment, ()):
+        donatable = self.plan.donatable.get(ins.fragment, ())
+        free, times = frozenset(ins.free if donatable else ()), Counter(ins.inputs if donatable else ())
+        for position in donatable:
             slot = ins.inputs[position]
-            assert slot in ins.free, f"{context}: input {position} may be donated, but slot {slot} does not die here"
-            assert ins.inputs.count(slot) == 1, f"{context}: input {position} may be donated and is read twice"
+            assert slot in free, f"{context}: input {position} may be donated, but slot {slot} does not die here"
+            assert times[slot] == 1, f"{context}: input {position} may be donated and is read twice"
             assert slot not in self.plan.aliases, (
                 f"{context}: input {position} may be donated, but slot {slot} is shared"
             )
