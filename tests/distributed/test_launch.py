@@ -342,6 +342,7 @@ def test_a_function_that_others_cannot_import():
         (("localhost:1234", 2, 2), "process_id has to be one of 0 to 1, found 2"),
         (("localhost:1234", 0, 0), "num_processes has to be a positive int, found 0"),
         (("localhost", 2, 0), "coordinator_address has to be 'host:port', found 'localhost'"),
+        (("localhost:99999", 2, 0), "coordinator_address has to be 'host:port', found 'localhost:99999'"),
         (("localhost:1234", 2, 0), "after JAX has looked for devices"),
     ],
 )

@@ -621,3 +621,31 @@ def test_a_gradient_of_the_last_step_is_where_the_next_one_is_made(logged):
     (_, before), _ = lowered.compile()((ws, ws), x)
     assert [next(iter(g.devices())).id for g in before] == [0, 0, 1, 1]
     assert_agrees(step, (ws, ws), x, tolerance=1e-5)
+
+
+def test_placing_looks_at_each_reader_a_few_times(monkeypatch):
+    """Twice the layers, twice the work: where a state is made was once looked for through all that reads anything."""
+    looked = []
+    readers = _Placer._readers
+    monkeypatch.setattr(_Placer, "_readers", lambda self, *args: looked.append(1) or readers(self, *args))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+
+    def planned(count):
+        tasks = [mm.task(lambda w, x: jnp.tanh(x @ w), f"t{i}", devices=[i // (count // 2)]) for i in range(count)]
+
+        def loss(params, x):
+            for task, w in zip(tasks, params, strict=True):
+                x = task(w, x)
+            return jnp.mean(x**2)
+
+        def step(params, state, x):
+            updates, state = optimizer.update(jax.grad(loss)(params, x), state, params)
+            return optax.apply_updates(params, updates), state
+
+        params = [jnp.ones((4, 4)) / 4] * count
+        looked.clear()
+        mm.jit(step).lower(params, optimizer.init(params), jnp.ones((2, 4)))
+        return len(looked)
+
+    few, many = planned(8), planned(16)
+    assert 0 < many < 2.5 * few

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
+from generated.laws import counted_compilations
 from manymesh._plan._instructions import Receive, Run, Send
 from manymesh._runtime._bind import bind
 from manymesh._runtime._observe import Observer
@@ -243,3 +244,24 @@ def test_elements_smaller_than_a_byte(dtype):
         q, found = jitted(q, jnp.ones((2, 4)))
         np.testing.assert_array_equal(np.asarray(q), weights)
         np.testing.assert_array_equal(found, expected[1])
+
+
+@pytest.mark.parametrize("device", [0, 2], ids=["there", "elsewhere"])
+def test_arguments_whose_elements_lie_in_another_order(device):
+    """As `jax.experimental.layout.Format` has them: `jax.jit` takes them, too. Later calls compile nothing."""
+    from jax.experimental.layout import Format, Layout
+
+    front, back = (mm.task(lambda w, x: jnp.tanh(x @ w), name, devices=[i]) for i, name in enumerate(("front", "back")))
+    step = mm.jit(lambda p, x: jax.grad(lambda p: jnp.sum(back(p[1], front(p[0], x))))(p))
+    rng = np.random.default_rng(0)
+    w, v, x = (rng.normal(size=s).astype(np.float32) for s in ((4, 5), (5, 3), (8, 4)))
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[device])
+    expected = step([w, v], x)
+    turned = [jax.device_put(y, Format(Layout(major_to_minor=(1, 0)), there)) for y in (w, v, x)]
+    assert_same(step(turned[:2], turned[2]), expected)
+    with counted_compilations() as made:
+        assert_same(step(turned[:2], turned[2]), expected)
+        assert_same(step([w, v], x), expected)
+    assert not made
+    assert all(y.format.layout.major_to_minor == (1, 0) for y in turned)
+    assert_same(mm.jit(lambda p: p * 2)(turned[0]), 2 * w)

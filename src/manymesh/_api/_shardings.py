@@ -83,7 +83,7 @@ def check_submeshes(label: str, shardings: dict[int, Any], paths: list[str], tas
         if parts and not any(own <= set(mesh_devices(mesh)) for mesh in meshes):
             raise MeshError(
                 f"{label} of{paths[i]} is on devices {sorted(d.id for d in own)}, but expected is the submesh of one task: "
-                f"{', '.join(map(repr, sorted(parts)))} use parts of these devices; write NamedSharding(submesh, spec), or "
+                f"{', '.join(map(repr, sorted(parts)))} use{'s' * (len(parts) == 1)} parts of these devices; write NamedSharding(submesh, spec), or "
                 "None to have it inferred"
             )
 

@@ -26,7 +26,8 @@ from ._traced import Traced
 NO_MESH = (
     "mm.jit({}): outside of tasks there is no mesh in context, `jax.set_mesh` included, for the step runs on several; write "
     "`mm.with_sharding_constraint(x, spec)`, which means the submesh where x ends up, or name a submesh: a `NamedSharding` on it "
-    "for `jax.device_put`, `mesh=` for `jax.shard_map`; or do it in a task"
+    "for `jax.device_put`, `mesh=` for `jax.shard_map`; or do it in a function that is wrapped as a task (a scope that is "
+    "registered is one only when all has been traced)"
 )
 
 

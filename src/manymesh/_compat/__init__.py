@@ -11,6 +11,7 @@ from ._arrays import as_device_dtype as as_device_dtype
 from ._arrays import as_named as as_named
 from ._arrays import assemble as assemble
 from ._arrays import device_order as device_order
+from ._arrays import in_default_order as in_default_order
 from ._arrays import is_in_host_memory as is_in_host_memory
 from ._arrays import key_kind as key_kind
 from ._arrays import key_shape as key_shape

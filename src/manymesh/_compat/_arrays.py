@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax._src import core, sharding_impls
 from jax._src.array import ArrayImpl
+from jax._src.interpreters import pxla
 from jax.sharding import NamedSharding, PartitionSpec
 
 ConcreteArray = ArrayImpl  # the class of every array that is there, but for typed random keys
@@ -16,6 +17,22 @@ ConcreteArray = ArrayImpl  # the class of every array that is there, but for typ
 def abstract(aval: Any) -> jax.ShapeDtypeStruct:
     """The shape, dtype and weak type of an abstract value, without sharding."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def in_default_order(x: jax.Array) -> jax.Array:
+    """The array, its elements in memory in the order that programs are compiled for: it, unless `Format` says another.
+
+    Typed keys have no other.
+    """
+    layout = getattr(getattr(x, "format", None), "layout", None)
+    if pxla.is_default_layout(layout, x.sharding, x.aval):
+        return x
+    found: jax.Array = jax.jit(_unchanged, out_shardings=x.sharding)(x)
+    return found
+
+
+def _unchanged(x: jax.Array) -> jax.Array:  # by name: JAX compiles it once for each order
+    return x
 
 
 def arg_info(aval: Any, donated: bool) -> Any:

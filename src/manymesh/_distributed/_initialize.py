@@ -173,7 +173,8 @@ def _check(address: str | None, count: int | None, process: int | None, timeouts
         raise ProcessError(
             f"distributed.initialize: process_id has to be one of 0 to {(count or 1) - 1}, found {process!r}"
         )
-    if address is not None and not (isinstance(address, str) and address.rpartition(":")[2].isdigit()):
+    port = address.rpartition(":")[2] if isinstance(address, str) else ""
+    if address is not None and not (port.isdecimal() and int(port) < 1 << 16):
         raise ProcessError(f"distributed.initialize: coordinator_address has to be 'host:port', found {address!r}")
     for name, seconds in timeouts.items():
         if not isinstance(seconds, (int, float)) or not seconds > 0:

@@ -188,6 +188,8 @@ class Executor:
         late: Late = {}
         moved = [n for n, x in enumerate(values) if getattr(x, "sharding", None) is not accepted[n]]
         for n in moved:  # mostly none: all are where the last call found them
+            if isinstance(values[n], jax.Array):
+                values[n] = _compat.in_default_order(values[n])
             x, sharding = values[n], self._inputs[n].sharding
             given = getattr(x, "sharding", None)
             if given == sharding and isinstance(x, jax.Array):
