@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -156,9 +155,8 @@ def expand(label: str, prefix: Any, tree: PyTree) -> dict[int, Any]:
         expanded = jax.tree.map(lambda s, part: [s] * len(jax.tree.leaves(part)), said, tree)
     except ValueError as error:
         whole = "result" if label.startswith("out") else "arguments"
-        text = textwrap.shorten(
-            str(error).replace("tree_map tree", label), 1000, placeholder=" ..."
-        )  # JAX's name of the first tree
+        text = str(error).replace("tree_map tree", label)  # what JAX calls the first of the trees
+        text = text if len(text) <= 1000 else f"{text[:1000]} ..."  # it may name hundreds of keys
         raise ArgumentError(f"{label}: its structure is no prefix of the {whole}: {text}") from None
     flat = [None if s is _NOTHING else _on_a_mesh(s) for s in jax.tree.leaves(expanded)]
     for s in flat:

@@ -24,6 +24,7 @@ from .._program._placement import Placement
 from ._beside import beside
 from ._branches import Branches
 from ._roles import NUMBER, after_gradients, is_number, latest_tasks, shrinks, small_nodes, summed_up
+from ._states_apart import states_apart
 from ._together import Together
 
 ROUNDS = 8  # after which states that cannot agree stay as they are
@@ -57,7 +58,7 @@ def place(flat: FlatProgram) -> FlatProgram:
     placement = placer.run()
     states, results = beside(flat, placement)
     late: dict[Var, int] = {}
-    found = {**_states_apart(flat, placement), **states}
+    found = {**states_apart(flat, placement), **states}
     rounds = ROUNDS if found or results else 0
     while rounds:  # what moves may draw the home of another state after it, or what reads it elsewhere
         late |= found
@@ -66,32 +67,9 @@ def place(flat: FlatProgram) -> FlatProgram:
             placement = placer.run(late, results)
         else:
             placement = placer.with_homes(found)
-        found = {v: at for v, at in _states_apart(flat, placement).items() if late.get(v) != at}
+        found = {v: at for v, at in states_apart(flat, placement).items() if late.get(v) != at}
         rounds = rounds - 1 if found else 0
     return replace(flat, placement=placement)
-
-
-def _states_apart(flat: FlatProgram, placement: Placement) -> dict[Var, int]:
-    """States whose next value is made on another submesh than they are, or that are read elsewhere -> where both should be.
-
-    It is where the next value was made, if the state is read there, or nowhere. What tasks read has its home from the
-    start; this is about the others, such as the step size that an optimizer estimates.
-    """
-    read: dict[Var, set[int]] = defaultdict(set)
-    for n in flat.nodes:
-        for v in n.inputs:
-            read[v].update(placement.node[n])
-    apart: dict[Var, int] = {}
-    for v, o in flat.pins.states:
-        out, home = flat.outvars[o], placement.home[v]
-        if _compat.is_var(out) and v not in flat.pins.inputs:
-            made = placement.home.get(out, 0)
-            needed = read[v].union(*(read[inner] for inner in flat.index.continues_as.get(v, ())))
-            # A copy of what reads it may be all that is somewhere else.
-            if home != made or (needed and home not in needed):
-                elsewhere = home if home in needed else min(needed, default=home)
-                apart[v] = made if made in needed or not needed else elsewhere
-    return apart
 
 
 class _Placer:
