@@ -42,6 +42,7 @@ class Watch(threading.Thread):
         self._behind: defaultdict[int, float] = defaultdict(float)
         self._gone: defaultdict[int, float] = defaultdict(float)
         self._seen: dict[int, int] = {}  # how far each was when `_look` looked last
+        self._apart: set[int] = set()  # those that were given arguments otherwise
         self._told = Doing()
         self._ending = threading.Lock()
 
@@ -93,11 +94,15 @@ class Watch(threading.Thread):
 
     def _compare_ways(self, p: int, known: Doing) -> None:
         """A step that needs no other process to bring arguments where they belong would go on with what differs."""
-        if known.ways != self.world.ways.get(known.calls, known.ways):
-            self.end(
-                f"{self.world.name(p)} called a step with arguments that were put elsewhere than here, in {known.label} or before; "
-                f"{PUT_ALIKE}"
-            )
+        label, ways = self.world.ways.get(known.calls, ("", 0))
+        if known.label != label or known.ways == ways or p in self._apart:
+            return
+        why = f"{self.world.name(p)} called a step with arguments that were put elsewhere than here, in {label} or before; {PUT_ALIKE}"
+        self._apart.add(p)
+        if self.world.doing.left:  # too late to end anything
+            say(f"manymesh: {why}.\n")
+        else:
+            self.end(why)
 
     def _look(self, elapsed: float) -> None:
         world = self.world

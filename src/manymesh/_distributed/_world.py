@@ -82,7 +82,7 @@ class World:
       carriers: name of a transport -> what carries arrays by it, once it was needed.
       over: whether the script of this process has ended before those of others, which do not go on.
       agreed: what all processes have agreed to mean, so that they need not ask again -> its number, from 1.
-      ways: number of a thing that all do together -> `Doing.ways` of it; of the last ones.
+      ways: number of a thing that all do together -> what it is, and `Doing.ways` of it; of the last ones.
       number: that of this process for the system.
     """
 
@@ -101,7 +101,7 @@ class World:
     changed: threading.Condition = field(default_factory=threading.Condition)
     carriers: dict[str, Any] = field(default_factory=dict)
     agreed: dict[Any, int] = field(default_factory=dict)
-    ways: dict[int, int] = field(default_factory=dict)
+    ways: dict[int, tuple[str, int]] = field(default_factory=dict)
     number: int = field(default_factory=os.getpid)
     _turn: Any = field(default_factory=threading.RLock)
     _sent: dict[int, int] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class World:
     def begin(self, label: str, busy: str = "", unlike: str = "", given: int = 0) -> int:
         """Counts something that all processes do together; gives its number, from 1."""
         calls, ways = self.doing.calls + 1, zlib.crc32(b"%d,%d" % (self.doing.ways, given))
-        self.ways[calls] = ways
+        self.ways[calls] = label, ways
         self.ways.pop(calls - REMEMBERED, None)
         self.doing = self.doing._replace(calls=calls, label=label, busy=busy, unlike=unlike, given=given, ways=ways)
         return calls

@@ -381,8 +381,8 @@ class _Clusterer:
                 continue
             due = min(level[q] - (0 if _alike(c, q) else 1) for q in readers)
             here = all(q.submesh == c.submesh for q in readers)
-            with_others = (p for q in readers for p in (q, *self.preds[q]) if _alike(c, p) and level[p] == due)
-            if due > first[c.submesh] and here and next(with_others, None) is not None:
+            beside = (p for q in readers for p in (q, *self.preds[q]))
+            if due > first[c.submesh] and here and any(_alike(c, p) and level[p] == due for p in beside):
                 level[c] = due
                 for q in self.succs[c]:
                     level[q] = max(level[q], due)
