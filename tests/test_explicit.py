@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import manymesh as mm
 from generated.laws import counted_compilations
+from manymesh._runtime._relayout import Relayouts
 from stages import assert_same, on_host
 
 WIDTH, HIDDEN, ROWS = 8, 16, 4
@@ -215,3 +216,48 @@ def test_a_result_that_is_asked_for_on_a_mesh_of_another_type():
     assert hidden.sharding.mesh == first
     assert twice.sharding == auto
     assert_same(twice, weights()[0]["up"] * 2.0)
+
+
+@pytest.mark.parametrize("meshes", [MESHES, MESHES[:1] * 2], ids=["several meshes", "one mesh"])
+def test_the_reference_mode_takes_what_a_step_gives(meshes):
+    """On Auto axes, as in a step: plain JAX would not say how a product of such arrays is to be sharded."""
+    tasks = [mm.task(lambda w, x: jnp.sin(x @ w), name, mesh=m) for name, m in zip("ab", meshes, strict=True)]
+
+    def fun(ws, x):
+        grads = jax.grad(lambda ws: jnp.sum(tasks[1](ws[1], tasks[0](ws[0], x)) ** 2))(ws)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads)
+
+    places = [NamedSharding(m, spec) for m, spec in zip(meshes, (P(None, "model"), P("model", None)), strict=True)]
+    ws = jax.device_put([w["up"][:, :WIDTH] for w in weights()], places)
+    step = mm.jit(fun)
+    ws = step(ws, batch())
+    assert [w.sharding.mesh for w in ws] == [*meshes]
+    with mm.ignore_transforms():
+        expected = step(ws, batch())
+    assert_same(step(ws, batch()), jax.tree.map(lambda w: jnp.asarray(on_host(w), w.dtype), expected))
+
+
+def test_a_nan_is_found_in_its_line():
+    tasks = [
+        mm.task(lambda w, x: jnp.log(x @ w), name, mesh=m) for name, m in zip(("front", "back"), MESHES, strict=True)
+    ]
+    ws = [jax.device_put(jnp.eye(8) - 2 * i, NamedSharding(m, P(None, "model"))) for i, m in enumerate(MESHES)]
+    step = mm.jit(lambda ws, x: tasks[1](ws[1], tasks[0](ws[0], x)))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"task 'back', at .*test_explicit.py"):
+        step(ws, 2 + jnp.ones((ROWS, WIDTH)))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_a_none_more_in_a_spec_moves_nothing(kind, monkeypatch):
+    """JAX writes the specs of Explicit arrays out to the last dimension, users those of batches."""
+    brought, bring = [], Relayouts.bring
+    monkeypatch.setattr(Relayouts, "bring", lambda self, x, s: brought.append(x) or bring(self, x, s))
+    mesh = Mesh(MESHES[0].devices, AXES, axis_types=(kind,) * 2)
+    task = mm.task(lambda w, x: jnp.sin(x @ w), "task", mesh=mesh)
+    step = mm.jit(lambda w, x: task(w, x).sum(), in_shardings=(None, NamedSharding(mesh, P("data"))))
+    w = jax.device_put(jnp.eye(WIDTH), NamedSharding(mesh, P()))
+    step(w, batch())
+    del brought[:]
+    for k in range(2):
+        step(w, jax.device_put(batch() + k, NamedSharding(mesh, P("data", None))))
+    assert not brought

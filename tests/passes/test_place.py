@@ -525,9 +525,8 @@ def test_the_home_of_a_count_is_found_without_placing_all_again(monkeypatch):
         updates, state = optimizer.update(jax.grad(loss)(params, x), state, params)
         return optax.apply_updates(params, updates), state
 
-    params = [
-        jnp.ones((64, 64)) / 64
-    ] * 5  # most of what reads the count is on the second submesh, and it is made on the first
+    # Most of what reads the count is on the second submesh, and it is made on the first.
+    params = [jnp.ones((64, 64)) / 64] * 5
     args = params, optimizer.init(params), jnp.ones((2, 64))
     runs, run_all = [], _Placer.run
     monkeypatch.setattr(_Placer, "run", lambda self, *late: runs.append(late) or run_all(self, *late))

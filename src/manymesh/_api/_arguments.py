@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from .. import _compat, meta
 from .._compiled import check_given_once, deleted, described, traced_argument
@@ -23,6 +24,7 @@ from .._runtime._fetch import fetch
 from .._runtime._memories import DEVICE, host_kind, into, is_in_host_memory
 from .._runtime._processes import committed_sharding
 from .._shown import name_of
+from .._topology import auto_mesh
 from .._types import PyTree
 from ..meta._rules import rules_of_flax
 from ._step import Step
@@ -310,11 +312,21 @@ def gathered(tree: PyTree) -> Any:
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
     if world() is not None:
         return fetch(tree) if any(committed_sharding(x) is not None for x in arrays) else tree
-    places = (committed_sharding(x) for x in arrays)
-    if len({frozenset(place.device_set) for place in places if place is not None}) <= 1:
-        return tree  # JAX puts the others beside them
-    device = jax.devices()[0]
-    return jax.tree.map(lambda x: jax.device_put(x, device) if isinstance(x, jax.Array) else x, tree)
+    places = [place for x in arrays if (place := committed_sharding(x)) is not None]
+    if len({frozenset(place.device_set) for place in places}) > 1:
+        there = SingleDeviceSharding(
+            jax.devices()[0]
+        )  # the device alone would leave their types as on an Explicit mesh
+        return jax.tree.map(lambda x: jax.device_put(x, there) if isinstance(x, jax.Array) else x, tree)
+    return jax.tree.map(_on_auto_axes, tree)  # JAX puts the others beside them
+
+
+def _on_auto_axes(x: Any) -> Any:
+    """A leaf as a step has it, whose axes are Auto whatever the mesh of the array says."""
+    place = None if isinstance(x, jax.core.Tracer) else committed_sharding(x)
+    if not isinstance(place, NamedSharding) or not isinstance(place.mesh, Mesh) or auto_mesh(place.mesh) == place.mesh:
+        return x
+    return jax.device_put(x, NamedSharding(auto_mesh(place.mesh), place.spec, memory_kind=place.memory_kind))
 
 
 def donated_leaves(given: Arguments, argnums: tuple[int, ...], argnames: tuple[str, ...]) -> frozenset[int]:

@@ -75,7 +75,7 @@ class Lowered(Stage):
     _values: tuple[str, ...]  # of each host value what it is called, and in short what it is
     _memory_in: dict[int, str]  # argument -> the kind of memory in which it lies between steps, if that is the host's
     _memory_out: dict[int, str]  # the same of results
-    _statics: dict[str, str]  # what a static argument is called -> what it is, in short
+    _statics: tuple[tuple[Any, Any], ...]  # (position or name, value)
     _weak: tuple[bool, ...]  # of each result whether it is weakly typed, where it was traced
     findings: tuple[str, ...] = ()
 
@@ -305,7 +305,7 @@ class Lowered(Stage):
         named = zip(names_of_inputs(self.program, self._in_tree), arguments, strict=True)
         weak = {True: " (weakly typed)", False: ""}
         types = {name: v.aval.str_short() + weak[_compat.abstract(v.aval).weak_type] for name, v in named}
-        types |= self._statics | _compat.named_settings()
+        types |= {f"static argument {k!r}": f"{value!r:.80}" for k, value in self._statics} | _compat.named_settings()
         known = self._step.compiled_for.setdefault(self._step.name, [])
         found = differences(types, known)
         known.append(types)

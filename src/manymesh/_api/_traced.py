@@ -189,7 +189,7 @@ class Traced(Stage):
             [k for i in self._constant for k in outside.inputs(i)], given_away,
             outside.joints({**arriving, **wanted_in}, wanted_out), self._plain, follows,
             [committed_sharding(x) for x in given.leaves], self._host_values(), memory_in, memory_out,
-            {f"static argument {k!r}": f"{value!r:.80}" for k, value in given.static},
+            given.static,
             tuple(bool(_compat.abstract(x).weak_type) for x in self._shapes), tuple(sentences(self._record.findings)),
         )  # fmt: skip
 

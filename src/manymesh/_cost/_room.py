@@ -249,13 +249,13 @@ class _Roots:
             return frozenset({k})
         todo = [k]
         while todo:  # no recursion: a chain may be as long as the program
-            top = todo[-1]
-            found, todo_first = self._open(top)
-            if todo_first:
-                todo += todo_first
+            if todo[-1] in self._known:
+                todo.pop()
                 continue
-            self._known[top] = frozenset(found)
-            todo.pop()
+            found, missing = self._open(todo[-1])
+            if not missing:
+                self._known[todo[-1]] = frozenset(found)
+            todo += missing
         result = self._known[k]
         if self._uses[k] < 2:
             del self._known[k]

@@ -237,7 +237,7 @@ def _far(wanted: Iterable[Var], saved: set[Var], producer: Mapping[Var, Eqn], mo
         if len(of) > most and v in lost:
             found.add(v)
         else:
-            made_of[v] = of if len(of) <= most else set(islice(of, int(most) + 1))
+            made_of[v] = set(islice(of, int(most) + 1))
     return found
 
 

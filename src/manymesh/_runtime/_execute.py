@@ -18,7 +18,7 @@ from .._plan._instructions import Instruction, Receive, Run, Send
 from ._memories import is_in_host_memory
 from ._observe import Observer
 from ._positions import Positions
-from ._relayout import Relayouts
+from ._relayout import Relayouts, lies_as
 
 # Position of an issue -> arguments to be brought from the memory of the host before it: position in the list, sharding.
 Late = dict[int, list[tuple[int, NamedSharding]]]
@@ -192,7 +192,7 @@ class Executor:
                 values[n] = _compat.in_default_order(values[n])
             x, sharding = values[n], self._inputs[n].sharding
             given = getattr(x, "sharding", None)
-            if given == sharding and isinstance(x, jax.Array):
+            if lies_as(x, sharding):
                 accepted[n] = given
             elif self._inputs[n].stays and isinstance(given, NamedSharding):
                 pass  # on the submeshes of another step, mostly, which would move it back

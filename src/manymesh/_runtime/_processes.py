@@ -19,7 +19,7 @@ from .._program import Program
 from ._carrier import Carrier
 from ._exchange import Exchange, assembled, everywhere, is_key, processes_of, put
 from ._launches import Launches
-from ._relayout import Relayouts
+from ._relayout import Relayouts, lies_as
 
 
 class Crossing:
@@ -141,7 +141,7 @@ class Arrivals:
             x = args[p.position]
             given = getattr(x, "sharding", None)
             if given is not accepted[n]:
-                if isinstance(x, jax.Array) and (given == p.sharding or (p.results and given == accepted[n])):
+                if lies_as(x, p.sharding) or (isinstance(x, jax.Array) and p.results and given == accepted[n]):
                     accepted[n] = given
                 else:
                     strange = True

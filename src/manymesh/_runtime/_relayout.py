@@ -84,6 +84,16 @@ class Relayouts:
         return self.follow(x, plan_transfer(x.shape, x.sharding, sharding))
 
 
+def lies_as(x: Any, wanted: NamedSharding) -> bool:
+    """Whether an argument is an array with this sharding, in these words or with a None more at the end of its spec."""
+    if not isinstance(x, jax.Array):
+        return False
+    given = x.sharding
+    return given == wanted or (
+        isinstance(given, NamedSharding) and given.mesh == wanted.mesh and given.is_equivalent_to(wanted, x.ndim)
+    )
+
+
 def with_sharding(aval: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
     """The same shape and dtype with another sharding."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
