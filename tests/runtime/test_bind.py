@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -249,8 +250,6 @@ def test_elements_smaller_than_a_byte(dtype):
 @pytest.mark.parametrize("device", [0, 2], ids=["there", "elsewhere"])
 def test_arguments_whose_elements_lie_in_another_order(device):
     """As `jax.experimental.layout.Format` has them: `jax.jit` takes them, too. Later calls compile nothing."""
-    from jax.experimental.layout import Format, Layout
-
     front, back = (mm.task(lambda w, x: jnp.tanh(x @ w), name, devices=[i]) for i, name in enumerate(("front", "back")))
     step = mm.jit(lambda p, x: jax.grad(lambda p: jnp.sum(back(p[1], front(p[0], x))))(p))
     rng = np.random.default_rng(0)
@@ -265,3 +264,5 @@ def test_arguments_whose_elements_lie_in_another_order(device):
     assert not made
     assert all(y.format.layout.major_to_minor == (1, 0) for y in turned)
     assert_same(mm.jit(lambda p: p * 2)(turned[0]), 2 * w)
+    with pytest.raises(mm.errors.ArgumentError, match="found Format.*give its sharding alone"):
+        mm.jit(lambda p: p * 2, out_shardings=turned[0].format)(w)

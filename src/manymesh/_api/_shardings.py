@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .._distributed._world import world
@@ -162,6 +163,8 @@ def expand(label: str, prefix: Any, tree: PyTree) -> dict[int, Any]:
     for s in flat:
         if s is not None and not isinstance(s, NamedSharding):
             hint = "; say on which submesh: NamedSharding(submesh, spec)" if isinstance(s, PartitionSpec) else ""
+            if isinstance(s, Format):
+                hint = "; give its sharding alone: arguments may come with any layout, results have the default one"
             raise ArgumentError(
                 f"{label}: expected NamedSharding on a submesh, SingleDeviceSharding or None, found {s!r}{hint}"
             )
