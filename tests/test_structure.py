@@ -30,6 +30,7 @@ LAYERS = (
     "errors",
     "_compat",
     "_key",
+    "_repeats",
     "_hardware",
     "_distributed",
     "distributed",

@@ -72,12 +72,14 @@ class Keys:
         eqns = []
         for e in parts.eqns:
             ins = tuple([atom(v) for v in e.invars])
-            params = tuple(
-                [(k, self._param(v)) for k, v in sorted(e.params.items()) if self._exact or k not in IGNORED]
-            )
+            params = self.params(e)
             outs = tuple([(atom(v), _aval(v.aval)) if _compat.is_var(v) else None for v in e.outvars])
             eqns.append((e.primitive.name, ins, params, outs, _compat.eqn_context(e)))
         return (head, tuple(eqns), tuple(atom(v) for v in parts.outvars), tuple(content_of(c) for c in parts.consts))
+
+    def params(self, eqn: _compat.Eqn) -> tuple[Any, ...]:
+        """The key of what an equation does with its operands."""
+        return tuple([(k, self._param(v)) for k, v in sorted(eqn.params.items()) if self._exact or k not in IGNORED])
 
     def _param(self, value: Any) -> Any:
         if type(value) in PLAIN:

@@ -31,6 +31,7 @@ from ._findings import Finding
 from ._implicit import Matcher, told
 from ._key import Keys
 from ._notes import note_task
+from ._repeats import Differentiable
 from ._scope import Scope, carrying, current_scope, enter_scope
 from ._shown import name_of
 from ._stands_for import stands_for
@@ -56,7 +57,7 @@ class Recording:
       implicit: the tasks registered by name when the trace began.
       keys: of what tasks compute, while tracing.
       bodies: key and abstract mesh -> what such tasks compute, one jaxpr for all that are equal; while tracing.
-      apart: the same as JAX differentiates it fastest; while tracing.
+      differentiable: the same as JAX differentiates it fastest; while tracing.
       token: a number that no other recording of this process has or had; an ``id`` could come back.
     """
 
@@ -66,9 +67,12 @@ class Recording:
     implicit: Matcher = field(default_factory=Matcher)
     keys: Keys = field(default_factory=lambda: Keys(exact=True))
     bodies: dict[Any, Any] = field(default_factory=dict)
-    apart: _compat.Apart = field(default_factory=_compat.Apart)
+    differentiable: Differentiable = field(init=False)
     _ids: Iterator[int] = field(default_factory=itertools.count)
     token: int = field(default_factory=itertools.count().__next__)
+
+    def __post_init__(self) -> None:
+        self.differentiable = Differentiable(self.keys)
 
     def new_mark(self, name: str) -> str:
         """A name that no other mark of this trace has."""
@@ -113,7 +117,7 @@ def recording(record: Recording) -> Iterator[None]:
         _recording.reset(token)
         record.keys.clear()
         record.bodies.clear()
-        record.apart.clear()
+        record.differentiable.clear()
 
 
 def transforms_ignored() -> bool:
@@ -364,7 +368,7 @@ def _call_equal(record: Recording, described: Task, mark: str, jitted: Any, oper
         key = record.keys(body), described.mesh.abstract_mesh if described.mesh is not None else None
         body = record.bodies.setdefault(key, body)
     if _compat.is_differentiated(operands):
-        body = record.apart(body)
+        body = record.differentiable(body)
     return _compat.call(mark, body, operands)
 
 

@@ -63,6 +63,7 @@ from ._jaxprs import manual_axes_of as manual_axes_of
 from ._jaxprs import meshes_by_hand as meshes_by_hand
 from ._jaxprs import meshes_named as meshes_named
 from ._jaxprs import name_stack as name_stack
+from ._jaxprs import names_around as names_around
 from ._jaxprs import new_jaxpr as new_jaxpr
 from ._jaxprs import new_var as new_var
 from ._jaxprs import on_abstract_mesh as on_abstract_mesh
@@ -79,6 +80,7 @@ from ._jaxprs import with_body as with_body
 from ._jaxprs import with_eqns as with_eqns
 from ._jaxprs import with_jaxprs as with_jaxprs
 from ._jaxprs import with_line as with_line
+from ._jaxprs import with_names as with_names
 from ._jaxprs import within as within
 from ._jaxprs import without_consts as without_consts
 from ._jaxprs import without_high as without_high

@@ -471,6 +471,19 @@ def name_stack(eqn: Eqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
+def names_around(eqn: Eqn) -> tuple[Any, ...]:
+    """The parts of an equation's name stack, the outermost first."""
+    parts: tuple[Any, ...] = eqn.source_info.name_stack.stack
+    return parts
+
+
+def with_names(eqn: Eqn, parts: Sequence[Any]) -> Eqn:
+    """The equation with a name stack of other parts."""
+    stack = type(eqn.source_info.name_stack)(tuple(parts))
+    new: Eqn = eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+    return new
+
+
 def source_line(eqn: Eqn) -> str:
     """``file.py:12 (function)`` of the user's code behind an equation, or an empty string."""
     try:

@@ -93,6 +93,8 @@ def calls_back(eqn: Eqn) -> bool:
 def inlined(eqns: list[Eqn], *, all_calls: bool = True) -> tuple[list[Eqn], dict[Var, Atom]]:
     """Equations with all calls opened, so that what is inside can be told apart. Derivatives have to be taken already.
 
+    They keep the names around them: a profile says which layer an operation belongs to.
+
     Args:
       eqns: the equations.
       all_calls: whether those are opened, too, that mean more than their body.
@@ -103,8 +105,8 @@ def inlined(eqns: list[Eqn], *, all_calls: bool = True) -> tuple[list[Eqn], dict
     env: dict[Var, Atom] = {}
     out: list[Eqn] = []
 
-    def walk(inner: list[Eqn], sub: dict[Var, Atom]) -> None:
-        for e in inner:
+    def walk(inner: list[Eqn], sub: dict[Var, Atom], around: Eqn | None) -> None:
+        for e in (_compat.within(e, around) for e in inner):
             body = call_body(e) if all_calls or is_transparent(e) else None
             parts = _compat.open_jaxpr(body) if body is not None else None
             if parts is None or parts.consts:
@@ -112,12 +114,12 @@ def inlined(eqns: list[Eqn], *, all_calls: bool = True) -> tuple[list[Eqn], dict
                 continue
             operands = [sub.get(v, v) if _compat.is_var(v) else v for v in e.invars]
             deeper: dict[Var, Atom] = dict(zip(parts.invars, operands, strict=True))
-            walk(parts.eqns, deeper)
+            walk(parts.eqns, deeper, e)
             for outer, result in zip(e.outvars, parts.outvars, strict=True):
                 if _compat.is_var(outer):
                     sub[outer] = deeper.get(result, result) if _compat.is_var(result) else result
 
-    walk(eqns, env)
+    walk(eqns, env, None)
     return out, env
 
 
