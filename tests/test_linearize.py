@@ -93,7 +93,7 @@ def test_a_fragment_is_not_traced_again(monkeypatch):
     mm.jit(fun)(*args)
 
 
-def test_large_fragments_are_compiled_first(monkeypatch):
+def test_the_smallest_fragment_is_compiled_first_then_the_largest(monkeypatch):
     small = mm.task(lambda x: x + 1, "small", devices=[0])
     large = mm.task(lambda x: sum(jnp.sin(x * i) for i in range(9)), "large", devices=[1])
     inside = mm.task(jax.jit(lambda x: jnp.cos(jnp.sin(x)) * x), "inside", devices=[2])
@@ -101,4 +101,4 @@ def test_large_fragments_are_compiled_first(monkeypatch):
     run = _lower.run_requests
     monkeypatch.setattr(_lower, "run_requests", lambda names, *rest: asked.extend(names) or run(names, *rest))
     assert mm.jit(lambda x: inside(large(small(x))))(jnp.ones(())).shape == ()
-    assert asked == ["large", "inside", "small"]
+    assert asked == ["small", "large", "inside"]

@@ -208,7 +208,7 @@ def test_fragments_are_those_without_it(layer, schedule, monkeypatch):
         return {f.name: (len(f.invars), len(f.outvars), Counter(opened(f.jaxpr))) for f in program.fragments}
 
     fast = described()
-    monkeypatch.setattr(_repeats, "in_calls", lambda jaxpr, keys: jaxpr)
+    monkeypatch.setattr(_repeats, "find_runs", lambda tokens, weights: [])
     slow = described()
     assert fast == slow
     # A layer has a dozen equations, and the test would see nothing in an empty program.
@@ -258,8 +258,15 @@ def test_more_layers_cost_no_more_linearizing(monkeypatch):
 
 def test_equal_tasks_stay_one(monkeypatch):
     made = []
-    in_calls = _repeats.in_calls
-    monkeypatch.setattr(_repeats, "in_calls", lambda jaxpr, keys: made.append(jaxpr) or in_calls(jaxpr, keys))
+    blocks = _repeats._blocks
+    monkeypatch.setattr(_repeats, "_blocks", lambda jaxpr, tokens: made.append(jaxpr) or blocks(jaxpr, tokens))
     step, *args = step_of(plain)
     mm.jit(step).trace(*args)
     assert len(made) == 1, "JAX differentiates each of them by itself"
+
+
+def test_equal_layers_of_unequal_tasks_are_one():
+    jax.clear_caches()
+    step, weights, x = step_of(plain)
+    del weights[1][0]
+    assert calls(mm.jit(step).trace(weights, x).jaxpr) == (14, 2)  # of the backward pass, too

@@ -36,11 +36,13 @@ class Differentiable:
     def __init__(self, keys: Keys) -> None:
         self._keys, self._apart = keys, _compat.Apart()
         self._made: dict[int, tuple[Any, Any]] = {}  # by id, with the jaxpr so that the id stays its own
+        self._tokens: dict[Hashable, int] = {}
+        self._bodies: dict[Hashable, ClosedJaxpr] = {}  # of blocks, by what makes them equal
 
     def __call__(self, jaxpr: ClosedJaxpr) -> ClosedJaxpr:
         """A jaxpr that computes the same: equal blocks are calls, and so is what JAX would linearize by itself each time."""
         if id(jaxpr) not in self._made:
-            self._made[id(jaxpr)] = jaxpr, in_calls(self._apart(jaxpr), self._keys)
+            self._made[id(jaxpr)] = jaxpr, self._with_calls(jaxpr)
         made: ClosedJaxpr = self._made[id(jaxpr)][1]
         return made
 
@@ -48,6 +50,22 @@ class Differentiable:
         """Lets go of the jaxprs."""
         self._made.clear()
         self._apart.clear()
+        self._tokens.clear()
+        self._bodies.clear()
+
+    def _with_calls(self, jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+        apart = self._apart(jaxpr)
+        eqns = list(_compat.open_jaxpr(apart).eqns)
+        tokens = [self._tokens.setdefault(_token(eqn, self._keys), len(self._tokens)) for eqn in eqns]
+        often = Counter(tokens)
+        blocks = list(_blocks(jaxpr, [token if often[token] >= FEWEST else ODD for token in tokens]))
+        count = Counter(block.key for block in blocks)
+        for block in reversed(blocks):
+            if count[block.key] >= FEWEST:
+                body = self._bodies.get(block.key) or self._bodies.setdefault(block.key, block.body())
+                eqns[block.start : block.end] = [block.call(body)]
+        with_calls: ClosedJaxpr = _compat.with_eqns(apart, eqns)
+        return with_calls
 
 
 class Run(NamedTuple):
@@ -104,35 +122,11 @@ def _runs_of(tokens: Sequence[int], length: int) -> Iterator[Run]:
             start = i - length + 1
 
 
-def in_calls(jaxpr: ClosedJaxpr, keys: Keys) -> ClosedJaxpr:
-    """A jaxpr with equal blocks as calls; itself where there are none.
-
-    Args:
-      jaxpr: as `_compat.Apart` makes it.
-      keys: exact ones, of the jaxprs that equations hold.
-    """
-    eqns = _compat.open_jaxpr(jaxpr).eqns
-    number: dict[Hashable, int] = {}
-    each = [number.setdefault(_token(eqn, keys), len(number)) for eqn in eqns]
-    often = Counter(each)
-    blocks = list(_blocks(jaxpr, [token if often[token] >= FEWEST else ODD for token in each]))
-    count = Counter(block.key for block in blocks)
-    bodies: dict[Hashable, ClosedJaxpr] = {}
-    after: list[Eqn] = []
-    done = 0
-    for block in blocks:
-        if count[block.key] >= FEWEST:
-            body = bodies.get(block.key) or bodies.setdefault(block.key, block.body())
-            after += [*eqns[done : block.start], block.call(body)]
-            done = block.end
-    return _compat.with_eqns(jaxpr, [*after, *eqns[done:]]) if done else jaxpr
-
-
 def _token(eqn: Eqn, keys: Keys) -> Hashable:
     """Equal for equations that do the same to other operands and come from the same line."""
     if eqn.effects:
         return object()
-    # What `Apart` made a call of is one object wherever it is the same.
+    # What `_compat.Apart` made a call of is one object wherever it is the same.
     own = id(eqn.params["jaxpr"]) if _compat.is_jit(eqn) and eqn.params["inline"] else keys.params(eqn)
     operands = tuple([(v.aval, content_of(v.val)) if isinstance(v, _compat.Literal) else v.aval for v in eqn.invars])
     results = tuple([v.aval for v in eqn.outvars])

@@ -77,7 +77,10 @@ def lower(
             worker = _Lowerer(program, layout, cache, compiler_options, pool)
             own = [f for f in program.fragments if owner is None or owner.owns(f.submesh)]
             sizes: dict[int, int] = {}
-            own.sort(key=lambda f: -_equations(f.jaxpr, sizes))  # large ones first: no core waits for one at the end
+            # Large ones first: no core waits for one at the end. But the smallest before them, for it is lowered at once,
+            # and a core is busy while the largest is lowered.
+            own.sort(key=lambda f: -_equations(f.jaxpr, sizes))
+            own = own[-1:] + own[:-1]
             requests = [functools.partial(worker.request, f) for f in own]
             made = run_requests([f.name for f in own], requests, progress)
             executables: list[Any] = [None] * len(program.fragments)
