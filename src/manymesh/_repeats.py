@@ -127,7 +127,7 @@ def _token(eqn: Eqn, keys: Keys) -> Hashable:
     if eqn.effects:
         return object()
     # What `_compat.Apart` made a call of is one object wherever it is the same.
-    own = id(eqn.params["jaxpr"]) if _compat.is_jit(eqn) and eqn.params["inline"] else keys.params(eqn)
+    own = id(eqn.params["jaxpr"]) if _compat.is_put_in_place(eqn) else keys.params(eqn)
     operands = tuple([(v.aval, content_of(v.val)) if isinstance(v, _compat.Literal) else v.aval for v in eqn.invars])
     results = tuple([v.aval for v in eqn.outvars])
     return eqn.primitive, own, operands, results, eqn.ctx, eqn.source_info.traceback

@@ -86,6 +86,7 @@ from ._jaxprs import without_consts as without_consts
 from ._jaxprs import without_high as without_high
 from ._linearize import Apart as Apart
 from ._linearize import is_differentiated as is_differentiated
+from ._linearize import is_put_in_place as is_put_in_place
 from ._paths import key_paths as key_paths
 from ._paths import leaves_with_paths as leaves_with_paths
 from ._processes import backends_have_started as backends_have_started

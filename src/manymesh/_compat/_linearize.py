@@ -18,6 +18,7 @@ from ._jaxprs import (
     call_params,
     call_template,
     close,
+    is_jit,
     is_var,
     jaxprs_in,
     new_jaxpr,
@@ -88,6 +89,11 @@ class Apart:
             self._calls[key] = params
         call: Eqn = eqn.replace(primitive=call_template().primitive, invars=list(reads), params=params)
         return call
+
+
+def is_put_in_place(eqn: Eqn) -> bool:
+    """Whether an equation is a call whose equations JAX puts in its place when it traces it, as `Apart` makes them."""
+    return is_jit(eqn) and eqn.params["inline"] == _at_once()
 
 
 def _literal(atom: Literal) -> Hashable:
