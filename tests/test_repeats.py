@@ -189,12 +189,13 @@ def opened(jaxpr, outer=None):
             for body in _compat.jaxprs_in(eqn):
                 yield from opened(body, eqn)
         else:
+            shapes = tuple(v.aval.shape for v in eqn.outvars)
+            if eqn.primitive.name == "add_any":  # of cotangents, which are summed up wherever JAX is at the time
+                yield eqn.primitive.name, shapes
+                continue
             # Where JAX differentiates a call, names within it are not in the brackets: jvp(layer)/up, jvp(layer/up).
             names = re.sub(r"jvp|transpose|[()]", "", _compat.name_stack(eqn))
-            shapes = tuple(v.aval.shape for v in eqn.outvars)
-            # Sums of cotangents have whichever line JAX was at.
-            line = _compat.source_line(eqn) if eqn.primitive.name != "add_any" else ""
-            yield eqn.primitive.name, shapes, re.sub("/+", "/", names).strip("/"), line
+            yield eqn.primitive.name, shapes, re.sub("/+", "/", names).strip("/"), _compat.source_line(eqn)
 
 
 @pytest.mark.parametrize(
