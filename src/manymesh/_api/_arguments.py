@@ -314,9 +314,7 @@ def gathered(tree: PyTree) -> Any:
         return fetch(tree) if any(committed_sharding(x) is not None for x in arrays) else tree
     places = [place for x in arrays if (place := committed_sharding(x)) is not None]
     if len({frozenset(place.device_set) for place in places}) > 1:
-        there = SingleDeviceSharding(
-            jax.devices()[0]
-        )  # the device alone would leave their types as on an Explicit mesh
+        there = SingleDeviceSharding(jax.devices()[0])  # the device alone would leave types that name an Explicit mesh
         return jax.tree.map(lambda x: jax.device_put(x, there) if isinstance(x, jax.Array) else x, tree)
     return jax.tree.map(_on_auto_axes, tree)  # JAX puts the others beside them
 

@@ -459,7 +459,7 @@ def solver(eqn: Eqn) -> tuple[AbstractJaxpr, list[Any]] | None:
 
 def within(eqn: Eqn, outer: Eqn | None) -> Eqn:
     """An equation that was in a jaxpr of another one, with the name stack that it has outside of it."""
-    if outer is None:
+    if outer is None or not names_around(outer):
         return eqn
     source = eqn.source_info.replace(name_stack=outer.source_info.name_stack + eqn.source_info.name_stack)
     new: Eqn = eqn.replace(source_info=source)

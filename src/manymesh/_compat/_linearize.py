@@ -43,19 +43,14 @@ class Apart:
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Any, Any]] = {}  # by id, with the jaxpr so that the id stays its own
         self._calls: dict[Hashable, dict[str, Any]] = {}
 
     def __call__(self, jaxpr: Any) -> Any:
         """The jaxpr, open or closed, with calls."""
-        if id(jaxpr) not in self._made:
-            eqns = [self._call(e) for e in open_jaxpr(jaxpr).eqns]
-            self._made[id(jaxpr)] = jaxpr, with_eqns(jaxpr, eqns)
-        return self._made[id(jaxpr)][1]
+        return with_eqns(jaxpr, [self._call(e) for e in open_jaxpr(jaxpr).eqns])
 
     def clear(self) -> None:
         """Lets go of the jaxprs."""
-        self._made.clear()
         self._calls.clear()
 
     def _call(self, eqn: Eqn) -> Eqn:
